@@ -1,0 +1,1 @@
+"""Generates, searches, proves and dispatches flash-attention kernels."""

@@ -1,0 +1,126 @@
+"""A `Kernel` becomes a binary: written to a file, imported, compiled for one target.
+
+Search, verification and runtime all come through here, so that what was proven is what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flashtune.errors import KernelError
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+    from flashtune.kernel import Kernel
+    from flashtune.target import Target
+
+# A fused multiply-add rounds once: pinned, because Triton's default is about to flip.
+FP_FUSION = True
+
+_LOADING = threading.Lock()
+
+
+def kernel_folder() -> Path:
+    """Where rendered kernels are kept: `FLASHTUNE_CACHE_DIR` or the user's cache folder."""
+    import platformdirs
+
+    root = os.environ.get("FLASHTUNE_CACHE_DIR") or platformdirs.user_cache_dir("flashtune")
+    return Path(root) / "kernels"
+
+
+def load_module(kernel: Kernel) -> ModuleType:
+    """The rendered source as a module. Triton wants its functions in a file, so one is written.
+
+    Raises:
+        KernelError: The cache folder cannot be written.
+    """
+    name = f"flashtune_kernel_{kernel.digest}"
+    with _LOADING:
+        if name in sys.modules:
+            return sys.modules[name]
+        path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
+        _write_once(path, kernel.source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+        return module
+
+
+def _write_once(path: Path, source: str) -> None:
+    """Leaves exactly `source` at `path`; safe with many processes."""
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") == source:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(source)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise KernelError(
+            f"cannot write the kernel cache {path.parent}: {error.strerror}; set FLASHTUNE_CACHE_DIR"
+        ) from error
+
+
+def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
+    """The binary of a kernel for a target; needs no GPU. Triton's own cache answers repeats.
+
+    Raises:
+        KernelError: The compiler refused it; the message is the compiler's first line.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    function = getattr(load_module(kernel), kernel.entry)
+    source = ASTSource(function, _signature(kernel), {}, _attributes(kernel))
+    try:
+        return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+    except Exception as error:  # noqa: BLE001 - the compiler raises anything, RuntimeError to its own
+        raise KernelError(first_line(error)) from error
+
+
+def _signature(kernel: Kernel) -> dict[str, str]:
+    return {argument.name: argument.type for argument in kernel.arguments}
+
+
+def _attributes(kernel: Kernel) -> dict[tuple[int, ...], list[list[Any]]]:
+    return {
+        (position,): [["tt.divisibility", argument.divisibility]]
+        for position, argument in enumerate(kernel.arguments)
+        if argument.divisibility > 1
+    }
+
+
+def _options(kernel: Kernel, target: Target) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_warps": kernel.options.num_warps,
+        "num_stages": kernel.options.num_stages,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    if kernel.options.max_registers and target.is_nvidia:
+        options["maxnreg"] = kernel.options.max_registers
+    return options
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,122 @@
+"""`Config`: one point of a family's space, and the `Space` and `Axis` that span it."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+BlockSize = Annotated[int, msgspec.Meta(ge=16, le=1024)]
+Warps = Annotated[int, msgspec.Meta(ge=1, le=32)]
+Stages = Annotated[int, msgspec.Meta(ge=1, le=8)]
+RegisterCap = Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+AxisValue = int | bool | enum.Enum
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every family's config: a flat record of ints, bools and enums.
+
+    Families subclass it; the field order is the order in which ties are broken.
+    """
+
+    num_warps: Warps
+    num_stages: Stages
+
+    def label(self) -> str:
+        """A short line for tables: `block_m=128 block_n=64 ...`."""
+        return " ".join(f"{name}={_plain(value)}" for name, value in self.items())
+
+    def items(self) -> Iterator[tuple[str, AxisValue]]:
+        """The fields and their values, in order."""
+        for name in self.__struct_fields__:
+            yield name, getattr(self, name)
+
+    def sort_key(self) -> tuple[Any, ...]:
+        """A total order over the configs of one family."""
+        return tuple(_plain(value) for _, value in self.items())
+
+
+def _plain(value: AxisValue) -> int | str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return int(value)
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """One searched dimension.
+
+    Attributes:
+        name: The config's field.
+        values: All values, ascending where they have an order.
+        ordered: Whether neighbours are alike (a sampler then learns over positions), as block
+            sizes are and an enum's members are not.
+        only_if: Given the values chosen so far for earlier axes, whether this axis is searched;
+            where it is not, the field takes `values[0]`.
+    """
+
+    name: str
+    values: tuple[AxisValue, ...]
+    ordered: bool = True
+    only_if: Callable[[dict[str, AxisValue]], bool] | None = None
+
+    def is_active(self, chosen: dict[str, AxisValue]) -> bool:
+        """Whether this axis is searched, given the earlier axes' values."""
+        return self.only_if is None or self.only_if(chosen)
+
+
+class Space(msgspec.Struct, frozen=True):
+    """All configs of one family for one problem and target, before capacity is considered.
+
+    Attributes:
+        config_type: The family's `Config` subclass.
+        axes: In an order in which each axis depends on earlier ones alone.
+    """
+
+    config_type: type[Config]
+    axes: tuple[Axis, ...]
+
+    def build(self, values: dict[str, AxisValue]) -> Config:
+        """The config of a full assignment."""
+        return self.config_type(**values)  # type: ignore[arg-type]
+
+    def contains(self, config: Config) -> bool:
+        """Whether a config, from a table or another shape, is a point of this space."""
+        if type(config) is not self.config_type:
+            return False
+        chosen: dict[str, AxisValue] = {}
+        for axis in self.axes:
+            value = getattr(config, axis.name)
+            allowed = axis.values if axis.is_active(chosen) else axis.values[:1]
+            if value not in allowed:
+                return False
+            chosen[axis.name] = value
+        return True
+
+    def configs(self) -> Iterator[Config]:
+        """Every config once, in axis order."""
+        for values in itertools.product(*(axis.values for axis in self.axes)):
+            chosen = dict(zip((axis.name for axis in self.axes), values, strict=True))
+            before: dict[str, AxisValue] = {}
+            for axis in self.axes:
+                if not axis.is_active(before) and chosen[axis.name] != axis.values[0]:
+                    break
+                before[axis.name] = chosen[axis.name]
+            else:
+                yield self.build(chosen)
+
+    def size(self) -> int:
+        """How many configs there are."""
+        return sum(1 for _ in self.configs())
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the compiler is told besides the source. `max_registers` 0 means no cap."""
+
+    num_warps: Warps
+    num_stages: Stages
+    max_registers: RegisterCap = 0
+

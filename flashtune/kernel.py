@@ -1,0 +1,112 @@
+"""`Kernel`: rendered source and how it is specialised; its digest names the binary it becomes."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from flashtune.config import LaunchOptions
+from flashtune.problem import Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_INT32 = 2**31 - 1
+POINTER_ALIGNMENT = 16
+
+
+class Alignment(enum.IntEnum):
+    """The power of two that divides every stride (in elements) of a kernel's tensors.
+
+    16 and 8 also promise pointers on 16-byte borders; 1 promises nothing.
+    """
+
+    ANY = 1
+    EIGHT = 8
+    SIXTEEN = 16
+
+
+class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a kernel assumes of the tensors it is launched on.
+
+    Attributes:
+        alignment: Alignment class of pointers and strides.
+        index_bits: Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
+        lse: Whether the log-sum-exp of each row is written.
+    """
+
+    alignment: Alignment = Alignment.SIXTEEN
+    index_bits: Annotated[int, msgspec.Meta(ge=32, le=64, multiple_of=32)] = 32
+    lse: bool = False
+
+    def takes_descriptors(self, dtype: Dtype) -> bool:
+        """Whether TMA can address the tensors: strides are multiples of 16 bytes."""
+        return self.alignment * dtype.itemsize >= POINTER_ALIGNMENT
+
+
+class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run-time argument: Triton's type (`*bf16`, `i32`, `fp32`) and what divides its value."""
+
+    name: str
+    type: str
+    divisibility: int = 1
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rendered source of (family, problem's static features, config), and its specialisation.
+
+    Attributes:
+        family: The family's name.
+        entry: Name of the jitted function in the source.
+        source: The rendered Python file.
+        arguments: Run-time arguments in order: q, k, v, out, lse, workspaces, scale, integers.
+        options: Launch options of the compiler.
+        specialization: What is assumed of the tensors.
+    """
+
+    family: str
+    entry: str
+    source: str
+    arguments: tuple[Argument, ...]
+    options: LaunchOptions
+    specialization: Specialization
+
+    @property
+    def digest(self) -> str:
+        """Hash over everything that decides the binary, 32 hex digits."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+
+
+def specialization_of(tensors: tuple[Tensor, ...], lse: bool) -> Specialization:
+    """The narrowest specialisation that is right for these tensors.
+
+    Args:
+        tensors: q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous.
+        lse: Whether the log-sum-exp is wanted.
+    """
+    combined = 16
+    pointers = 0
+    extent = 0
+    for tensor in tensors:
+        pointers |= tensor.data_ptr()
+        reach = 0
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True):
+            # A dimension of one element is never stepped over: its stride means nothing, but it
+            # is passed to the kernel and so must keep the promise made of it.
+            combined |= stride
+            reach += max(size - 1, 0) * abs(stride)
+            extent = max(extent, abs(stride))
+        # A tile may run past the end of a sequence before it is masked: leave it room.
+        extent = max(extent, reach + 1024 * tensor.stride(2) + tensor.shape[3])
+    if pointers % POINTER_ALIGNMENT:
+        alignment = Alignment.ANY
+    elif combined % 16 == 0:
+        alignment = Alignment.SIXTEEN
+    elif combined % 8 == 0:
+        alignment = Alignment.EIGHT
+    else:
+        alignment = Alignment.ANY
+    return Specialization(alignment, 64 if extent > MAX_INT32 else 32, lse)

@@ -1,0 +1,118 @@
+"""A compiled kernel bound to the strides and lengths of one problem: what a call costs is here.
+
+The grid and the integer arguments are worked out once by the rendered module's own `launch_plan`;
+a call then passes pointers, the scale and those integers straight to the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from triton.runtime._allocation import _allocator
+
+from flashtune.compilation import compile_kernel, first_line, interpreting, load_module
+from flashtune.errors import KernelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flashtune.kernel import Kernel
+    from flashtune.target import Target
+
+# A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
+LEAST_SCALE = 1e-30
+
+
+class Launch(Protocol):
+    """Runs one kernel on tensors of the shapes and strides that it was bound to.
+
+    q, k, v and out are [batch, heads, seqlen, head_dim]; lse is [batch, heads, seqlen_q] in
+    float32 and contiguous, or None where the kernel does not write it. `scale` is not negative.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None: ...
+
+
+def bind(kernel: Kernel, target: Target, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
+    """The launch of a kernel for tensors like these: loads, compiles and plans.
+
+    Raises:
+        KernelError: The kernel does not compile, or cannot be loaded on this GPU.
+    """
+    module = load_module(kernel)
+    grid, workspaces, integers = module.launch_plan(q, k, v, out)
+    if interpreting():
+        return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers)
+    compiled = compile_kernel(kernel, target)
+    return DeviceLaunch(compiled, grid, workspaces, integers, q.device)
+
+
+class InterpreterLaunch:
+    """The kernel as Triton's interpreter runs it on the CPU, block by block."""
+
+    def __init__(self, function: Any, grid: tuple[int, ...], workspaces: tuple[tuple[int, ...], ...], integers: tuple[int, ...]) -> None:
+        self._launch = function[grid]
+        self._workspaces = workspaces
+        self._integers = integers
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+        workspaces = [torch.empty(shape, dtype=torch.float32) for shape in self._workspaces]
+        row_lse = out if lse is None else lse
+        self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
+
+
+class DeviceLaunch:
+    """The binary, launched without Triton's per-call specialisation."""
+
+    __slots__ = ("_device", "_grid", "_head", "_integers", "_run", "_scratch", "_stream", "_workspaces")
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        workspaces: tuple[tuple[int, ...], ...],
+        integers: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        from triton.runtime import driver
+
+        with torch.cuda.device(device):
+            try:
+                # Reading `run` loads the binary onto the current device.
+                self._run: Callable[..., None] = compiled.run
+            except Exception as error:
+                raise KernelError(first_line(error)) from error
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._grid = (*grid, 1, 1)[:3]
+        # No launch metadata and no hooks: they are a profiler's, and cost a call each.
+        self._head = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._integers = integers
+        self._workspaces = workspaces
+        self._scratch = compiled.metadata.global_scratch_size > 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+        # Addresses instead of tensors: the launcher then asks the driver nothing about them.
+        address = out.data_ptr()
+        pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), address, address if lse is None else lse.data_ptr()]
+        workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self._workspaces]
+        pointers += [workspace.data_ptr() for workspace in workspaces]
+        stream = self._stream(self._device)
+        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        if not self._scratch:
+            self._run(*self._grid, stream, *self._head, *pointers, scale, *self._integers)
+            return
+        # Descriptors made on the device live in scratch memory, from torch's stream-ordered pool.
+        previous = _allocator.set(_allocate_scratch)
+        try:
+            self._run(*self._grid, stream, *self._head, *pointers, scale, *self._integers)
+        finally:
+            _allocator.reset(previous)
+
+
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    del alignment, stream  # torch aligns to 512 bytes and uses the current stream, as the launch does
+    return torch.empty(size, dtype=torch.int8, device="cuda")

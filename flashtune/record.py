@@ -1,0 +1,157 @@
+"""What is known of a candidate: resources, verdict, measurement; and the record that keeps it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+ShortText = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+class Outcome(enum.StrEnum):
+    """How a candidate ended. Everything but `ok` is a violated constraint for the sampler."""
+
+    OK = "ok"
+    INFEASIBLE = "infeasible"
+    COMPILE_ERROR = "compile_error"
+    WRONG_RESULT = "wrong_result"
+    LAUNCH_ERROR = "launch_error"
+    TIMEOUT = "timeout"
+
+
+class Provenance(enum.StrEnum):
+    """Where a record's time comes from."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+
+
+class Standing(enum.StrEnum):
+    """What dispatch knows of a selection on this machine."""
+
+    TIMED = "timed"
+    VERIFIED = "verified"
+    UNPROVEN = "unproven"
+
+
+class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the compiler says of a kernel on a target.
+
+    Attributes:
+        sram_bytes: Shared memory per block.
+        tensor_memory_columns: Columns of tensor memory (sm_100), else 0.
+        registers: Registers per thread.
+        spill_bytes: Local memory per thread, in bytes.
+        serialized_wgmma: Whether ptxas had to serialise asynchronous matrix instructions.
+        compile_seconds: Wall clock of the compilation.
+    """
+
+    sram_bytes: NonNegative
+    tensor_memory_columns: NonNegative = 0
+    registers: NonNegative = 0
+    spill_bytes: NonNegative = 0
+    serialized_wgmma: bool = False
+    compile_seconds: float = 0.0
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a kernel's results compare with a float64 reference.
+
+    Attributes:
+        passed: Whether every check passed.
+        worst_ratio: Largest row error over what the gate allows for the row (1.0 is the limit).
+        checks: Problems and probes compared.
+        failed: Name of the first check that failed, empty if none.
+        device: The GPU's name, or `interpreter`.
+    """
+
+    passed: bool
+    worst_ratio: float
+    checks: NonNegative
+    failed: ShortText
+    device: ShortText
+
+
+class PeerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Median time of another implementation in the same run, in ms."""
+
+    name: ShortText
+    ms: Milliseconds
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """GPU time of one kernel at one problem, cold L2, in ms.
+
+    Attributes:
+        ms: Median.
+        p20: 20th percentile.
+        p80: 80th percentile.
+        samples: How many samples.
+        throttled: Whether the clock was held down while sampling.
+        peers: Other implementations timed in the same run.
+    """
+
+    ms: Milliseconds
+    p20: Milliseconds
+    p80: Milliseconds
+    samples: NonNegative
+    throttled: bool = False
+    peers: tuple[PeerTime, ...] = ()
+
+
+class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What made a record. `template` is the hash of the family's template and its macros."""
+
+    flashtune: ShortText
+    template: ShortText
+    torch: ShortText
+    triton: ShortText
+    ptxas: ShortText
+    driver: ShortText
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that is known of one candidate.
+
+    `family` is `standard` or `sdpa` for the baselines, whose `config` is None. `message` is one
+    line that says why an outcome is not `ok`.
+    """
+
+    problem: Problem
+    target: ShortText
+    family: ShortText
+    config: Config | None
+    specialization: Specialization
+    kernel: Digest | None
+    outcome: Outcome
+    provenance: Provenance
+    versions: Versions
+    resources: Resources | None = None
+    verdict: Verdict | None = None
+    measurement: Measurement | None = None
+    message: ShortText = ""
+
+    @property
+    def ms(self) -> float | None:
+        """The median time, where there is one."""
+        return self.measurement.ms if self.measurement else None
+
+
+class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The record that dispatch uses for a problem on a target, and how well it is known there.
+
+    `source` says where it was found: `memo`, `database`, `shipped`, `nearest`, `default`.
+    """
+
+    record: Record
+    standing: Standing
+    source: ShortText = "database"

@@ -1,0 +1,1 @@
+"""What two families share unchanged: macros, and the arithmetic of tiles."""

@@ -1,0 +1,63 @@
+"""The contract of a kernel family, which each folder beside this file fulfils."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.kernel import Argument, Specialization
+from flashtune.problem import Problem
+from flashtune.target import Target
+
+
+class Context(msgspec.Struct, frozen=True):
+    """Base of what a family hands to its template: ints, bools and enums only, never text."""
+
+
+class TrafficItem(msgspec.Struct, frozen=True):
+    """One line of an explanation: bytes and what they are for."""
+
+    name: str
+    bytes: int
+
+
+class Family(Protocol):
+    """One way to compute attention: a template, its space, its SRAM model, its arguments.
+
+    The template renders a module that depends on torch and triton alone and holds the jitted
+    kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`.
+    """
+
+    name: str
+    config_type: type[Config]
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        """None when the family computes this problem on this target, else the reason why not."""
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        """All configs worth trying for the problem on the target."""
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """A config that fits the target's SRAM, for shapes that nobody tuned."""
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        """The SRAM model, item by item, in bytes: never more in sum than the compiler asks for."""
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        """Columns of tensor memory that a config takes at the least (0 without such memory)."""
+
+    def hbm_items(self, problem: Problem, config: Config) -> tuple[TrafficItem, ...]:
+        """HBM traffic that the loop order causes, item by item, in bytes."""
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> Context:
+        """The typed values that the template renders from."""
+
+    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+        """The kernel's run-time arguments, in order, for this specialisation."""
+
+    def options(self, config: Config) -> LaunchOptions:
+        """What the compiler is told besides the source."""

@@ -1,0 +1,152 @@
+"""FlashAttention-2's loop order in portable Triton: a tile of queries stays, K and V stream by."""
+
+from __future__ import annotations
+
+import enum
+
+from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
+from flashtune.kernel import Alignment, Argument, Specialization
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.family import Context, TrafficItem
+
+
+class Loads(enum.StrEnum):
+    """How tiles reach shared memory."""
+
+    POINTER = "pointer"
+    DESCRIPTOR = "descriptor"
+
+
+class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a tile.
+        block_n: Keys of a tile.
+        loads: Pointer loads, or TMA descriptors made on the device.
+        qk_ahead: Issue the next block's scores before this block's softmax.
+        two_phases: Blocks that no mask touches run in a loop of their own (always, when not causal).
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        long_first: Start the tiles with the most keys first (causal only).
+        heads_inner: Neighbouring programs work on different heads, not on different tiles.
+        max_registers: Register cap, 0 for none.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    loads: Loads = Loads.POINTER
+    qk_ahead: bool = False
+    two_phases: bool = True
+    decomposed: bool = False
+    long_first: bool = False
+    heads_inner: bool = False
+    max_registers: RegisterCap = 0
+
+
+class QOuterContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+    loads: Loads
+    qk_ahead: bool
+    two_phases: bool
+    decomposed: bool
+    long_first: bool
+    heads_inner: bool
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class ForwardQOuter:
+    """The family; it holds no state."""
+
+    name = "forward_q_outer"
+    config_type = QOuterConfig
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"forward_q_outer takes head dims up to {MAX_HEAD_DIM}"
+        return None
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        causal = problem.causal is not Causal.NONE
+        odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+        descriptors = target.has_descriptors
+        axes = (
+            Axis("block_m", (16, 32, 64, 128, 256)),
+            Axis("block_n", (16, 32, 64, 128, 256)),
+            Axis("num_warps", (2, 4, 8, 16)),
+            Axis("num_stages", (1, 2, 3, 4)),
+            Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR) if descriptors else (Loads.POINTER,), ordered=False),
+            Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
+            Axis("two_phases", (True, False) if causal else (True,), ordered=False),
+            Axis("decomposed", (False, True) if odd_width else (False,)),
+            Axis("long_first", (False, True) if causal else (False,)),
+            Axis("heads_inner", (False, True)),
+            Axis("max_registers", (0,)),
+        )
+        return Space(QOuterConfig, axes)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """A modest tile that fits every target of the table, least SRAM of what is still quick."""
+        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        small = target.sram_per_block < 128 * 1024
+        block_m = 128 if width <= 256 else 64
+        block_n = 64 if width <= 128 or not small else 32
+        if width > 512:
+            block_m, block_n = 32, 16
+        return QOuterConfig(block_m=block_m, block_n=block_n, num_warps=4, num_stages=2 if width <= 512 else 1)
+
+    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+        return forward_arguments(problem.dtype, specialization, ())
+
+    def options(self, config: Config) -> LaunchOptions:
+        assert isinstance(config, QOuterConfig)
+        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> QOuterContext:
+        assert isinstance(config, QOuterConfig)
+        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
+        return QOuterContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            max_registers=config.max_registers,
+            loads=Loads.DESCRIPTOR if descriptors else Loads.POINTER,
+            qk_ahead=config.qk_ahead and descriptors,
+            two_phases=config.two_phases or problem.causal is Causal.NONE,
+            decomposed=config.decomposed,
+            long_first=config.long_first,
+            heads_inner=config.heads_inner,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = ForwardQOuter()

@@ -1,0 +1,66 @@
+"""Rendering: (family, problem's static features, config, specialisation) becomes a `Kernel`."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from importlib import resources
+
+import jinja2
+
+from flashtune.config import Config
+from flashtune.errors import KernelError
+from flashtune.kernel import Kernel, Specialization
+from flashtune.problem import Problem
+from flashtune.templates.family import Context, Family
+from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
+
+
+def render(family: Family, problem: Problem, config: Config, specialization: Specialization) -> Kernel:
+    """The kernel of a config for a problem; lengths, heads and batch do not change it.
+
+    Raises:
+        KernelError: The context holds something that is no number, bool or enum.
+    """
+    context = family.context(problem, config, specialization)
+    values = {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
+    source = _environment().get_template(f"{family.name}/{TEMPLATE}").render(
+        values, template_hash=template_hash(family.name)[:12], kernel_name=family.name
+    )
+    return Kernel(
+        family=family.name,
+        entry=family.name,
+        source=source,
+        arguments=family.arguments(problem, specialization),
+        options=family.options(config),
+        specialization=specialization,
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read_template),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - Python source, from ints, bools and enums alone
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _read_template(name: str) -> str:
+    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")
+
+
+def _checked(name: str, value: object) -> object:
+    """Refuses text: a stored table must not be able to put code into a kernel."""
+    if isinstance(value, (int, enum.Enum)):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_checked(name, item) for item in value)
+    if isinstance(value, Context) or hasattr(value, "__struct_fields__"):
+        for field in value.__struct_fields__:
+            _checked(f"{name}.{field}", getattr(value, field))
+        return value
+    raise KernelError(f"a template may only be given ints, bools and enums, and {name} is {type(value).__name__}")
