@@ -1,0 +1,44 @@
+"""How commands print: JSON for programs, rich tables for people, notes on stderr."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Where the output is no terminal, tables are not squeezed into eighty columns.
+PIPE_WIDTH = 200
+
+
+def print_json(value: Any) -> None:
+    """Writes structs, enums and containers as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def note(sentence: str) -> None:
+    """Says something beside the data: on stderr, so that stdout stays parseable."""
+    click.echo(f"flashtune: {sentence}", err=True)
+
+
+def console() -> Console:
+    """A console on stdout, plain where that is no terminal."""
+    from rich.console import Console
+
+    probe = Console()
+    return probe if probe.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def quantity(count: int) -> str:
+    """Bytes as a person reads them: `164,120 B`, `1.2 MiB`."""
+    if count < 1024 * 1024:
+        return f"{count:,} B"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:,.1f} {unit}"
+    return f"{size / 1024:,.1f} TiB"
