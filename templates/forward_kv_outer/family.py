@@ -1,0 +1,116 @@
+"""FlashAttention-1's loop order in portable Triton: a tile of K and V stays, queries cycle by."""
+
+from __future__ import annotations
+
+from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
+from flashtune.kernel import Alignment, Argument, Specialization
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.target import KIB, Target
+from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
+from flashtune.templates.family import Context
+
+# What a row carries from one block of keys to the next, in global memory and in float32.
+WORKSPACES = ("carried_max", "carried_sum", "carried_out")
+
+
+class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a tile.
+        block_n: Keys of a tile.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        max_registers: Register cap, 0 for none.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    decomposed: bool = False
+    max_registers: RegisterCap = 0
+
+
+class KVOuterContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+    decomposed: bool
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class ForwardKVOuter:
+    """The family; it holds no state."""
+
+    name = "forward_kv_outer"
+    config_type = KVOuterConfig
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"forward_kv_outer takes head dims up to {MAX_HEAD_DIM}"
+        return None
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+        axes = (
+            Axis("block_m", (16, 32, 64, 128)),
+            Axis("block_n", (16, 32, 64, 128, 256)),
+            Axis("num_warps", (2, 4, 8, 16)),
+            Axis("num_stages", (1, 2, 3)),
+            Axis("decomposed", (False, True) if odd_width else (False,)),
+            Axis("max_registers", (0,)),
+        )
+        return Space(KVOuterConfig, axes)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """A modest tile that fits every target of the table."""
+        row_bytes = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+        if target.sram_per_block < 100 * 1000:
+            side = max(16, side // 2)
+        return KVOuterConfig(block_m=side, block_n=side, num_warps=4, num_stages=2 if row_bytes <= 128 else 1)
+
+    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+        return forward_arguments(problem.dtype, specialization, WORKSPACES)
+
+    def options(self, config: Config) -> LaunchOptions:
+        assert isinstance(config, KVOuterConfig)
+        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> KVOuterContext:
+        assert isinstance(config, KVOuterConfig)
+        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        return KVOuterContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            max_registers=config.max_registers,
+            decomposed=config.decomposed,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = ForwardKVOuter()
