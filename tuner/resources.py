@@ -1,0 +1,152 @@
+"""What the compiler says of a kernel on a target, and how many blocks then share a multiprocessor.
+
+Needs no GPU: Triton cross-compiles, and what it asked of the hardware is read from the binary.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from flashtune.compilation import compile_kernel
+from flashtune.config import LaunchOptions
+from flashtune.errors import KernelError
+from flashtune.record import Resources
+from flashtune.target import KIB, Target
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+    from flashtune.kernel import Kernel
+
+# Shared memory that the driver takes of each resident block, on sm_80 and later.
+RESERVED_SRAM = KIB
+SRAM_GRANULE = 128
+# Registers are handed out per warp, in pieces of this many per thread.
+REGISTER_GRANULE = 8
+TENSOR_MEMORY_GRANULE = 32
+TOOL_SECONDS = 120
+# ptxas says C7510 to C7519 where it had to wait after each asynchronous matrix instruction.
+SERIALIZED = re.compile(r"\(C751\d\)|wgmma\.mma_async instructions are serialized")
+
+
+class Occupancy(msgspec.Struct, frozen=True):
+    """Blocks of a kernel that are resident on one multiprocessor, and what limits their number.
+
+    Attributes:
+        blocks: Resident blocks; 0 where not even one fits.
+        warps: Resident warps.
+        limit: `sram`, `registers`, `threads` or `tensor memory`, whichever runs out first.
+    """
+
+    blocks: int
+    warps: int
+    limit: str
+
+
+def read_resources(kernel: Kernel, target: Target) -> Resources:
+    """Compiles a kernel for a target and reads what it takes.
+
+    Raises:
+        KernelError: The compiler refused the kernel, or one of its tools failed.
+    """
+    start = time.perf_counter()
+    compiled = compile_kernel(kernel, target)
+    seconds = time.perf_counter() - start
+    usage = _nvidia_usage(compiled) if target.is_nvidia else _amd_usage(compiled)
+    return Resources(
+        sram_bytes=compiled.metadata.shared,
+        tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
+        registers=usage.registers,
+        spill_bytes=usage.spill_bytes,
+        serialized_wgmma=target.capability == 90 and _is_serialized(compiled),
+        compile_seconds=seconds,
+    )
+
+
+def overflow(resources: Resources, target: Target) -> str | None:
+    """What of the target's capacity a kernel exceeds, as one sentence, or None where it fits."""
+    if resources.sram_bytes > target.sram_per_block:
+        return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
+    if resources.tensor_memory_columns > target.tensor_memory_columns:
+        columns = resources.tensor_memory_columns
+        return f"asks for {columns} columns of tensor memory, and {target.name} has {target.tensor_memory_columns}"
+    return None
+
+
+def occupancy(resources: Resources, options: LaunchOptions, target: Target) -> Occupancy:
+    """How many blocks with these resources are resident on one multiprocessor of the target."""
+    warps = options.num_warps
+    threads = warps * target.warp_size
+    reserved = RESERVED_SRAM if target.is_nvidia else 0
+    sram = _rounded(resources.sram_bytes, SRAM_GRANULE) + reserved
+    registers = _rounded(max(resources.registers, 1), REGISTER_GRANULE) * threads
+    limits = {
+        "sram": target.sram_per_sm // sram if sram else target.threads_per_sm,
+        "registers": target.registers_per_sm // registers,
+        "threads": target.threads_per_sm // threads,
+    }
+    if resources.tensor_memory_columns:
+        columns = _rounded(resources.tensor_memory_columns, TENSOR_MEMORY_GRANULE)
+        limits["tensor memory"] = target.tensor_memory_columns // columns
+    limit = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limit], limits[limit] * warps, limit)
+
+
+class _Usage(NamedTuple):
+    registers: int
+    spill_bytes: int
+
+
+def _rounded(amount: int, granule: int) -> int:
+    return -(-amount // granule) * granule
+
+
+def _nvidia_usage(compiled: CompiledKernel) -> _Usage:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        report = _run(_tool("cuobjdump"), "--dump-resource-usage", file.name)
+    fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
+    if "REG" not in fields:
+        raise KernelError("cuobjdump named no registers for this kernel: reinstall triton")
+    # What does not fit into registers goes to the stack; Triton's kernels have nothing else there.
+    return _Usage(int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]))
+
+
+def _amd_usage(compiled: CompiledKernel) -> _Usage:
+    fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
+    try:
+        return _Usage(int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"]))
+    except KeyError as missing:
+        raise KernelError(f"the compiler's output for this kernel has no {missing.args[0]}: reinstall triton") from None
+
+
+def _is_serialized(compiled: CompiledKernel) -> bool:
+    """Asks ptxas once more, for the remarks that Triton throws away (about half a second)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"], encoding="utf-8")
+        report = _run(_tool("ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin")))
+    return SERIALIZED.search(report) is not None
+
+
+def _tool(name: str) -> str:
+    from triton import knobs
+
+    return str(getattr(knobs.nvidia, name).path)
+
+
+def _run(*command: str) -> str:
+    """The standard output and error of one of the compiler's tools."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton") from error
+    return done.stdout + done.stderr
