@@ -1,0 +1,113 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer:
+#   make demo    installs flashtune into .venv, runs a search on whatever is there, prints the result
+#   make test    runs every check that needs no GPU
+# `make help` lists the rest.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/torch-2.13.txt
+WORKERS ?= 2
+# Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
+OTHER_TRITONS := 3.6.0 3.9.0
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# Modules are found where they are installed, never by chance in the current folder.
+export PYTHONSAFEPATH := 1
+PYTEST := $(PY) -m pytest --quiet
+
+# An installation is redone when what it was made from has changed, whatever the dates of the files say.
+SOURCES := pyproject.toml setup.py $(sort $(wildcard constraints/*.txt))
+FINGERPRINT := $(shell (echo '$(CURDIR) $(CONSTRAINTS)'; cat $(SOURCES)) | sha256sum | cut -c1-16)
+RUNS := $(VENV)/.runs-$(FINGERPRINT)
+DEVELOPS := $(VENV)/.develops-$(FINGERPRINT)
+
+.PHONY: help
+help: ## List these targets
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+# ---- setting up --------------------------------------------------------------------------------
+
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flashtune needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + ": run make PYTHON=python3.12 or another")'
+	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(VENV)/.runs-* $(VENV)/.develops-*
+	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) setuptools
+	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '$(1)'
+endef
+
+$(RUNS):
+	$(call install,.)
+	@touch $@
+
+$(DEVELOPS):
+	$(call install,.[dev])
+	@touch $(RUNS) $@
+
+.PHONY: install develop
+install: $(RUNS) ## Install flashtune into .venv
+develop: $(DEVELOPS) ## Install it with what tests and checks need
+
+# A folder per Triton, put in front of the installed one by PYTHONPATH.
+.triton-%/.complete: | $(DEVELOPS)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==$*
+	@touch $@
+
+# ---- showing -----------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(RUNS) ## Search one shape on the GPU, or without one for an H100, and print the result
+	@$(PY) scripts/demo.py
+
+# ---- checking ----------------------------------------------------------------------------------
+
+.PHONY: test
+test: lint types imports unit interpreter tables other-tritons ## Run every check that needs no GPU
+
+.PHONY: lint format types imports
+lint: $(DEVELOPS) ## Check style and formatting
+	$(PY) -m ruff check --quiet
+	$(PY) -m ruff format --check --quiet
+
+format: $(DEVELOPS) ## Apply style and formatting
+	$(PY) -m ruff check --fix --quiet
+	$(PY) -m ruff format --quiet
+
+types: $(DEVELOPS) ## Check types, with mypy and pyright's rules
+	$(PY) -m mypy
+	$(PY) -m basedpyright
+
+imports: $(DEVELOPS) ## Check who may import whom
+	$(VENV)/bin/lint-imports --no-cache
+
+.PHONY: unit interpreter tables other-tritons test-gpu
+unit: $(DEVELOPS) ## Run all tests but the interpreter's and the GPU's, the built wheel's among them
+	$(PYTEST) -n $(WORKERS) tests
+
+interpreter: $(DEVELOPS) ## Run the kernels on the CPU
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) tests/interpreter
+
+tables: $(DEVELOPS) ## Verify every kernel of the shipped tables
+	@for table in $(sort $(wildcard db/tuned/*.json)); do \
+	    echo "flashtune verify $$table"; \
+	    $(PY) -m flashtune.tuner.cli verify "$$table"; \
+	done
+
+other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret under other Tritons
+
+.PHONY: $(OTHER_TRITONS:%=triton-%)
+$(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
+	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) tests/templates tests/golden
+	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) tests/interpreter
+
+test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
+	$(PYTEST) -m gpu tests
+
+.PHONY: clean
+clean: ## Remove what these targets made
+	rm -rf $(VENV) .triton-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
