@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from triton.compiler import CompiledKernel
 
     from flashtune.kernel import Kernel
     from flashtune.target import Target
+
+    Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
@@ -36,8 +39,33 @@ class Launch(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None: ...
 
 
-def bind(kernel: Kernel, target: Target, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
+def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Float32 scratch memory that a kernel writes before it reads; allocated per call."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def bind(
+    kernel: Kernel,
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    compiled: CompiledKernel | None = None,
+    allocate: Allocate = allocate_workspace,
+) -> Launch:
     """The launch of a kernel for tensors like these: loads, compiles and plans.
+
+    Args:
+        kernel: The kernel.
+        target: The GPU that it is compiled for.
+        q: [batch, heads, seqlen_q, head_dim]; like k, v and out it decides strides and lengths.
+        k: [batch, kv_heads, seqlen_kv, head_dim].
+        v: [batch, kv_heads, seqlen_kv, value_head_dim].
+        out: [batch, heads, seqlen_q, value_head_dim].
+        compiled: The kernel's binary where it is at hand, so that many shapes share one.
+        allocate: Makes the workspaces; verification hands out poisoned ones.
 
     Raises:
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.
@@ -45,21 +73,29 @@ def bind(kernel: Kernel, target: Target, q: Tensor, k: Tensor, v: Tensor, out: T
     module = load_module(kernel)
     grid, workspaces, integers = module.launch_plan(q, k, v, out)
     if interpreting():
-        return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers)
-    compiled = compile_kernel(kernel, target)
-    return DeviceLaunch(compiled, grid, workspaces, integers, q.device)
+        return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers, allocate)
+    compiled = compiled or compile_kernel(kernel, target)
+    return DeviceLaunch(compiled, grid, workspaces, integers, q.device, allocate)
 
 
 class InterpreterLaunch:
     """The kernel as Triton's interpreter runs it on the CPU, block by block."""
 
-    def __init__(self, function: Any, grid: tuple[int, ...], workspaces: tuple[tuple[int, ...], ...], integers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        workspaces: tuple[tuple[int, ...], ...],
+        integers: tuple[int, ...],
+        allocate: Allocate = allocate_workspace,
+    ) -> None:
         self._launch = function[grid]
+        self._allocate = allocate
         self._workspaces = workspaces
         self._integers = integers
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
-        workspaces = [torch.empty(shape, dtype=torch.float32) for shape in self._workspaces]
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
 
@@ -67,7 +103,7 @@ class InterpreterLaunch:
 class DeviceLaunch:
     """The binary, launched without Triton's per-call specialisation."""
 
-    __slots__ = ("_device", "_grid", "_head", "_integers", "_run", "_scratch", "_stream", "_workspaces")
+    __slots__ = ("_allocate", "_device", "_grid", "_head", "_integers", "_run", "_scratch", "_stream", "_workspaces")
 
     def __init__(
         self,
@@ -76,6 +112,7 @@ class DeviceLaunch:
         workspaces: tuple[tuple[int, ...], ...],
         integers: tuple[int, ...],
         device: torch.device,
+        allocate: Allocate = allocate_workspace,
     ) -> None:
         from triton.runtime import driver
 
@@ -92,13 +129,14 @@ class DeviceLaunch:
         self._head = (compiled.function, compiled.packed_metadata, None, None, None)
         self._integers = integers
         self._workspaces = workspaces
+        self._allocate = allocate
         self._scratch = compiled.metadata.global_scratch_size > 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         address = out.data_ptr()
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), address, address if lse is None else lse.data_ptr()]
-        workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self._workspaces]
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         pointers += [workspace.data_ptr() for workspace in workspaces]
         stream = self._stream(self._device)
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
