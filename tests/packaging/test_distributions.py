@@ -1,0 +1,104 @@
+"""Wheel and source distribution hold what the checkout holds, and nothing lands beside flashtune."""
+
+from __future__ import annotations
+
+import configparser
+import tarfile
+import zipfile
+from collections.abc import Callable
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("packaging")
+
+ROOMS = ("tuner", "templates", "kernels_generated", "db")
+
+
+def _packaged_name(name: str) -> str | None:
+    """Where a file of the checkout belongs in the wheel; None for what is not shipped."""
+    room, _, rest = name.partition("/")
+    if room in ROOMS:
+        return f"flashtune/{name}"
+    return name if room == "flashtune" and rest not in ROOMS else None
+
+
+def _files(wheel: Path) -> set[str]:
+    """The wheel's files, its metadata left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def _metadata(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (entry for entry in archive.namelist() if entry.endswith(f".dist-info/{name}"))
+        return archive.read(path).decode()
+
+
+def test_wheel_holds_every_file_of_the_rooms_and_no_other(wheel: Path, checkout_files: tuple[str, ...]) -> None:
+    expected = {packaged for name in checkout_files if (packaged := _packaged_name(name))}
+    packaged = _files(wheel)
+    assert packaged == expected, (
+        "a file that is missing here needs an __init__.py beside it or a line in pyproject's package-data"
+    )
+    assert "flashtune/py.typed" in packaged
+    assert "flashtune/templates/forward_q_outer/kernel.py.jinja" in packaged
+
+
+def test_nothing_lands_beside_flashtune(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        top = {name.split("/")[0] for name in archive.namelist()}
+    assert "flashtune" in top
+    assert [name for name in top if name != "flashtune" and not name.endswith(".dist-info")] == []
+
+
+def test_wheel_from_the_source_distribution_is_the_same(
+    clean_copy: Path, wheel: Path, build: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    with tarfile.open(build("sdist", clean_copy)) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert not any(path.is_symlink() for path in unpacked.rglob("*"))
+    assert _files(build("wheel", unpacked)) == _files(wheel)
+
+
+def test_new_family_is_a_new_folder_and_nothing_else(
+    clean_copy: Path, build: Callable[[str, Path], Path]
+) -> None:
+    family = clean_copy / "templates" / "zigzag"
+    family.mkdir()
+    for name in ("__init__.py", "family.py", "kernel.py.jinja"):
+        (family / name).write_text("")
+    packaged = {name for name in _files(build("wheel", clean_copy)) if "/zigzag/" in name}
+    assert packaged == {
+        "flashtune/templates/zigzag/__init__.py",
+        "flashtune/templates/zigzag/family.py",
+        "flashtune/templates/zigzag/kernel.py.jinja",
+    }
+
+
+def test_wheel_builds_where_links_became_plain_files(
+    clean_copy: Path, wheel: Path, build: Callable[[str, Path], Path]
+) -> None:
+    """Downloaded archives are often unpacked so; the folders themselves are what is packaged."""
+    for room in ROOMS:
+        link = clean_copy / "flashtune" / room
+        assert link.is_symlink()
+        link.unlink()
+        link.write_text(f"../{room}")
+    assert _files(build("wheel", clean_copy)) == _files(wheel)
+
+
+def test_metadata_says_what_is_needed(wheel: Path) -> None:
+    metadata = Parser().parsestr(_metadata(wheel, "METADATA"))
+    needed = metadata.get_all("Requires-Dist") or []
+    assert metadata["Name"] == "flashtune"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "torch>=2.10" in needed
+    assert "triton<3.10,>=3.6" in needed
+    scripts = configparser.ConfigParser()
+    scripts.read_string(_metadata(wheel, "entry_points.txt"))
+    assert scripts["console_scripts"]["flashtune"] == "flashtune.tuner.cli:main"
+    assert "Apache License" in _metadata(wheel, "licenses/LICENSE")

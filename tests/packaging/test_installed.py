@@ -1,0 +1,94 @@
+"""The installed wheel works away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("packaging")
+
+# What a program that only calls attention must not pay for; flashtune's own budget is its time over torch and triton.
+HEAVY = ("alembic", "click", "jinja2", "optuna", "rich", "sqlalchemy")
+IMPORT_SECONDS = 0.25
+
+
+@pytest.fixture
+def run(site: Path, tmp_path: Path) -> Runner:
+    """Runs a command on the installed wheel, in an empty folder."""
+    return Runner(site, tmp_path)
+
+
+class Runner:
+    """Starts processes that see the wheel before the checkout."""
+
+    def __init__(self, site: Path, folder: Path) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+        self._folder = folder
+
+    def command(self, *arguments: str | Path) -> str:
+        result = subprocess.run(
+            arguments, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def program(self, code: str) -> str:
+        return self.command(sys.executable, "-c", code)
+
+
+def test_import_comes_from_the_wheel_and_is_light(run: Runner, site: Path) -> None:
+    found = json.loads(
+        run.program(
+            "import json, sys, time, torch, triton\n"
+            "start = time.process_time()\n"
+            "import flashtune\n"
+            "seconds = time.process_time() - start\n"
+            f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+            "print(json.dumps({'file': flashtune.__file__, 'loaded': loaded, 'seconds': seconds}))"
+        )
+    )
+    assert Path(found["file"]).parent == site / "flashtune"
+    assert found["loaded"] == []
+    assert found["seconds"] < IMPORT_SECONDS
+
+
+def test_no_room_is_importable_by_its_own_name(run: Runner) -> None:
+    rooms = run.program(
+        "from importlib.util import find_spec\n"
+        "print([name for name in ('tuner', 'templates', 'kernels_generated', 'db') if find_spec(name)])"
+    )
+    assert rooms.strip() == "[]"
+
+
+def test_every_module_is_importable(run: Runner) -> None:
+    """Also a check that nothing depends on the checkout, or on what only tests install."""
+    code = (
+        "import importlib, pkgutil, flashtune\n"
+        "def names(package):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        if module.name.endswith('__main__') or '.migrations.' in module.name: continue\n"
+        "        if module.name.startswith('flashtune.kernels_generated.'): continue\n"
+        "        yield importlib.import_module(module.name)\n"
+        "        if module.ispkg: yield from names(importlib.import_module(module.name))\n"
+        "print(sum(1 for module in names(flashtune)))"
+    )
+    assert int(run.program(code)) > 20
+
+
+def test_families_and_templates_are_there(run: Runner) -> None:
+    names = run.program(
+        "from flashtune.templates.hashing import template_hash\n"
+        "from flashtune.templates.registry import families\n"
+        "print(*(family.name for family in families() if len(template_hash(family.name)) == 32))"
+    )
+    assert "forward_q_outer" in names.split()
+
+
+def test_command_line_starts(run: Runner, site: Path) -> None:
+    assert "search" in run.command(site / "bin" / "flashtune", "--help")
+    assert "search" in run.command(sys.executable, "-m", "flashtune.tuner.cli", "--help")
