@@ -50,8 +50,14 @@ class Family(Protocol):
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
         """Columns of tensor memory that a config takes at the least (0 without such memory)."""
 
-    def hbm_items(self, problem: Problem, config: Config) -> tuple[TrafficItem, ...]:
-        """HBM traffic that the loop order causes, item by item, in bytes."""
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        """HBM traffic that the loop order causes, item by item, in bytes.
+
+        Without a target every load of a tile counts, as if there were no cache; with one, tiles
+        that its last-level cache still holds are read from HBM once.
+        """
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> Context:
         """The typed values that the template renders from."""

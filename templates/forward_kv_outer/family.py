@@ -8,10 +8,12 @@ from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import KIB, Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
-from flashtune.templates.family import Context
+from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
+from flashtune.templates.family import Context, TrafficItem
 
 # What a row carries from one block of keys to the next, in global memory and in float32.
 WORKSPACES = ("carried_max", "carried_sum", "carried_out")
+FLOAT32_BYTES = 4
 
 
 class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,6 +90,30 @@ class ForwardKVOuter:
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, KVOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, KVOuterConfig)
+        size = problem.dtype.itemsize
+        all_heads = problem.batch * problem.heads
+        rows = all_heads * problem.seqlen_q
+        state = (problem.value_head_dim + 2) * FLOAT32_BYTES
+        # One program to a head; each cycles through all queries of its head and their state.
+        at_once = min(all_heads, target.sm_count) if target else all_heads
+        cached = stays_in_cache(at_once * problem.seqlen_q * (problem.head_dim * size + state), target)
+        visits = rows if cached else all_heads * cycled_queries(problem, config.block_m, config.block_n)
+        often = "once, then from L2" if cached else "for every tile of keys"
+        keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
+        return (
+            TrafficItem("k and v read once for every query head", keys),
+            TrafficItem("carried max, sum and output first written", rows * state),
+            TrafficItem(f"q read {often}", visits * problem.head_dim * size),
+            TrafficItem(f"carried max, sum and output read {often}", visits * state),
+            TrafficItem(f"carried max, sum and output written {often}", visits * state),
+            TrafficItem("carried max, sum and output last read", 0 if cached else rows * state),
+            TrafficItem("out written once", rows * problem.value_head_dim * size),
+        )
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> KVOuterContext:
         assert isinstance(config, KVOuterConfig)

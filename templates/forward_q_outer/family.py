@@ -10,6 +10,7 @@ from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
 from flashtune.templates.family import Context, TrafficItem
 
 
@@ -118,6 +119,32 @@ class ForwardQOuter:
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, QOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, QOuterConfig)
+        size = problem.dtype.itemsize
+        both = (problem.head_dim + problem.value_head_dim) * size
+        all_heads = problem.batch * problem.heads
+        rows = all_heads * problem.seqlen_q
+        if stays_in_cache(self._heads_at_once(problem, config, target) * problem.seqlen_kv * both, target):
+            keys = TrafficItem("k and v read once, then from L2", all_heads // problem.group_size * problem.seqlen_kv * both)
+        else:
+            streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n)
+            keys = TrafficItem("k and v read for every tile of queries", streamed * both)
+        return (
+            TrafficItem("q read once", rows * problem.head_dim * size),
+            keys,
+            TrafficItem("out written once", rows * problem.value_head_dim * size),
+        )
+
+    def _heads_at_once(self, problem: Problem, config: QOuterConfig, target: Target | None) -> int:
+        """KV heads that the programs which run at once read, one program to a multiprocessor."""
+        programs = target.sm_count if target else 1
+        tiles = max(1, -(-problem.seqlen_q // config.block_m))
+        heads = programs if config.heads_inner else -(-programs // tiles) + 1
+        return -(-min(heads, problem.batch * problem.heads) // problem.group_size)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> QOuterContext:
         assert isinstance(config, QOuterConfig)

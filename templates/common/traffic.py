@@ -1,0 +1,71 @@
+"""HBM traffic that an order of loops causes: how often tiles are read again, and what a cache saves."""
+
+from __future__ import annotations
+
+from flashtune.problem import Causal, Problem
+from flashtune.target import Target
+
+# The last-level cache is two partitions that each keep a copy of what both read.
+CACHE_COPIES = 2
+
+
+def streamed_keys(problem: Problem, block_m: int, block_n: int) -> int:
+    """Rows of K that the query tiles of one head read in all, when keys stream past queries."""
+    tiles = _tiles(problem.seqlen_q, block_m)
+    if problem.causal is Causal.NONE:
+        return tiles * problem.seqlen_kv
+    # Tile t reads whole blocks up to its last query's last key, (t + 1) * block_m + diagonal keys:
+    # none for the first tiles, all of them from some tile on.
+    blind = min(tiles, max(0, -problem.diagonal // block_m))
+    whole_blocks = (problem.seqlen_kv - 1) // block_n * block_n
+    ramp_end = max(blind, min(tiles, (whole_blocks - problem.diagonal) // block_m))
+    blocks = floor_sum(
+        ramp_end - blind, block_n, block_m, (blind + 1) * block_m + problem.diagonal + block_n - 1
+    )
+    return blocks * block_n + (tiles - ramp_end) * problem.seqlen_kv
+
+
+def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
+    """Rows of Q that the key tiles of one head read in all, when queries cycle past keys."""
+    if problem.causal is Causal.NONE:
+        return _tiles(problem.seqlen_kv, block_n) * problem.seqlen_q
+    last_key = min(problem.seqlen_q + problem.diagonal, problem.seqlen_kv)
+    tiles = _tiles(last_key, block_n)
+    # Key tile s is seen from query s * block_n - diagonal on, rounded down to a whole tile.
+    everyone = min(tiles, max(0, problem.diagonal // block_n + 1))
+    skipped = floor_sum(tiles - everyone, block_m, block_n, everyone * block_n - problem.diagonal)
+    return tiles * problem.seqlen_q - skipped * block_m
+
+
+def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
+    """The sum of (start + step * i) // divisor over i in range(count), in logarithmic time.
+
+    `start` and `step` are not negative. Lengths may be two thousand million, so tiles are not walked.
+    """
+    total = 0
+    sign = 1
+    while count > 0:
+        total += sign * (count * (count - 1) // 2 * (step // divisor) + count * (start // divisor))
+        step, start = step % divisor, start % divisor
+        # Count the lattice points under the line by columns instead of rows.
+        height = (start + step * (count - 1)) // divisor
+        if height == 0:
+            break
+        total += sign * height * (count - 1)
+        sign = -sign
+        count, divisor, step, start = height, step, divisor, divisor - start - 1
+    return total
+
+
+def stays_in_cache(working_set: int, target: Target | None) -> bool:
+    """Whether what running programs read again is still in the last-level cache.
+
+    Args:
+        working_set: Bytes that the programs which run at once read over and over.
+        target: The GPU; None has no such cache.
+    """
+    return target is not None and working_set * CACHE_COPIES <= target.l2_bytes
+
+
+def _tiles(extent: int, block: int) -> int:
+    return max(0, -(-extent // block))
