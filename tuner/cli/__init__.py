@@ -46,7 +46,7 @@ class Failure(click.ClickException):
 
     def __init__(self, error: FlashtuneError) -> None:
         super().__init__(" ".join(str(error).split()))
-        self.exit_code = error.exit_code
+        self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
 
     def show(self, file: Any = None) -> None:
         """Writes the sentence to stderr."""
@@ -56,11 +56,11 @@ class Failure(click.ClickException):
 class CommandGroup(click.Group):
     """The commands by name, each imported when it is called."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """All names, in the order in which a user meets them."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """The command of a name, or None."""
         if cmd_name not in COMMANDS:
             return None
@@ -78,7 +78,7 @@ class CommandGroup(click.Group):
             ctx.fail(f"there is no command {args[0]!r}: {hint}")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The list of commands, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -99,27 +99,11 @@ def module_name(command: str) -> str:
     return "import_" if command == "import" else command.replace("-", "_")
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    if not wanted or ctx.resilient_parsing:
-        return
-    from flashtune.versions import package_version
-
-    click.echo(f"flashtune {package_version()}")
-    ctx.exit()
-
-
 @click.group(
     cls=CommandGroup,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_print_version,
-    help="Print the version and exit.",
-)
+@click.version_option(package_name="flashtune", message="%(prog)s %(version)s")
 def main() -> None:
     """Generate, search, prove and dispatch flash-attention kernels for the GPU at hand."""

@@ -23,8 +23,8 @@ AnyCommand = Callable[..., Any]
 
 SHAPE_HELP = (
     "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
-    "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place of batch. "
-    "head_dim=64|128 is a list, seqlen=512..16384 every doubling. Repeatable."
+    "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
+    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Repeatable."
 )
 MODEL_HELP = "The attention shape of a well-known open model, such as llama-3.1-8b. Repeatable."
 
@@ -45,7 +45,7 @@ _SHAPE_OPTIONS = (
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A file of shapes: one a line as for --shape or as a JSON object; # starts a comment. Repeatable.",
+        help="A file of shapes: one a line, as for --shape or in JSON; # starts a comment. Repeatable.",
     ),
     click.option(
         "--phase",
@@ -71,7 +71,7 @@ _SHAPE_OPTIONS = (
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="bf16, fp16 or fp32 for --model and --hf-config, in place of the checkpoint's own; lists as in --shape.",
+        help="bf16, fp16, fp32 or a list, for --model and --hf-config, in place of the checkpoint's own.",
     ),
 )
 
@@ -103,7 +103,7 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
         del phase  # only prefill exists so far, and click has checked it
         problems = _gather(shapes, models, hf_configs, shapes_files, (seqlen, batch, dtype))
         if required and not problems:
-            raise UsageError('name a shape: --shape "heads=32,seqlen=4096,head_dim=128", --model, --hf-config or --shapes-file')
+            raise UsageError("name a shape, by --shape, --model, --hf-config or --shapes-file")
         return command(*args, problems=problems, **kwargs)
 
     return _apply(_SHAPE_OPTIONS, with_problems)
@@ -118,7 +118,8 @@ def _gather(
 ) -> tuple[Problem, ...]:
     from flashtune.tuner.hf_config import read_hf_config
     from flashtune.tuner.models import find_model, prefill
-    from flashtune.tuner.shapes import parse_shape, read_shapes_file
+    from flashtune.tuner.shapes import parse_shape
+    from flashtune.tuner.shapes_file import read_shapes_file
 
     seqlen, batch, dtype = sizes
     found: list[Problem] = []
@@ -145,8 +146,8 @@ def target_options(command: AnyCommand) -> AnyCommand:
             "--target",
             "target_name",
             metavar="GPU",
-            help="Work for this GPU without having it: a100, l4, l40s, h100, h200, b200, rtx-4090, rtx-5090, mi300x. "
-            "The GPU of this machine where left out.",
+            help="Work for this GPU without having it: a100, l4, l40s, h100, h200, b200, rtx-4090, rtx-5090 "
+            "or mi300x. The GPU of this machine where left out.",
         ),
         click.option(
             "--device",
@@ -162,7 +163,7 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
     from flashtune.target import device_target, find_target
 
     if name is not None and device is not None:
-        raise UsageError("--target works without a GPU and --device names one of this machine: give one of the two")
+        raise UsageError("--target works without a GPU, --device is one of this machine: give one of the two")
     if name is not None:
         return find_target(name), None
     index = device or 0
@@ -174,8 +175,8 @@ def database_option(command: AnyCommand) -> AnyCommand:
     return click.option(
         "--db",
         metavar="PATH|URL",
-        help="The database: an SQLite file or an SQLAlchemy URL. FLASHTUNE_DB, or a file in the user's cache folder, "
-        "where left out.",
+        help="The database: an SQLite file or an SQLAlchemy URL. FLASHTUNE_DB, or a file in the user's cache "
+        "folder, where left out.",
     )(command)
 
 

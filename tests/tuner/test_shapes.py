@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import string
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.errors import UsageError
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.tuner.shapes import KEYS, MAX_PROBLEMS, format_shape, parse_shape
+from flashtune.tuner.shapes_file import read_shapes_file
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kv_heads = draw(st.integers(1, 64))
+    return Problem(
+        dtype=draw(st.sampled_from(Dtype)),
+        head_dim=draw(st.integers(1, 1024)),
+        value_head_dim=draw(st.integers(1, 1024)),
+        heads=kv_heads * draw(st.integers(1, 64)),
+        kv_heads=kv_heads,
+        batch=draw(st.integers(1, 2**31 - 1)),
+        seqlen_q=draw(st.integers(1, 2**31 - 1)),
+        seqlen_kv=draw(st.integers(1, 2**31 - 1)),
+        causal=draw(st.sampled_from(Causal)),
+    )
+
+
+@given(problems())
+def test_a_problem_survives_being_written_and_read(problem: Problem) -> None:
+    assert parse_shape(format_shape(problem)) == (problem,)
+
+
+words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3"])
+marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"])
+
+
+@given(st.one_of(st.text(max_size=80), st.lists(st.one_of(words, marks), max_size=30).map("".join)))
+def test_whatever_is_typed_is_problems_or_one_sentence(text: str) -> None:
+    try:
+        found = parse_shape(text)
+    except UsageError as error:
+        sentence = str(error)
+        found = ()
+    else:
+        sentence = ""
+        assert found
+    assert all(isinstance(problem, Problem) for problem in found)
+    assert "\n" not in sentence
+
+
+@given(st.lists(st.tuples(st.sampled_from(KEYS), st.text(string.digits + ".|", max_size=12)), max_size=8))
+def test_numbers_of_every_form_are_problems_or_one_sentence(pairs: list[tuple[str, str]]) -> None:
+    with contextlib.suppress(UsageError):
+        assert parse_shape(",".join(f"{key}={value}" for key, value in pairs))
+
+
+def test_the_documented_shape() -> None:
+    (problem,) = parse_shape("heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2")
+    assert problem == Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=32,
+        kv_heads=8,
+        batch=2,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+
+
+def test_what_is_left_out_has_defaults() -> None:
+    (problem,) = parse_shape("heads=4,seqlen=100,head_dim=64")
+    assert (problem.kv_heads, problem.batch, problem.dtype, problem.causal) == (4, 1, Dtype.BF16, Causal.NONE)
+
+
+def test_ranges_double_and_lists_combine() -> None:
+    found = parse_shape("heads=16,seqlen=512..4096,head_dim=64|128,dtype=bf16|fp16,causal=none|top_left")
+    assert len(found) == 4 * 2 * 2 * 2
+    assert sorted({problem.seqlen_q for problem in found}) == [512, 1024, 2048, 4096]
+    assert {problem.causal for problem in found} == {Causal.NONE, Causal.TOP_LEFT}
+
+
+def test_a_list_may_hold_ranges_and_repeats() -> None:
+    found = parse_shape("heads=1,seqlen=64|128..512|512,head_dim=64")
+    assert [problem.seqlen_q for problem in found] == [64, 128, 256, 512]
+
+
+def test_tokens_fix_the_product_of_batch_and_length() -> None:
+    found = parse_shape("heads=16,seqlen=128..16384,head_dim=128,tokens=16384")
+    assert {problem.batch * problem.seqlen_q for problem in found} == {16384}
+
+
+def test_lengths_may_differ() -> None:
+    (problem,) = parse_shape("heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,value_head_dim=64")
+    assert (problem.seqlen_q, problem.seqlen_kv, problem.value_head_dim) == (1, 8192, 64)
+    (one_side,) = parse_shape("heads=8,seqlen=64,seqlen_kv=128,head_dim=128")
+    assert (one_side.seqlen_q, one_side.seqlen_kv) == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("head=32,seqlen=1,head_dim=64", "did you mean 'heads'?"),
+        ("heads=32,seqlen=1,head_dim=64,dtype=bfloat", "did you mean 'bfloat16'?"),
+        ("heads=32,seqlen=1,head_dim=64,causal=topleft", "did you mean 'top_left'?"),
+        ("heads=32,seqlen=1,head_dim=64,dtype=int8", "bf16, fp16, fp32"),
+        ("heads=32,kv_heads=5,seqlen=1,head_dim=64", "do not divide"),
+        ("heads=32,seqlen=512..1000,head_dim=64", "doubles"),
+        ("heads=32,seqlen=512..256,head_dim=64", "doubles"),
+        ("heads=32,seqlen=0,head_dim=64", "between 1 and"),
+        ("heads=32,seqlen=-1,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen=1e3,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen=,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen,head_dim=64", "seqlen has no value"),
+        ("heads=32,seqlen=1,head_dim=4096", "between 1 and 1,024"),
+        ("heads=32,head_dim=64", "needs its lengths"),
+        ("heads=32,seqlen_q=4,head_dim=64", "needs its lengths"),
+        ("seqlen=32,head_dim=64", "needs heads"),
+        ("heads=32,seqlen=64", "needs head_dim"),
+        ("", "needs heads"),
+        ("heads=32,heads=16,seqlen=1,head_dim=64", "given twice"),
+        ("heads=32,seqlen=1,seqlen_q=1,seqlen_kv=1,head_dim=64", "leave one of the three out"),
+        ("heads=32,seqlen=3,head_dim=64,tokens=16", "no multiple"),
+        ("heads=32,seqlen=4,head_dim=64,tokens=16,batch=2", "leave one of the two out"),
+    ],
+)
+def test_mistakes_get_a_sentence_that_helps(text: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part.replace("?", r"\?")) as raised:
+        parse_shape(text)
+    assert raised.value.exit_code == 2
+
+
+def test_a_shape_cannot_name_millions_of_problems() -> None:
+    lengths = "|".join(str(number) for number in range(1, MAX_PROBLEMS + 2))
+    with pytest.raises(UsageError, match="shorten"):
+        parse_shape(f"heads=1,head_dim=64,seqlen={lengths}")
+    with pytest.raises(UsageError, match="shorten"):
+        parse_shape("heads=1..16777216,head_dim=1..1024,seqlen=1..1073741824,batch=1..1073741824")
+
+
+def test_a_file_holds_text_json_and_comments(tmp_path: Path) -> None:
+    file = tmp_path / "shapes.txt"
+    (problem,) = parse_shape("heads=2,seqlen=8,head_dim=64,causal")
+    rows = [
+        "# prefill",
+        "",
+        "heads=4,seqlen=64|128,head_dim=64  # two lengths",
+        json.dumps({"heads": 8, "kv_heads": 2, "seqlen": 64, "head_dim": 32, "causal": True}),
+        msgspec.json.encode(problem).decode(),
+        "heads=4,seqlen=64,head_dim=64",
+    ]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    found = read_shapes_file(file)
+    assert [candidate.heads for candidate in found] == [4, 4, 8, 2]
+    assert found[2].causal is Causal.BOTTOM_RIGHT
+    assert found[3] == problem
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"heads=4,seqlen=64,head_dim=64\nheads=x,seqlen=1,head_dim=1", "line 2"),
+        (b'{"heads": 4, "seqlen": [64]}', "line 1"),
+        (b'{"heads": 4', "line 1"),
+        (b"{" * 5000, "line 1"),
+        (b'{"heads": 4, "seqlen": 64, "head_dim": 64, "direction": "backward"}', "direction"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"# nothing\n", "is empty"),
+        (b"#" * (1024 * 1024 + 1), "larger than"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
+    file = tmp_path / "shapes.txt"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=part) as raised:
+        read_shapes_file(file)
+    assert str(file) in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_shapes_file(tmp_path / "none.txt")
