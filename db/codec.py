@@ -1,0 +1,152 @@
+"""Records as JSON and back. What comes from outside is refused unless every field is in bounds.
+
+A record's config belongs to its family, so decoding takes two stages: the record with its config
+left raw, then the config by the family's own type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from typing import Any, overload
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.db.checks import Check
+from flashtune.errors import TableError
+from flashtune.record import Record, Verdict
+from flashtune.templates.registry import find_family
+
+# Computations that are no family: they have neither config nor kernel.
+BASELINES = frozenset({"standard", "sdpa"})
+# A real record has about 1 KiB.
+MAX_RECORD_BYTES = 256 * 1024
+MAX_ERROR_TEXT = 200
+
+_NULL = b"null"
+
+
+def _envelope_type() -> type[msgspec.Struct]:
+    """`Record` with a raw config, made from it so that the two cannot drift apart."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(Record):
+        if field.name == "config":
+            fields.append((field.name, msgspec.Raw))
+        elif field.required:
+            fields.append((field.name, field.type))
+        else:
+            fields.append((field.name, field.type, field.default))
+    return msgspec.defstruct("Envelope", fields, forbid_unknown_fields=True, kw_only=True)
+
+
+_ENVELOPE = msgspec.json.Decoder(_envelope_type())
+
+
+def encode_record(record: Record) -> bytes:
+    """The record as compact JSON with its fields in a fixed order.
+
+    Raises:
+        TableError: A field is outside its bounds, so that the record could never be read again.
+    """
+    raw = _plain_json(msgspec.structs.replace(record, verdict=_finite(record.verdict)))
+    decode_record(raw)
+    return raw
+
+
+def decode_record(raw: bytes) -> Record:
+    """The record of what `encode_record` made, or of a row or file that claims to be such.
+
+    Raises:
+        TableError: It is no JSON, has unknown or missing fields, values outside their bounds, an
+            unknown family, or a config that is not the family's.
+    """
+    if len(raw) > MAX_RECORD_BYTES:
+        raise TableError(f"a record of {len(raw)} bytes is no record: the most is {MAX_RECORD_BYTES}")
+    try:
+        envelope = _ENVELOPE.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TableError(f"a record is not as it should be: {brief(error)}") from error
+    fields = msgspec.structs.asdict(envelope)
+    fields["config"] = _decode_config(fields["family"], bytes(fields["config"]))
+    return Record(**fields)
+
+
+def decode_stored(payload: object, problem_key: object, target: object) -> Record:
+    """The record of a row, which must be filed under its own problem and target.
+
+    Raises:
+        TableError: The row holds no record, or another's.
+    """
+    if not isinstance(payload, str):
+        raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
+    record = decode_record(payload.encode(errors="replace"))
+    if (record.problem.key, record.target) != (problem_key, target):
+        raise TableError(f"a record of {record.problem.key} on {record.target} is filed under another name")
+    return record
+
+
+def encode_check(check: Check) -> bytes:
+    """The check as compact JSON.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    raw = _plain_json(msgspec.structs.replace(check, verdict=_finite(check.verdict)))
+    decode_check(raw)
+    return raw
+
+
+def decode_check(raw: bytes) -> Check:
+    """The check of what `encode_check` made.
+
+    Raises:
+        TableError: It is no check.
+    """
+    try:
+        return msgspec.json.decode(raw, type=Check)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TableError(f"a self-check is not as it should be: {brief(error)}") from error
+
+
+def fingerprint(value: msgspec.Struct | bytes) -> str:
+    """A hash over canonical JSON, 32 hex digits."""
+    raw = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return hashlib.sha256(raw).hexdigest()[:32]
+
+
+def brief(error: BaseException) -> str:
+    """An error's text without what a hostile value may have blown up."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]}..."
+
+
+def _decode_config(family_name: str, raw: bytes) -> Config | None:
+    if family_name in BASELINES:
+        if raw != _NULL:
+            raise TableError(f"a record of {family_name} has a config, and a baseline takes none")
+        return None
+    config_type = find_family(family_name).config_type
+    try:
+        return msgspec.json.decode(raw, type=config_type)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TableError(f"a record's config is none of family {family_name}: {brief(error)}") from error
+
+
+def _plain_json(value: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise TableError(f"a text is no valid Unicode and cannot be stored: {brief(error)}") from error
+
+
+@overload
+def _finite(verdict: Verdict) -> Verdict: ...
+@overload
+def _finite(verdict: Verdict | None) -> Verdict | None: ...
+def _finite(verdict: Verdict | None) -> Verdict | None:
+    """JSON has neither infinity nor NaN, which wrong kernels do produce: both become the largest float."""
+    if verdict is None or math.isfinite(verdict.worst_ratio):
+        return verdict
+    return msgspec.structs.replace(verdict, worst_ratio=sys.float_info.max)

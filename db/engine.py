@@ -1,0 +1,111 @@
+"""Connections and transactions: what SQLite needs to lose nothing lives in the hooks here."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import URL, Engine, create_engine, event, exc
+
+from flashtune.db.failures import ELSEWHERE, sqlite_error
+from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
+from flashtune.errors import StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sqlalchemy import Connection
+
+BUSY_SECONDS = 60.0
+DIALECTS = ("sqlite", "postgresql")
+READING = "flashtune_reading"
+
+
+def make_engine(url: str, *, read_only: bool = False) -> Engine:
+    """An engine for a URL that `database_url` made; connects to nothing yet.
+
+    Raises:
+        StoreError: The URL names a kind of database that flashtune does not use, or its driver
+            is not installed.
+    """
+    path = sqlite_path(url)
+    if path is not None:
+        return _sqlite_engine(path, read_only)
+    try:
+        engine = create_engine(url, pool_pre_ping=True)
+    except (exc.ArgumentError, ValueError) as error:
+        raise StoreError(f"{describe(url)} is no database URL: write postgresql://USER@HOST/NAME") from error
+    except ImportError as error:
+        raise StoreError(
+            f"the driver of {describe(url)} is missing ({error}): pip install psycopg2-binary"
+        ) from error
+    if engine.dialect.name not in DIALECTS:
+        raise StoreError(
+            f"flashtune keeps records in SQLite or PostgreSQL, not in {engine.dialect.name}: {ELSEWHERE}"
+        )
+    return engine
+
+
+def _sqlite_engine(path: Path, read_only: bool) -> Engine:
+    def connect() -> sqlite3.Connection:
+        # A URI lets SQLite itself refuse to write, and to create what is not there.
+        name = read_only_uri(path) if read_only else read_write_uri(path)
+        # isolation_level=None: the driver opens no transactions, so that the hook below decides how they begin.
+        return sqlite3.connect(
+            name, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+
+    engine = create_engine(URL.create("sqlite", database=str(path)), creator=connect)
+    event.listen(engine, "connect", _on_sqlite_connect)
+    event.listen(engine, "begin", _on_sqlite_begin)
+    return engine
+
+
+def _on_sqlite_connect(connection: sqlite3.Connection, _: Any) -> None:
+    # Text that is no UTF-8 would fail a whole query: the row is refused when it is decoded.
+    connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _on_sqlite_begin(connection: Connection) -> None:
+    # A deferred transaction that reads and then writes fails at once under WAL, whatever the
+    # busy timeout; one that takes the write lock at its beginning waits for its turn.
+    reading = connection.get_execution_options().get(READING, False)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+@contextmanager
+def writing(engine: Engine, url: str) -> Iterator[Connection]:
+    """One write transaction: all of it is kept, or nothing."""
+    with explained(url), engine.begin() as connection:
+        yield connection
+
+
+@contextmanager
+def reading(engine: Engine, url: str) -> Iterator[Connection]:
+    """One consistent view of the database, which blocks no writer."""
+    with (
+        explained(url),
+        engine.connect().execution_options(**{READING: True}) as connection,
+        connection.begin(),
+    ):
+        yield connection
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Database errors leave as `StoreError`."""
+    try:
+        yield
+    except exc.DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error):
+            raise sqlite_error(error.orig, url) from error
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise StoreError(
+            f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
+        ) from error
+    except sqlite3.Error as error:
+        raise sqlite_error(error, url) from error

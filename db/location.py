@@ -1,0 +1,82 @@
+"""Where the database is: a path or a URL from the user, the environment, or the user's cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import quote, unquote_to_bytes, urlsplit
+
+from flashtune.errors import UsageError
+
+SQLITE = "sqlite:///"
+FILE_NAME = "flashtune.sqlite"
+
+
+def default_url() -> str:
+    """`FLASHTUNE_DB` (a path or a URL), else `flashtune.sqlite` in the user's cache folder."""
+    return database_url(None)
+
+
+def database_url(text: str | None) -> str:
+    """The database's URL: absolute and percent-encoded for SQLite, as given for servers.
+
+    Args:
+        text: A path or an SQLAlchemy URL; None or empty for the default.
+
+    Raises:
+        UsageError: An SQLite URL without a file, or with options.
+    """
+    chosen = text or os.environ.get("FLASHTUNE_DB") or str(_cache_folder() / FILE_NAME)
+    if "://" not in chosen:
+        return _sqlite_url(Path(chosen))
+    if not chosen.startswith("sqlite"):
+        return chosen
+    name = chosen.removeprefix(SQLITE)
+    if not chosen.startswith(SQLITE) or name in ("", ":memory:") or "?" in name:
+        raise UsageError(f"the database URL {chosen!r} names no file: write sqlite:///FILE, or just FILE")
+    return _sqlite_url(_decoded(name))
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file of a URL that `database_url` made, or None where a server keeps the data."""
+    return _decoded(url.removeprefix(SQLITE)) if url.startswith(SQLITE) else None
+
+
+def read_only_uri(path: Path) -> str:
+    """The name under which SQLite opens a file for reading alone, and never creates it.
+
+    Under write-ahead logging even a reader makes a file beside the database. Where the folder
+    forbids that and no log is there, nobody is writing, and the file may be read as it is.
+    """
+    log = path.with_name(path.name + "-wal")
+    frozen = not os.access(path.parent, os.W_OK) and not log.exists()
+    return f"file:{quote(os.fsencode(path))}?{'immutable=1' if frozen else 'mode=ro'}"
+
+
+def read_write_uri(path: Path) -> str:
+    """The name under which SQLite opens or creates a file."""
+    return f"file:{quote(os.fsencode(path))}?mode=rwc"
+
+
+def describe(url: str) -> str:
+    """A database as messages name it: its file, or its URL without the password."""
+    path = sqlite_path(url)
+    if path is not None:
+        return str(path)
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=user.partition(":")[0] + at + host, query="").geturl()
+
+
+def _sqlite_url(path: Path) -> str:
+    return SQLITE + quote(os.fsencode(path.expanduser().absolute()))
+
+
+def _decoded(name: str) -> Path:
+    return Path(os.fsdecode(unquote_to_bytes(name)))
+
+
+def _cache_folder() -> Path:
+    import platformdirs
+
+    return Path(os.environ.get("FLASHTUNE_CACHE_DIR") or platformdirs.user_cache_dir("flashtune"))

@@ -1,0 +1,173 @@
+"""Creates databases and brings old ones to the present schema; refuses what it must not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from filelock import FileLock, Timeout
+from sqlalchemy import inspect, text
+
+from flashtune.db.engine import explained, make_engine, reading, writing
+from flashtune.db.failures import ELSEWHERE
+from flashtune.db.location import database_url, describe, sqlite_path
+from flashtune.db.schema import HEAD, REVISIONS
+from flashtune.errors import StoreError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+VERSION_TABLE = "alembic_version"
+LOCK_SECONDS = 60.0
+# Any number will do that nobody else uses for an advisory lock on the same server.
+SERVER_LOCK = 0x666C6173
+
+
+class Upgraded(msgspec.Struct, frozen=True):
+    """A database's schema before (None where there was none) and after."""
+
+    before: str | None
+    after: str
+
+
+def upgrade(url: str | None = None) -> Upgraded:
+    """Brings a database to the present schema; creates it where there is none.
+
+    Raises:
+        StoreError: It is damaged, newer than this flashtune, not flashtune's, or unwritable.
+    """
+    address = database_url(url)
+    engine = make_engine(address)
+    try:
+        return _upgraded(engine, address)
+    finally:
+        engine.dispose()
+
+
+def ready_engine(url: str) -> Engine:
+    """An engine on a database that has the present schema and can be written.
+
+    Raises:
+        StoreError: As `upgrade`.
+    """
+    engine = make_engine(url)
+    try:
+        _upgraded(engine, url)
+        # Taking the write lock writes nothing, and fails where nothing could be written.
+        with writing(engine, url):
+            pass
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def source_engine(url: str) -> Engine:
+    """A read-only engine on an existing database of the present schema, which is left untouched.
+
+    Raises:
+        StoreError: There is none, or it is damaged, newer, older or not flashtune's.
+    """
+    path = sqlite_path(url)
+    if path is not None and not path.is_file():
+        raise StoreError(f"there is no database {path}: check the path")
+    engine = make_engine(url, read_only=True)
+    try:
+        with reading(engine, url) as connection:
+            revision = _revision(connection, url)
+        if revision != HEAD:
+            raise StoreError(
+                f"{describe(url)} has an older schema: run `flashtune db upgrade --db {describe(url)}` first"
+            )
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _upgraded(engine: Engine, url: str) -> Upgraded:
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        before = None
+    else:
+        with reading(engine, url) as connection:
+            before = _revision(connection, url)
+    if before != HEAD:
+        with _alone(path):
+            if path is not None:
+                _set_wal(engine, url)
+            with writing(engine, url) as connection:
+                _migrate(connection, url)
+    return Upgraded(before, HEAD)
+
+
+def _revision(connection: Connection, url: str) -> str | None:
+    """The database's schema, None where it is empty."""
+    tables = inspect(connection).get_table_names()
+    if not tables:
+        return None
+    if VERSION_TABLE not in tables:
+        raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
+    revision = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    if revision is not None and revision not in REVISIONS:
+        raise StoreError(
+            f"the database {describe(url)} has schema {str(revision)[:32]!r} and this flashtune knows those up to "
+            f"{HEAD}: upgrade flashtune, or {ELSEWHERE}"
+        )
+    return None if revision is None else str(revision)
+
+
+@contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """Of all processes of this host, one at a time creates or migrates an SQLite database."""
+    if path is None:
+        yield
+        return
+    lock = FileLock(f"{path}.lock", timeout=LOCK_SECONDS)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise StoreError(
+            f"another process is creating or upgrading {path}: let it finish, then try again"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot write beside the database {path} ({error.strerror}): {ELSEWHERE}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _set_wal(engine: Engine, url: str) -> None:
+    """Write-ahead logging is a property of the file: set once, and not within a transaction.
+
+    The switch ignores the busy timeout, hence the file lock around it.
+    """
+    with explained(url):
+        raw = engine.raw_connection()
+        try:
+            raw.cursor().execute("PRAGMA journal_mode = WAL")
+        finally:
+            raw.close()
+
+
+def _migrate(connection: Connection, url: str) -> None:
+    """Runs the migrations inside the caller's transaction: a failure leaves the old schema."""
+    from alembic import command
+    from alembic.config import Config as AlembicConfig
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": SERVER_LOCK})
+    if _revision(connection, url) == HEAD:
+        return
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

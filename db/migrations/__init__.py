@@ -1,0 +1,1 @@
+"""The database's schemas as migrations, run from code (`flashtune.db.migrate`)."""

@@ -1,0 +1,27 @@
+"""The reader's questions put to a database server, through SQLAlchemy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import text
+
+from flashtune.db.engine import make_engine, reading
+
+if TYPE_CHECKING:
+    from flashtune.db.reader import Query, Rows
+
+
+def server_query(url: str) -> Query:
+    """What asks a server the same SQL that a file is asked.
+
+    Raises:
+        StoreError: The URL names no database that flashtune uses, or its driver is missing.
+    """
+    engine = make_engine(url)
+
+    def query(sql: str, values: dict[str, str]) -> Rows:
+        with reading(engine, url) as connection:
+            return [tuple(row) for row in connection.execute(text(sql), values)]
+
+    return query

@@ -1,0 +1,32 @@
+"""Which records may serve: the one rule that pins, merges and tables share."""
+
+from __future__ import annotations
+
+from flashtune.record import Outcome, Provenance, Record
+
+
+def why_not_selectable(record: Record) -> str | None:
+    """None where a record may be a selection, else the reason why it may not."""
+    if record.outcome is not Outcome.OK:
+        return f"its outcome is {record.outcome.value}"
+    if record.verdict is not None and not record.verdict.passed:
+        return "its results are wrong"
+    if record.config is None:
+        return None
+    if record.kernel is None:
+        return "it names no kernel"
+    if record.provenance is Provenance.MEASURED and record.verdict is None:
+        return "it was measured without being verified"
+    return None
+
+
+def is_better_selection(theirs: Record, ours: Record) -> bool:
+    """Whether another database's selection of the same (problem, target) takes the place of ours.
+
+    Times compare only where the same versions made them; a measured time always beats a predicted one.
+    """
+    if theirs.provenance is not Provenance.MEASURED or theirs.ms is None:
+        return False
+    if ours.provenance is not Provenance.MEASURED or ours.ms is None:
+        return True
+    return theirs.versions == ours.versions and theirs.ms < ours.ms

@@ -1,0 +1,85 @@
+"""The tables. Scalars that queries need stand in columns; the record itself is JSON in one column.
+
+The migrations create them (and the view `selected_records`, which the light reader reads); a test
+holds the two together.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+# Every schema that there ever was, oldest first: the names of the migrations.
+REVISIONS = ("0001",)
+HEAD = REVISIONS[-1]
+
+METADATA = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+RECORDS = Table(
+    "records",
+    METADATA,
+    Column("id", Integer, nullable=False),
+    # Hash of `payload`: the same record is kept once, however often it is added or merged.
+    Column("content_hash", String(32), nullable=False),
+    Column("created_at", String(32), nullable=False),
+    Column("problem_key", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("family", String, nullable=False),
+    # The config in one readable line, and its hash; null for the baselines.
+    Column("config", String),
+    Column("config_hash", String(32)),
+    Column("kernel", String(32)),
+    Column("outcome", String, nullable=False),
+    Column("provenance", String, nullable=False),
+    Column("ms", Float),
+    Column("triton", String, nullable=False),
+    Column("template", String, nullable=False),
+    Column("payload", Text, nullable=False),
+    PrimaryKeyConstraint("id"),
+    UniqueConstraint("content_hash"),
+)
+Index(None, RECORDS.c.problem_key, RECORDS.c.target, RECORDS.c.outcome)
+Index(None, RECORDS.c.target, RECORDS.c.family)
+Index(None, RECORDS.c.kernel)
+Index(None, RECORDS.c.config_hash)
+
+SELECTIONS = Table(
+    "selections",
+    METADATA,
+    Column("problem_key", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("record_id", Integer, ForeignKey("records.id"), nullable=False),
+    Column("pinned_at", String(32), nullable=False),
+    PrimaryKeyConstraint("problem_key", "target"),
+)
+
+CHECKS = Table(
+    "checks",
+    METADATA,
+    Column("digest", String(32), nullable=False),
+    Column("target", String, nullable=False),
+    Column("versions_hash", String(32), nullable=False),
+    Column("passed", Boolean, nullable=False),
+    Column("created_at", String(32), nullable=False),
+    Column("payload", Text, nullable=False),
+    PrimaryKeyConstraint("digest", "target", "versions_hash"),
+)

@@ -1,0 +1,147 @@
+"""The store: every record, the selections and the self-checks, in SQLite or PostgreSQL."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from flashtune.db.engine import reading, writing
+from flashtune.db.location import database_url, describe
+from flashtune.db.merge import MergeCounts, merge
+from flashtune.db.migrate import ready_engine, source_engine
+from flashtune.db.rows import (
+    StoredRecord,
+    insert_record,
+    now,
+    readable,
+    select_records,
+    select_selected,
+    write_check,
+    write_selection,
+)
+from flashtune.db.rules import why_not_selectable
+from flashtune.db.schema import RECORDS, SELECTIONS
+from flashtune.errors import StoreError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from flashtune.db.checks import Check
+    from flashtune.problem import Problem
+    from flashtune.record import Record
+
+__all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
+
+
+def open_store(url: str | None = None) -> Store:
+    """Opens a database for writing; creates it, or brings it to the present schema, where needed.
+
+    Args:
+        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+
+    Raises:
+        StoreError: It is damaged, newer than this flashtune, not flashtune's, or unwritable; it
+            is left as it was.
+    """
+    address = database_url(url)
+    return Store(ready_engine(address), address)
+
+
+class Store:
+    """An open database. Safe under threads; several processes may each have their own.
+
+    Attributes:
+        url: The database's URL, as `open_store` takes it.
+    """
+
+    def __init__(self, engine: Engine, url: str) -> None:
+        self._engine = engine
+        self.url = url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._engine.dispose()
+
+    def add(self, record: Record) -> int:
+        """Stores a record for good and returns its id; the same record has one id, however often it comes.
+
+        Raises:
+            TableError: A field is outside its bounds, so that it could not be read again.
+            StoreError: The database cannot be written.
+        """
+        with writing(self._engine, self.url) as connection:
+            record_id, _ = insert_record(connection, record, now())
+        return record_id
+
+    def records(
+        self, problem: Problem | None = None, target: str | None = None, family: str | None = None
+    ) -> list[StoredRecord]:
+        """All records, or those of a problem, a target, a family; oldest first.
+
+        Rows that this flashtune cannot read are left out, and one `UnreadableRecord` warning says so.
+        """
+        query = select_records()
+        if problem is not None:
+            query = query.where(RECORDS.c.problem_key == problem.key)
+        if target is not None:
+            query = query.where(RECORDS.c.target == target)
+        if family is not None:
+            query = query.where(RECORDS.c.family == family)
+        with reading(self._engine, self.url) as connection:
+            return list(readable(connection.execute(query), describe(self.url)))
+
+    def pin(self, record_id: int) -> None:
+        """Makes a record the selection of its (problem, target), in place of an earlier one.
+
+        Raises:
+            StoreError: There is no such record, or it may not serve: it failed, or was measured without being verified.
+        """
+        query = select_records().where(RECORDS.c.id == record_id)
+        with writing(self._engine, self.url) as connection:
+            found = list(readable(connection.execute(query), describe(self.url)))
+            if not found:
+                raise StoreError(
+                    f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them"
+                )
+            reason = why_not_selectable(found[0].record)
+            if reason:
+                raise StoreError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
+            write_selection(connection, found[0].record, record_id, now())
+
+    def selections(self, target: str | None = None) -> list[StoredRecord]:
+        """The selected records, of one target or all, ordered by target and problem."""
+        query = select_selected()
+        if target is not None:
+            query = query.where(SELECTIONS.c.target == target)
+        with reading(self._engine, self.url) as connection:
+            return list(readable(connection.execute(query), describe(self.url)))
+
+    def remember_check(self, check: Check) -> None:
+        """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""
+        with writing(self._engine, self.url) as connection:
+            write_check(connection, check, now(), replace=True)
+
+    def merge_from(self, url: str) -> MergeCounts:
+        """Brings everything of another database into this one: all of it, or nothing on an error.
+
+        The same record is kept once. Where both have a selection for a (problem, target), the
+        faster measured one stays if the same versions made both, else this database's.
+
+        Raises:
+            StoreError: The other database is missing, damaged, or of another schema.
+        """
+        address = database_url(url)
+        source = source_engine(address)
+        try:
+            with reading(source, address) as theirs, writing(self._engine, self.url) as ours:
+                return merge(theirs, ours, describe(address))
+        finally:
+            source.dispose()

@@ -1,0 +1,184 @@
+"""Tuned tables: the selections of one target as JSON that people review and git merges.
+
+One field of a record stands on each line, so that a diff shows what changed of which problem.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from flashtune.db.codec import brief, decode_record, encode_record, fingerprint
+from flashtune.db.rules import why_not_selectable
+from flashtune.errors import TableError
+from flashtune.record import Record, ShortText
+
+SCHEMA = 1
+MAX_TABLE_BYTES = 64 * 1024 * 1024
+# Where the tables that ship lie: `tuned/<target>.json` in this package.
+PACKAGE = "flashtune.db"
+FOLDER = "tuned"
+
+_TARGET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+
+
+class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The selected records of one target, one for a problem.
+
+    Attributes:
+        schema: The layout's number.
+        target: Name of the GPU.
+        records: In any order; tables are written in the order of the problems.
+    """
+
+    schema: int = SCHEMA
+    target: ShortText
+    records: tuple[Record, ...]
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The one field that tables of every schema share."""
+
+    schema: int
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Annotated[int, msgspec.Meta(ge=SCHEMA, le=SCHEMA)]
+    target: ShortText
+    records: list[msgspec.Raw]
+
+
+def load_table(path: str | Path) -> TunedTable:
+    """The table of a file.
+
+    Raises:
+        TableError: There is no such file, it is over 64 MiB, of another schema, or holds anything
+            but records that may serve its target.
+    """
+    where = str(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_TABLE_BYTES + 1)
+    except OSError as error:
+        raise TableError(f"cannot read the table {where}: {error.strerror}") from error
+    return parse_table(raw, where)
+
+
+def parse_table(raw: bytes, where: str) -> TunedTable:
+    """The table of a file's bytes; `where` names it in errors.
+
+    Raises:
+        TableError: As `load_table`.
+    """
+    if len(raw) > MAX_TABLE_BYTES:
+        raise TableError(
+            f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, and no tuned table is: export it again"
+        )
+    try:
+        schema = msgspec.json.decode(raw, type=_Head).schema
+        if schema != SCHEMA:
+            raise TableError(
+                f"{where} has table schema {schema} and this flashtune reads {SCHEMA}: export it again with this version"
+            )
+        file = msgspec.json.decode(raw, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TableError(f"{where} is no tuned table ({brief(error)}): export it again") from error
+    table = TunedTable(
+        target=file.target, records=tuple(_record(entry, where) for entry in enumerate(file.records))
+    )
+    _check(table, where)
+    return table
+
+
+def dump_table(table: TunedTable) -> bytes:
+    """The table as a file's bytes: the same table is the same bytes, whatever the order of its records.
+
+    Raises:
+        TableError: Two records are of one problem, or one may not serve or be stored.
+    """
+    _check(table, "the table")
+    blocks = ",\n".join(_block(record) for record in _ordered(table))
+    head = f'{{\n  "schema": {table.schema},\n  "target": {_text(table.target)},\n  "records": ['
+    return (head + (f"\n{blocks}\n  ]\n}}\n" if blocks else "]\n}\n")).encode()
+
+
+def table_hash(table: TunedTable) -> str:
+    """A hash over the table's content, 32 hex digits: neither layout nor order of records change it."""
+    records = b",".join(encode_record(record) for record in _ordered(table))
+    return fingerprint(
+        b'{"schema":%d,"target":%s,"records":[%s]}' % (table.schema, _text(table.target).encode(), records)
+    )
+
+
+@functools.cache
+def shipped_table(target: str) -> TunedTable | None:
+    """The table that ships for a GPU, None if none does. The package does not change while it runs: kept.
+
+    Raises:
+        TableError: The installed table is damaged.
+    """
+    if not _TARGET_NAME.fullmatch(target):
+        return None
+    file = resources.files(PACKAGE).joinpath(FOLDER, f"{target}.json")
+    if not file.is_file():
+        return None
+    return parse_table(file.read_bytes(), f"the shipped table of {target}")
+
+
+def _record(entry: tuple[int, msgspec.Raw], where: str) -> Record:
+    position, raw = entry
+    try:
+        return decode_record(bytes(raw))
+    except TableError as error:
+        raise TableError(f"{where}, record {position + 1}: {error}") from error
+
+
+def _check(table: TunedTable, where: str) -> None:
+    """Refuses what dispatch could not use: other targets, failures, two answers to one problem."""
+    seen: set[str] = set()
+    for position, record in enumerate(table.records, start=1):
+        key = record.problem.key
+        if record.target != table.target:
+            reason: str | None = f"it is of {record.target} in a table of {table.target}"
+        elif key in seen:
+            reason = f"{key} has a record before it: keep one of them"
+        else:
+            reason = why_not_selectable(record)
+        if reason:
+            raise TableError(f"{where}, record {position} cannot be used: {reason}")
+        seen.add(key)
+
+
+def _ordered(table: TunedTable) -> list[Record]:
+    """By what the problem computes, then by its size: neighbours in the file are neighbours in shape."""
+    return sorted(table.records, key=lambda record: _order(record))
+
+
+def _order(record: Record) -> tuple[str | int, ...]:
+    problem = record.problem
+    return (
+        problem.direction.value,
+        problem.dtype.value,
+        problem.head_dim,
+        problem.causal.value,
+        problem.heads,
+        problem.seqlen_q,
+        problem.key,
+    )
+
+
+def _block(record: Record) -> str:
+    """One record, one field a line."""
+    raw = encode_record(record)
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    lines = (f"      {_text(name)}: {bytes(value).decode()}" for name, value in fields.items())
+    return "    {\n" + ",\n".join(lines) + "\n    }"
+
+
+def _text(value: str) -> str:
+    return msgspec.json.encode(value).decode()
