@@ -74,10 +74,13 @@ class Space(msgspec.Struct, frozen=True):
     Attributes:
         config_type: The family's `Config` subclass.
         axes: In an order in which each axis depends on earlier ones alone.
+        admits: False for configs that cannot be any good, such as tiles beyond the registers of
+            their warps: they are no points of the space.
     """
 
     config_type: type[Config]
     axes: tuple[Axis, ...]
+    admits: Callable[[Config], bool] = lambda config: True
 
     def build(self, values: dict[str, AxisValue]) -> Config:
         """The config of a full assignment."""
@@ -94,7 +97,7 @@ class Space(msgspec.Struct, frozen=True):
             if value not in allowed:
                 return False
             chosen[axis.name] = value
-        return True
+        return self.admits(config)
 
     def configs(self) -> Iterator[Config]:
         """Every config once, in axis order."""
@@ -106,7 +109,9 @@ class Space(msgspec.Struct, frozen=True):
                     break
                 before[axis.name] = chosen[axis.name]
             else:
-                yield self.build(chosen)
+                config = self.build(chosen)
+                if self.admits(config):
+                    yield config
 
     def size(self) -> int:
         """How many configs there are."""
@@ -119,4 +124,3 @@ class LaunchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_warps: Warps
     num_stages: Stages
     max_registers: RegisterCap = 0
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
+from flashtune.config import Axis, AxisValue, BlockSize, Config, LaunchOptions, RegisterCap, Space
 from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
@@ -34,6 +34,8 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         long_first: Start the tiles with the most keys first (causal only).
         heads_inner: Neighbouring programs work on different heads, not on different tiles.
         max_registers: Register cap, 0 for none.
+        warp_specialize: Triton's automatic warp specialisation. Outside of the space: on sm_90 it
+            gains nothing, and some tiles give NaN. Searches that test the gate ask for it.
     """
 
     block_m: BlockSize
@@ -45,6 +47,32 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     long_first: bool = False
     heads_inner: bool = False
     max_registers: RegisterCap = 0
+    warp_specialize: bool = False
+
+
+# Under this many queries small tiles are worth trying.
+FEW_QUERIES = 128
+# From this width on, issuing QK ahead can pay; up to that one, a register cap can.
+WIDE_HEAD = 256
+NARROW_HEAD = 64
+HOPPER = 90
+SMALL_SRAM = 128 * 1024
+# Accumulator and scores, in registers of one thread, leave room for the rest of the 255.
+REGISTERS_FOR_TILES = 240
+
+
+def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:
+    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop.
+    return chosen["loads"] is Loads.DESCRIPTOR and not chosen["decomposed"]
+
+
+def _fits_registers(problem: Problem, config: Config) -> bool:
+    """Whether the tiles fit the registers of their warps, and every warp has rows of its own."""
+    assert isinstance(config, QOuterConfig)
+    scores = config.block_n * (2 if config.qk_ahead else 1)
+    values = columns(head_chunks(problem.value_head_dim, config.decomposed))
+    per_thread = config.block_m * (values + scores) // (config.num_warps * 32)
+    return per_thread <= REGISTERS_FOR_TILES and config.num_warps * 16 <= max(config.block_m, 64)
 
 
 class QOuterContext(Context, frozen=True):
@@ -65,6 +93,7 @@ class QOuterContext(Context, frozen=True):
     decomposed: bool
     long_first: bool
     heads_inner: bool
+    warp_specialize: bool
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -87,31 +116,50 @@ class ForwardQOuter:
     def space(self, problem: Problem, target: Target) -> Space:
         causal = problem.causal is not Causal.NONE
         odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-        descriptors = target.has_descriptors
+        widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+        wide = problem.dtype is Dtype.FP32
+        few_queries = problem.seqlen_q < FEW_QUERIES
+        # What no measurement ever chose is left out: see docs/axes.md.
         axes = (
-            Axis("block_m", (16, 32, 64, 128, 256)),
-            Axis("block_n", (16, 32, 64, 128, 256)),
-            Axis("num_warps", (2, 4, 8, 16)),
-            Axis("num_stages", (1, 2, 3, 4)),
-            Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR) if descriptors else (Loads.POINTER,), ordered=False),
-            Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
-            Axis("two_phases", (True, False) if causal else (True,), ordered=False),
+            Axis("block_m", (16, 32, 64, 128) if wide or few_queries else (64, 128, 256)),
+            Axis("block_n", (16, 32, 64) if wide else (32, 64, 128)),
+            Axis("num_warps", (2, 4, 8) if wide or few_queries else (4, 8, 16)),
+            Axis("num_stages", (1, 2, 3) if wide else (2, 3, 4)),
+            Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,), False),
             Axis("decomposed", (False, True) if odd_width else (False,)),
+            Axis("qk_ahead", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
+            Axis("two_phases", (True, False) if causal else (True,), False),
             Axis("long_first", (False, True) if causal else (False,)),
             Axis("heads_inner", (False, True)),
-            Axis("max_registers", (0,)),
+            Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
+            Axis("warp_specialize", (False,)),
         )
-        return Space(QOuterConfig, axes)
+        return Space(QOuterConfig, axes, lambda config: _fits_registers(problem, config))
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """A modest tile that fits every target of the table, least SRAM of what is still quick."""
+        """A tile that fits every target of the table, for shapes that nobody tuned."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        small = target.sram_per_block < 128 * 1024
-        block_m = 128 if width <= 256 else 64
-        block_n = 64 if width <= 128 or not small else 32
+        long_first = problem.causal is not Causal.NONE
+        if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+            # The measured best of long sequences on an H200 for the head dims in question.
+            return QOuterConfig(
+                block_m=128,
+                block_n=64,
+                num_warps=4 if width == 256 else 8,
+                num_stages=3 if width < 256 else 2,
+                loads=Loads.POINTER if width < 256 else Loads.DESCRIPTOR,
+                long_first=long_first,
+            )
         if width > 512:
-            block_m, block_n = 32, 16
-        return QOuterConfig(block_m=block_m, block_n=block_n, num_warps=4, num_stages=2 if width <= 512 else 1)
+            return QOuterConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, long_first=long_first)
+        small = target.sram_per_block < SMALL_SRAM
+        return QOuterConfig(
+            block_m=128 if width <= 256 else 64,
+            block_n=64 if width <= 128 or not small else 32,
+            num_warps=4,
+            num_stages=2,
+            long_first=long_first,
+        )
 
     def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
@@ -167,6 +215,7 @@ class ForwardQOuter:
             decomposed=config.decomposed,
             long_first=config.long_first,
             heads_inner=config.heads_inner,
+            warp_specialize=config.warp_specialize,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
