@@ -50,7 +50,8 @@ def load_module(kernel: Kernel) -> ModuleType:
         path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
         _write_once(path, kernel.source)
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules[name] = module
@@ -65,7 +66,7 @@ def _write_once(path: Path, source: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(source)
-        os.replace(file.name, path)
+        Path(file.name).replace(path)
     except OSError as error:
         raise KernelError(
             f"cannot write the kernel cache {path.parent}: {error.strerror}; set FLASHTUNE_CACHE_DIR"
@@ -85,7 +86,7 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
     source = ASTSource(function, _signature(kernel), {}, _attributes(kernel))
     try:
         return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
-    except Exception as error:  # noqa: BLE001 - the compiler raises anything, RuntimeError to its own
+    except Exception as error:  # the compiler raises anything, from RuntimeError to errors of its own
         raise KernelError(first_line(error)) from error
 
 
@@ -121,6 +122,6 @@ def first_line(error: BaseException) -> str:
 @functools.cache
 def interpreting() -> bool:
     """Whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
-    import triton
+    from triton import knobs
 
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)

@@ -36,7 +36,11 @@ class Launch(Protocol):
     float32 and contiguous, or None where the kernel does not write it. `scale` is not negative.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+    ) -> None:
+        """Fills `out`, and `lse` where there is one."""
+        ...
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -94,7 +98,10 @@ class InterpreterLaunch:
         self._workspaces = workspaces
         self._integers = integers
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+    ) -> None:
+        """Runs every block in turn."""
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
@@ -103,7 +110,17 @@ class InterpreterLaunch:
 class DeviceLaunch:
     """The binary, launched without Triton's per-call specialisation."""
 
-    __slots__ = ("_allocate", "_device", "_grid", "_head", "_integers", "_run", "_scratch", "_stream", "_workspaces")
+    __slots__ = (
+        "_allocate",
+        "_device",
+        "_grid",
+        "_head",
+        "_integers",
+        "_run",
+        "_scratch",
+        "_stream",
+        "_workspaces",
+    )
 
     def __init__(
         self,
@@ -123,7 +140,8 @@ class DeviceLaunch:
             except Exception as error:
                 raise KernelError(first_line(error)) from error
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        # Only GPU drivers have it, and only on a GPU is this class made.
+        self._stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
         self._grid = (*grid, 1, 1)[:3]
         # No launch metadata and no hooks: they are a profiler's, and cost a call each.
         self._head = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -132,10 +150,19 @@ class DeviceLaunch:
         self._allocate = allocate
         self._scratch = compiled.metadata.global_scratch_size > 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+    ) -> None:
+        """Queues the kernel on the current stream."""
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         address = out.data_ptr()
-        pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), address, address if lse is None else lse.data_ptr()]
+        pointers = [
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            address,
+            address if lse is None else lse.data_ptr(),
+        ]
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         pointers += [workspace.data_ptr() for workspace in workspaces]
         stream = self._stream(self._device)

@@ -35,20 +35,25 @@ class Family(Protocol):
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         """None when the family computes this problem on this target, else the reason why not."""
+        ...
 
     def space(self, problem: Problem, target: Target) -> Space:
         """All configs worth trying for the problem on the target."""
+        ...
 
     def default(self, problem: Problem, target: Target) -> Config:
         """A config that fits the target's SRAM, for shapes that nobody tuned."""
+        ...
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
     ) -> tuple[TrafficItem, ...]:
         """The SRAM model, item by item, in bytes: never more in sum than the compiler asks for."""
+        ...
 
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
         """Columns of tensor memory that a config takes at the least (0 without such memory)."""
+        ...
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
@@ -58,12 +63,16 @@ class Family(Protocol):
         Without a target every load of a tile counts, as if there were no cache; with one, tiles
         that its last-level cache still holds are read from HBM once.
         """
+        ...
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> Context:
         """The typed values that the template renders from."""
+        ...
 
     def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
         """The kernel's run-time arguments, in order, for this specialisation."""
+        ...
 
     def options(self, config: Config) -> LaunchOptions:
         """What the compiler is told besides the source."""
+        ...

@@ -28,7 +28,9 @@ def find_family(name: str) -> Family:
         TableError: No family has this name.
     """
     if name not in family_names():
-        raise TableError(f"there is no kernel family {name!r}: this flashtune knows {', '.join(family_names())}")
+        raise TableError(
+            f"there is no kernel family {name!r}: this flashtune knows {', '.join(family_names())}"
+        )
     family: Family = importlib.import_module(f"flashtune.templates.{name}.family").FAMILY
     return family
 

@@ -7,12 +7,13 @@ import functools
 from importlib import resources
 
 import jinja2
+import msgspec
 
 from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Problem
-from flashtune.templates.family import Context, Family
+from flashtune.templates.family import Family
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
 
 
@@ -24,9 +25,8 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     """
     context = family.context(problem, config, specialization)
     values = {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
-    source = _environment().get_template(f"{family.name}/{TEMPLATE}").render(
-        values, template_hash=template_hash(family.name)[:12], kernel_name=family.name
-    )
+    template = _environment().get_template(f"{family.name}/{TEMPLATE}")
+    source = template.render(values, template_hash=template_hash(family.name)[:12], kernel_name=family.name)
     return Kernel(
         family=family.name,
         entry=family.name,
@@ -59,8 +59,10 @@ def _checked(name: str, value: object) -> object:
         return value
     if isinstance(value, tuple):
         return tuple(_checked(name, item) for item in value)
-    if isinstance(value, Context) or hasattr(value, "__struct_fields__"):
+    if isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
             _checked(f"{name}.{field}", getattr(value, field))
         return value
-    raise KernelError(f"a template may only be given ints, bools and enums, and {name} is {type(value).__name__}")
+    raise KernelError(
+        f"a template may only be given ints, bools and enums, and {name} is {type(value).__name__}"
+    )
