@@ -1,0 +1,275 @@
+"""Both loop orders of the forward pass, run on the CPU and compared with float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashtune.compilation import interpreting, load_module
+from flashtune.config import AxisValue, Config, Space
+from flashtune.kernel import Specialization, specialization_of
+from flashtune.launch import bind
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.family import Family
+from flashtune.templates.registry import families
+from flashtune.templates.rendering import render
+
+TARGET = find_target("h200")
+FORWARD = [family for family in families() if family.name.startswith("forward_")]
+BY_FAMILY = pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
+# The interpreter takes milliseconds for every block, so blocks are few; warps mean nothing to it.
+SMALL = {"block_m": (16, 32), "block_n": (16, 32), "num_warps": (4,), "num_stages": (1, 2)}
+
+# Head dims, head dims of values, (query heads, KV heads), (queries, keys).
+WIDTHS = [(8, 8), (16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160)]
+WIDTHS += [(192, 192), (256, 256), (64, 40), (192, 128), (16, 96), (1, 3)]
+HEADS = [(1, 1), (2, 2), (4, 2), (3, 1)]
+LENGTHS = [(1, 1), (1, 37), (37, 1), (33, 33), (32, 32), (50, 20), (20, 50), (17, 16), (64, 48)]
+LAYOUTS = ["bhsd", "bshd", "packed", "padded", "offset", "shared"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem, one config, and how the tensors lie."""
+
+    family: Family
+    problem: Problem
+    config: Config
+    layout: str = "bhsd"
+    index_bits: int = 32
+    lse: bool = True
+    scale: float = 0.25
+
+    def __str__(self) -> str:
+        words = (
+            self.family.name,
+            self.problem.key,
+            self.layout,
+            self.index_bits,
+            "lse" if self.lse else "no_lse",
+        )
+        return "-".join(map(str, (*words, self.config.label().replace(" ", ","))))
+
+
+def make_problem(
+    widths: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int], causal: Causal
+) -> Problem:
+    return Problem(
+        dtype=Dtype.FP32,
+        head_dim=widths[0],
+        value_head_dim=widths[1],
+        heads=heads[0],
+        kv_heads=heads[1],
+        batch=2,
+        seqlen_q=lengths[0],
+        seqlen_kv=lengths[1],
+        causal=causal,
+    )
+
+
+def pick_config(space: Space, pick: random.Random) -> Config:
+    """A small config of the space, each axis drawn alone."""
+    chosen: dict[str, AxisValue] = {}
+    for axis in space.axes:
+        values = [value for value in axis.values if value in SMALL.get(axis.name, axis.values)] or axis.values
+        chosen[axis.name] = pick.choice(list(values)) if axis.is_active(chosen) else axis.values[0]
+    return space.build(chosen)
+
+
+def a_config(family: Family, problem: Problem, seed: int = 0) -> Config:
+    return pick_config(family.space(problem, TARGET), random.Random(seed))
+
+
+def sampled_cases(family: Family, count: int) -> Iterator[Case]:
+    """Cases in which every value of every dimension turns up, in shuffled company."""
+    pick = random.Random(family.name)
+
+    def dealt(values: Sequence[Any]) -> Iterator[Any]:
+        while True:
+            yield from pick.sample(values, len(values))
+
+    dimensions = (WIDTHS, HEADS, LENGTHS, list(Causal), LAYOUTS, [32, 64], [True, False], [0.25, 2.0, 0.0])
+    for row in itertools.islice(zip(*map(dealt, dimensions), strict=False), count):
+        widths, heads, lengths, causal, layout, index_bits, lse, scale = row
+        problem = make_problem(widths, heads, lengths, causal)
+        config = pick_config(family.space(problem, TARGET), pick)
+        yield Case(family, problem, config, layout, index_bits, lse, scale)
+
+
+def lay_out(layout: str, batch: int, heads: int, seqlen: int, width: int) -> Tensor:
+    """Normal numbers seen as [batch, heads, seqlen, width] through one of many memory layouts."""
+    if layout == "bshd":
+        return torch.randn(batch, seqlen, heads, width).transpose(1, 2)
+    if layout == "packed":  # one of three, as a fused projection leaves them
+        return torch.randn(batch, seqlen, 3, heads, width)[:, :, 1].transpose(1, 2)
+    if layout == "padded":  # a stride that is no multiple of anything
+        return torch.randn(batch, heads, seqlen, width + 3)[..., :width]
+    if layout == "offset":  # a pointer that is on no 16-byte border
+        return torch.randn(batch * heads * seqlen * width + 1)[1:].view(batch, heads, seqlen, width)
+    if layout == "shared":  # one sequence for the whole batch
+        return torch.randn(1, heads, seqlen, width).expand(batch, heads, seqlen, width)
+    return torch.randn(batch, heads, seqlen, width)
+
+
+def make_inputs(problem: Problem, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    return (
+        lay_out(layout, problem.batch, problem.heads, problem.seqlen_q, problem.head_dim),
+        lay_out(layout, *keys, problem.head_dim),
+        lay_out(layout, *keys, problem.value_head_dim),
+    )
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan)
+
+
+def run(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp, from memory that was full of NaN before."""
+    problem = case.problem
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    out = poisoned(*rows, problem.value_head_dim)
+    lse = poisoned(*rows) if case.lse else None
+    found = specialization_of((q, k, v, out), case.lse)
+    specialization = Specialization(found.alignment, max(case.index_bits, found.index_bits), case.lse)
+    kernel = render(case.family, problem, case.config, specialization)
+    launch = bind(kernel, TARGET, q, k, v, out, allocate=lambda shape, device: poisoned(*shape))
+    launch(q, k, v, out, lse, case.scale)
+    return out, lse
+
+
+def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in float64; rows that see no key are 0 and -inf."""
+    k, v = (tensor.double().repeat_interleave(problem.group_size, 1) for tensor in (k, v))
+    scores = q.double() @ k.mT * scale
+    if problem.causal is not Causal.NONE:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(problem.diagonal)
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.nan_to_num(torch.softmax(scores, -1)) @ v, torch.logsumexp(scores, -1)
+
+
+def check(case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
+    out, lse = run(case, q, k, v)
+    expected_out, expected_lse = reference(case.problem, q, k, v, case.scale)
+    torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
+
+
+def test_the_interpreter_is_on() -> None:
+    assert interpreting()
+
+
+SAMPLED = [case for family in FORWARD for case in sampled_cases(family, 54)]
+
+
+@pytest.mark.parametrize("case", SAMPLED, ids=str)
+def test_sampled_problems_and_configs(case: Case) -> None:
+    torch.manual_seed(0)
+    check(case, *make_inputs(case.problem, case.layout))
+
+
+@BY_FAMILY
+def test_every_switch_alone(family: Family) -> None:
+    """Each value of each axis beside the first config, on a causal problem with ragged tiles."""
+    torch.manual_seed(0)
+    problem = make_problem((96, 40), (2, 1), (37, 50), Causal.BOTTOM_RIGHT)
+    q, k, v = make_inputs(problem, "bhsd")
+    space = family.space(problem, TARGET)
+    first = {axis.name: SMALL.get(axis.name, axis.values)[0] for axis in space.axes}
+    # Conditional axes are reached through the loads that they hang on.
+    bases = [
+        first,
+        *(
+            {**first, "loads": value}
+            for axis in space.axes
+            if axis.name == "loads"
+            for value in axis.values[1:]
+        ),
+    ]
+    for base, axis in itertools.product(bases, space.axes):
+        for value in SMALL.get(axis.name, axis.values)[1:]:
+            check(Case(family, problem, space.build({**base, axis.name: value})), q, k, v)
+
+
+@BY_FAMILY
+@pytest.mark.parametrize("causal", list(Causal))
+def test_padding_cannot_win(family: Family, causal: Causal) -> None:
+    """Where all logits lie far below zero, an unmasked zero of the padding would take all weight."""
+    torch.manual_seed(0)
+    problem = make_problem((24, 24), (2, 2), (19, 21), causal)
+    q, k, v = (tensor.abs() for tensor in make_inputs(problem, "bhsd"))
+    for seed in range(4):
+        config = a_config(family, problem, seed)
+        check(Case(family, problem, config, scale=8.0), q, -k, v)
+
+
+@BY_FAMILY
+def test_queries_that_see_no_key(family: Family) -> None:
+    torch.manual_seed(0)
+    problem = make_problem((16, 16), (2, 1), (50, 18), Causal.BOTTOM_RIGHT)
+    q, k, v = make_inputs(problem, "bhsd")
+    out, lse = run(Case(family, problem, a_config(family, problem)), q, k, v)
+    assert lse is not None
+    assert torch.equal(out[:, :, :32], torch.zeros(2, 2, 32, 16))
+    assert torch.equal(lse[:, :, :32], torch.full((2, 2, 32), -torch.inf))
+    assert torch.isfinite(lse[:, :, 32:]).all()
+
+
+@BY_FAMILY
+def test_the_rendered_file_works_alone(family: Family) -> None:
+    """`attention` of the rendered module, with its default scale, a negative one, and nothing to do."""
+    torch.manual_seed(0)
+    problem = make_problem((40, 24), (4, 2), (19, 35), Causal.TOP_LEFT)
+    kernel = render(family, problem, a_config(family, problem), Specialization(lse=True))
+    attention = load_module(kernel).attention
+    q, k, v = make_inputs(problem, "bshd")
+    for scale in (None, -0.5):
+        out, lse = attention(q, k, v) if scale is None else attention(q, k, v, scale)
+        expected_out, expected_lse = reference(problem, q, k, v, 40**-0.5 if scale is None else scale)
+        torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
+    out, lse = attention(q, k[:, :, :0], v[:, :, :0])
+    assert torch.equal(out, torch.zeros(2, 4, 19, 24))
+    assert torch.equal(lse, torch.full((2, 4, 19), -torch.inf))
+
+
+def small_default(family: Family, problem: Problem) -> Config:
+    return pick_config(family.space(problem, TARGET), random.Random(0))
+
+
+@BY_FAMILY
+@settings(max_examples=25)
+@given(
+    widths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    heads=st.sampled_from(HEADS),
+    lengths=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    causal=st.sampled_from(list(Causal)),
+    layout=st.sampled_from(LAYOUTS),
+    seed=st.integers(0, 1000),
+    scale=st.floats(0, 4),
+)
+def test_any_problem(
+    family: Family,
+    widths: tuple[int, int],
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    causal: Causal,
+    layout: str,
+    seed: int,
+    scale: float,
+) -> None:
+    torch.manual_seed(seed)
+    problem = make_problem(widths, heads, lengths, causal)
+    config = a_config(family, problem, seed)
+    check(Case(family, problem, config, layout, scale=scale), *make_inputs(problem, layout))
