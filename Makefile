@@ -15,7 +15,8 @@ WORKERS ?= 2
 OTHER_TRITONS := 3.6.0 3.9.0
 
 VENV := .venv
-PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+PY := $(BIN)/python
 # Modules are found where they are installed, never by chance in the current folder.
 export PYTHONSAFEPATH := 1
 PYTEST := $(PY) -m pytest --quiet
@@ -62,7 +63,7 @@ develop: $(DEVELOPS) ## Install it with what tests and checks need
 
 .PHONY: demo
 demo: $(RUNS) ## Search one shape on the GPU, or without one for an H100, and print the result
-	@$(PY) scripts/demo.py
+	@scripts/demo.sh $(BIN)
 
 # ---- checking ----------------------------------------------------------------------------------
 
@@ -83,14 +84,14 @@ types: $(DEVELOPS) ## Check types, with mypy and pyright's rules
 	$(PY) -m basedpyright
 
 imports: $(DEVELOPS) ## Check who may import whom
-	$(VENV)/bin/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache
 
 .PHONY: unit interpreter tables other-tritons test-gpu
 unit: $(DEVELOPS) ## Run all tests but the interpreter's and the GPU's, the built wheel's among them
-	$(PYTEST) -n $(WORKERS) tests
+	$(PYTEST) -n $(WORKERS) --dist loadgroup tests
 
 interpreter: $(DEVELOPS) ## Run the kernels on the CPU
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
 
 tables: $(DEVELOPS) ## Verify every kernel of the shipped tables
 	@for table in $(sort $(wildcard db/tuned/*.json)); do \
@@ -102,8 +103,8 @@ other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret unde
 
 .PHONY: $(OTHER_TRITONS:%=triton-%)
 $(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
-	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) tests/templates tests/golden
-	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) tests/interpreter
+	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) --dist loadgroup tests/templates tests/golden
+	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
 
 test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	$(PYTEST) -m gpu tests
