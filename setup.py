@@ -1,7 +1,7 @@
 """The rooms at the top of a checkout are sub-packages of flashtune once they are installed.
 
-Packages are found, not listed: a new kernel family is a new folder under `templates/` and nothing else. All other
-settings stand in `pyproject.toml`.
+Packages are found, not listed: a new kernel family is a new folder under `templates/` and nothing
+else. All other settings stand in `pyproject.toml`.
 """
 
 from __future__ import annotations

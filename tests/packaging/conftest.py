@@ -37,7 +37,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
     def build(kind: Literal["wheel", "sdist"], source: Path) -> Path:
         out = tmp_path_factory.mktemp(kind)
-        command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(out), str(source)]
+        command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", out, source]
         result = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert result.returncode == 0, result.stdout + result.stderr
         (distribution,) = out.iterdir()

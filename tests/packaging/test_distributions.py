@@ -36,8 +36,10 @@ def _metadata(wheel: Path, name: str) -> str:
         return archive.read(path).decode()
 
 
-def test_wheel_holds_every_file_of_the_rooms_and_no_other(wheel: Path, checkout_files: tuple[str, ...]) -> None:
-    expected = {packaged for name in checkout_files if (packaged := _packaged_name(name))}
+def test_wheel_holds_every_file_of_the_rooms_and_no_other(
+    wheel: Path, checkout_files: tuple[str, ...]
+) -> None:
+    expected = {shipped for name in checkout_files if (shipped := _packaged_name(name))}
     packaged = _files(wheel)
     assert packaged == expected, (
         "a file that is missing here needs an __init__.py beside it or a line in pyproject's package-data"
