@@ -36,10 +36,12 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
     try:
         engine = create_engine(url, pool_pre_ping=True)
     except (exc.ArgumentError, ValueError) as error:
-        raise StoreError(f"{describe(url)} is no database URL: write postgresql://USER@HOST/NAME") from error
+        raise StoreError(
+            f"{describe(url)} is no database URL: write postgresql+psycopg://USER@HOST/NAME"
+        ) from error
     except ImportError as error:
         raise StoreError(
-            f"the driver of {describe(url)} is missing ({error}): pip install psycopg2-binary"
+            f"the driver of {describe(url)} is missing ({error}): install psycopg, write postgresql+psycopg://"
         ) from error
     if engine.dialect.name not in DIALECTS:
         raise StoreError(
@@ -52,7 +54,7 @@ def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     def connect() -> sqlite3.Connection:
         # A URI lets SQLite itself refuse to write, and to create what is not there.
         name = read_only_uri(path) if read_only else read_write_uri(path)
-        # isolation_level=None: the driver opens no transactions, so that the hook below decides how they begin.
+        # Without an isolation level the driver opens no transactions: the hook below does.
         return sqlite3.connect(
             name, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )

@@ -21,14 +21,16 @@ def sqlite_error(error: sqlite3.Error, url: str) -> StoreError:
     """What an SQLite error means for the person whose database it is."""
     where = describe(url)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & PRIMARY_CODE
+    if code == sqlite3.SQLITE_BUSY:
+        return StoreError(f"another process keeps the database {where} locked: let it finish, then try again")
+    # What happened, and what to do about it besides naming another database.
     sentences = {
-        sqlite3.SQLITE_NOTADB: f"{where} is no SQLite database or is damaged: move it away, or {ELSEWHERE}",
-        sqlite3.SQLITE_CORRUPT: f"the database {where} is damaged: put a copy in its place, or {ELSEWHERE}",
-        sqlite3.SQLITE_READONLY: f"the database {where} or its folder is read-only: make it writable, or {ELSEWHERE}",
-        sqlite3.SQLITE_CANTOPEN: f"the database {where} cannot be opened: check its folder and rights, or {ELSEWHERE}",
-        sqlite3.SQLITE_FULL: f"the disk is full, so nothing was written to {where}: free some space, or {ELSEWHERE}",
-        sqlite3.SQLITE_BUSY: f"another process keeps the database {where} locked: let it finish, then try again",
-        sqlite3.SQLITE_IOERR: f"the disk failed under the database {where} ({error}): check it, or {ELSEWHERE}",
+        sqlite3.SQLITE_NOTADB: f"{where} is no SQLite database or is damaged: move it away",
+        sqlite3.SQLITE_CORRUPT: f"the database {where} is damaged: put a copy in its place",
+        sqlite3.SQLITE_READONLY: f"the database {where} or its folder is read-only: make it writable",
+        sqlite3.SQLITE_CANTOPEN: f"the database {where} cannot be opened: check its folder and its rights",
+        sqlite3.SQLITE_FULL: f"the disk is full, so nothing was written to {where}: free some space",
+        sqlite3.SQLITE_IOERR: f"the disk failed under the database {where} ({error}): check it",
     }
-    fallback = f"the database {where} cannot be used ({error}): move it away, or {ELSEWHERE}"
-    return StoreError(sentences.get(code, fallback))
+    fallback = f"the database {where} cannot be used ({error}): move it away"
+    return StoreError(f"{sentences.get(code, fallback)}, or {ELSEWHERE}")

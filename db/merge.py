@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import select
 
 from flashtune.db.codec import decode_check
+from flashtune.db.engine import explained
 from flashtune.db.failures import UnreadableRecord
+from flashtune.db.location import describe
 from flashtune.db.rows import (
     insert_record,
     readable,
@@ -23,7 +26,7 @@ from flashtune.db.schema import CHECKS, SELECTIONS
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Row, Select
 
     from flashtune.record import Record
 
@@ -42,28 +45,33 @@ class MergeCounts(msgspec.Struct, frozen=True):
     checks_added: int
 
 
-def merge(theirs: Connection, ours: Connection, source: str) -> MergeCounts:
-    """Copies what `ours` lacks; `source` names the other database in warnings."""
-    added, known = _merge_records(theirs, ours, source)
-    new, replaced, kept = _merge_selections(theirs, ours, source)
-    return MergeCounts(added, known, new, replaced, kept, _merge_checks(theirs, ours, source))
+def merge(theirs: Connection, ours: Connection, source_url: str) -> MergeCounts:
+    """Copies what `ours` lacks; `source_url` is the other database's."""
+    added, known = _merge_records(theirs, ours, source_url)
+    new, replaced, kept = _merge_selections(theirs, ours, source_url)
+    return MergeCounts(added, known, new, replaced, kept, _merge_checks(theirs, ours, source_url))
 
 
-def _merge_records(theirs: Connection, ours: Connection, source: str) -> tuple[int, int]:
+def _fetched(connection: Connection, query: Select[Any], url: str) -> Iterator[Row[Any]]:
+    """The rows of a query whose errors name this database, though it is read amid writing another."""
+    with explained(url):
+        yield from connection.execute(query.execution_options(yield_per=CHUNK))
+
+
+def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int]:
     added = known = 0
-    rows = theirs.execute(select_records().execution_options(yield_per=CHUNK))
-    for stored in readable(rows, source):
+    for stored in readable(_fetched(theirs, select_records(), source_url), describe(source_url)):
         _, is_new = insert_record(ours, stored.record, stored.created_at)
         added += is_new
         known += not is_new
     return added, known
 
 
-def _merge_selections(theirs: Connection, ours: Connection, source: str) -> tuple[int, int, int]:
+def _merge_selections(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int, int]:
     added = replaced = kept = 0
-    rows = theirs.execute(select_selected()).all()
+    rows = list(_fetched(theirs, select_selected(), source_url))
     pinned = {row.id: row.pinned_at for row in rows}
-    for stored in readable(rows, source):
+    for stored in readable(rows, describe(source_url)):
         record = stored.record
         if why_not_selectable(record):
             continue
@@ -87,13 +95,14 @@ def _selection(connection: Connection, record: Record) -> Record | None:
     return found[0].record if found else None
 
 
-def _merge_checks(theirs: Connection, ours: Connection, source: str) -> int:
+def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
-    for row in theirs.execute(select(CHECKS.c.payload, CHECKS.c.created_at)):
+    for row in _fetched(theirs, select(CHECKS.c.payload, CHECKS.c.created_at), source_url):
         try:
             check = decode_check(str(row.payload).encode())
         except TableError as error:
-            warnings.warn(f"a self-check of {source} was skipped: {error}", UnreadableRecord, stacklevel=2)
+            message = f"a self-check of {describe(source_url)} was skipped: {error}"
+            warnings.warn(message, UnreadableRecord, stacklevel=2)
             continue
         added += write_check(ours, check, row.created_at, replace=False)
     return added

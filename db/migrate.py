@@ -115,8 +115,8 @@ def _revision(connection: Connection, url: str) -> str | None:
     revision = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
     if revision is not None and revision not in REVISIONS:
         raise StoreError(
-            f"the database {describe(url)} has schema {str(revision)[:32]!r} and this flashtune knows those up to "
-            f"{HEAD}: upgrade flashtune, or {ELSEWHERE}"
+            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
+            f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
         )
     return None if revision is None else str(revision)
 

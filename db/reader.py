@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 
 BUSY_SECONDS = 5.0
 
-SELECTION = "SELECT problem_key, target, payload FROM selected_records WHERE problem_key = :problem_key AND target = :target"
-SELECTIONS = (
-    "SELECT problem_key, target, payload FROM selected_records WHERE target = :target ORDER BY problem_key"
+SELECTIONS = "SELECT problem_key, target, payload FROM selected_records WHERE target = :target"
+SELECTION = f"{SELECTIONS} AND problem_key = :problem_key"
+ORDERED_SELECTIONS = f"{SELECTIONS} ORDER BY problem_key"
+CHECK = (
+    "SELECT passed FROM known_checks "
+    "WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
 )
-CHECK = "SELECT passed FROM known_checks WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
+# All or none of them are there: a migration is one transaction.
+SCHEMA = "SELECT count(*) FROM sqlite_master WHERE name IN ('selected_records', 'known_checks')"
+VIEWS = 2
 
 
 def open_reader(url: str | None = None) -> Reader | None:
@@ -72,7 +77,7 @@ class Reader:
 
     def selections(self, target: str) -> tuple[Record, ...]:
         """All selected records of a target, in the order of their problems' keys."""
-        return tuple(self._readable(self._query(SELECTIONS, {"target": target})))
+        return tuple(self._readable(self._query(ORDERED_SELECTIONS, {"target": target})))
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Whether a kernel passed its self-check here under these versions; None if it had none."""
@@ -111,7 +116,4 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _has_schema(connection: sqlite3.Connection) -> bool:
     """False while another process is still creating the database."""
-    found = connection.execute(
-        "SELECT count(*) FROM sqlite_master WHERE name IN ('selected_records', 'known_checks')"
-    )
-    return bool(found.fetchone()[0] == 2)
+    return bool(connection.execute(SCHEMA).fetchone()[0] == VIEWS)

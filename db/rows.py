@@ -62,12 +62,9 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
         "template": record.versions.template,
         "payload": payload.decode(),
     }
-    statement = (
-        insert_into(connection, RECORDS)
-        .values(values)
-        .on_conflict_do_nothing(index_elements=["content_hash"])
-    )
-    added = connection.execute(statement.returning(RECORDS.c.id)).scalar()
+    insert = insert_into(connection, RECORDS).values(values)
+    unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
+    added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
     if added is not None:
         return int(added), True
     known = select(RECORDS.c.id).where(RECORDS.c.content_hash == content_hash)
@@ -77,12 +74,9 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
 def write_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
     """Makes a row the selection of its record's (problem, target)."""
     changed = {"record_id": record_id, "pinned_at": pinned_at}
-    statement = insert_into(connection, SELECTIONS).values(
-        problem_key=record.problem.key, target=record.target, **changed
-    )
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed)
-    )
+    key = {"problem_key": record.problem.key, "target": record.target}
+    insert = insert_into(connection, SELECTIONS).values(**key, **changed)
+    connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changed))
 
 
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:

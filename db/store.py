@@ -102,7 +102,8 @@ class Store:
         """Makes a record the selection of its (problem, target), in place of an earlier one.
 
         Raises:
-            StoreError: There is no such record, or it may not serve: it failed, or was measured without being verified.
+            StoreError: There is no such record, or it may not serve: it failed, or was measured and
+                never verified.
         """
         query = select_records().where(RECORDS.c.id == record_id)
         with writing(self._engine, self.url) as connection:
@@ -142,6 +143,6 @@ class Store:
         source = source_engine(address)
         try:
             with reading(source, address) as theirs, writing(self._engine, self.url) as ours:
-                return merge(theirs, ours, describe(address))
+                return merge(theirs, ours, address)
         finally:
             source.dispose()

@@ -9,7 +9,6 @@ import functools
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
@@ -48,7 +47,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    schema: Annotated[int, msgspec.Meta(ge=SCHEMA, le=SCHEMA)]
+    schema: int
     target: ShortText
     records: list[msgspec.Raw]
 
@@ -83,14 +82,14 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         schema = msgspec.json.decode(raw, type=_Head).schema
         if schema != SCHEMA:
             raise TableError(
-                f"{where} has table schema {schema} and this flashtune reads {SCHEMA}: export it again with this version"
+                f"{where} has table schema {schema} and this flashtune reads {SCHEMA}: "
+                "export it again with this version"
             )
         file = msgspec.json.decode(raw, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TableError(f"{where} is no tuned table ({brief(error)}): export it again") from error
-    table = TunedTable(
-        target=file.target, records=tuple(_record(entry, where) for entry in enumerate(file.records))
-    )
+    records = tuple(_record(bytes(entry), position, where) for position, entry in enumerate(file.records, 1))
+    table = TunedTable(target=file.target, records=records)
     _check(table, where)
     return table
 
@@ -109,10 +108,8 @@ def dump_table(table: TunedTable) -> bytes:
 
 def table_hash(table: TunedTable) -> str:
     """A hash over the table's content, 32 hex digits: neither layout nor order of records change it."""
-    records = b",".join(encode_record(record) for record in _ordered(table))
-    return fingerprint(
-        b'{"schema":%d,"target":%s,"records":[%s]}' % (table.schema, _text(table.target).encode(), records)
-    )
+    head = f"{table.schema} {_text(table.target)}".encode()
+    return fingerprint(b"\n".join((head, *(encode_record(record) for record in _ordered(table)))))
 
 
 @functools.cache
@@ -130,12 +127,11 @@ def shipped_table(target: str) -> TunedTable | None:
     return parse_table(file.read_bytes(), f"the shipped table of {target}")
 
 
-def _record(entry: tuple[int, msgspec.Raw], where: str) -> Record:
-    position, raw = entry
+def _record(raw: bytes, position: int, where: str) -> Record:
     try:
-        return decode_record(bytes(raw))
+        return decode_record(raw)
     except TableError as error:
-        raise TableError(f"{where}, record {position + 1}: {error}") from error
+        raise TableError(f"{where}, record {position}: {error}") from error
 
 
 def _check(table: TunedTable, where: str) -> None:
@@ -156,7 +152,7 @@ def _check(table: TunedTable, where: str) -> None:
 
 def _ordered(table: TunedTable) -> list[Record]:
     """By what the problem computes, then by its size: neighbours in the file are neighbours in shape."""
-    return sorted(table.records, key=lambda record: _order(record))
+    return sorted(table.records, key=_order)
 
 
 def _order(record: Record) -> tuple[str | int, ...]:
