@@ -37,8 +37,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
     def build(kind: Literal["wheel", "sdist"], source: Path) -> Path:
         out = tmp_path_factory.mktemp(kind)
-        command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", out, source]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir"]
+        result = subprocess.run(
+            [*command, str(out), str(source)], capture_output=True, text=True, timeout=200
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         (distribution,) = out.iterdir()
         return distribution
