@@ -1,0 +1,304 @@
+"""Proves a kernel: launches it on every case of a level and holds the results against the reference.
+
+What decides is gathered on the device and read once at the end, so that a check costs the launches
+and little more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import secrets
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.compilation import compile_kernel, first_line, interpreting
+from flashtune.errors import KernelError
+from flashtune.kernel import Alignment, Specialization
+from flashtune.launch import bind
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
+from flashtune.proof.gate import worst_ratio
+from flashtune.proof.inputs import Guarded, guarded, guarded_flat, poison, stray_writes
+from flashtune.proof.probes import make_values
+from flashtune.proof.reference import Expected, Sample, expect, sample
+from flashtune.record import Verdict
+from flashtune.templates.rendering import render
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.compiler import CompiledKernel
+
+    from flashtune.config import Config
+    from flashtune.kernel import Kernel
+    from flashtune.target import Target
+    from flashtune.templates.family import Family
+
+INTERPRETER = "interpreter"
+# What a verdict says of a result that is not finite; JSON knows no infinity.
+NOT_FINITE = 1e9
+STRICT_SEEDS = 10
+STRICT_REPEATS = 50
+# Checks of one process that share a seed, and so the references of its larger problems.
+CHECKS_PER_SEED = 32
+SMALL_CACHED = 96
+LARGE_CACHED = 4
+LARGE_ELEMENTS = 2**22
+
+_RUN_SEED = secrets.randbits(30)
+_CHECKS = itertools.count()
+
+
+class Prepared(NamedTuple):
+    """A case's tensors and what a right kernel makes of them.
+
+    Attributes:
+        q, k, v: Inputs, each in its poisoned surroundings.
+        out: Where the kernel writes.
+        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
+        chosen: The rows that are compared.
+        expected: What they must be.
+    """
+
+    q: Guarded
+    k: Guarded
+    v: Guarded
+    out: Guarded
+    lse: Guarded
+    chosen: Sample
+    expected: Expected
+
+
+class Finding(NamedTuple):
+    """One figure that decides: it must not exceed `limit`, nor be NaN.
+
+    Attributes:
+        what: What was compared, in words.
+        figure: A scalar on the device.
+        limit: 1 for error ratios, 0 for counts.
+    """
+
+    what: str
+    figure: Tensor
+    limit: float
+
+
+def check_kernel(
+    family: Family,
+    problem: Problem,
+    config: Config,
+    specialization: Specialization,
+    target: Target,
+    device: torch.device,
+    level: Level = Level.FULL,
+    *,
+    seed: int | None = None,
+) -> Verdict:
+    """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
+
+    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes. The strict
+    level also checks the binary with and without the log-sum-exp and the other causal alignment.
+
+    Args:
+        family: The kernel's family.
+        problem: What it must compute; also the shape that the full level checks it at.
+        config: Its config.
+        specialization: What it may assume of its tensors.
+        target: The GPU that it is compiled for.
+        device: Where to run it.
+        level: How much to check.
+        seed: Seed of all inputs; a fresh one where left out.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    problem = interpretable(problem) if interpreting() else problem
+    verdicts = [
+        check_rendered(
+            render(family, variant, config, specialized), variant, config, target, device, level, seed=seed
+        )
+        for variant, specialized in _variants(problem, specialization, level)
+    ]
+    return joined(verdicts)
+
+
+def check_rendered(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    level: Level = Level.FULL,
+    *,
+    seed: int | None = None,
+) -> Verdict:
+    """Proves a kernel that is rendered already; of the arguments of `check_kernel`.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    seed = _next_seed() if seed is None else seed
+    compiled = None if interpreting() else compile_kernel(kernel, target)
+    findings: list[Finding] = []
+    with _on(device):
+        try:
+            for case, case_seed in _planned(kernel, problem, config, level, seed):
+                findings += _findings(kernel, compiled, case, target, device, case_seed)
+            figures = torch.stack([finding.figure.double() for finding in findings]).tolist()
+        except RuntimeError as error:
+            raise KernelError(first_line(error)) from error
+    return _verdict(findings, figures, _device_name(device), seed)
+
+
+def interpretable(problem: Problem) -> Problem:
+    """The problem as the interpreter can compute it: its products of 16-bit tiles are garbage."""
+    return msgspec.structs.replace(problem, dtype=Dtype.FP32)
+
+
+def joined(verdicts: list[Verdict]) -> Verdict:
+    """Several verdicts on variants of one kernel as one."""
+    worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_ratio))
+    return msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
+
+
+def _variants(
+    problem: Problem, specialization: Specialization, level: Level
+) -> Iterator[tuple[Problem, Specialization]]:
+    yield problem, specialization
+    if level is not Level.STRICT:
+        return
+    yield problem, msgspec.structs.replace(specialization, lse=not specialization.lse)
+    if problem.causal is not Causal.NONE:
+        other = Causal.TOP_LEFT if problem.causal is Causal.BOTTOM_RIGHT else Causal.BOTTOM_RIGHT
+        yield msgspec.structs.replace(problem, causal=other), specialization
+
+
+def _planned(
+    kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int
+) -> Iterator[tuple[Case, int]]:
+    """The cases of a level, each with the seed of its inputs."""
+    reduced = interpreting()
+    small = companions(problem, config, level, reduced=reduced)
+    if level is not Level.QUICK and not reduced:
+        yield from ((case, seed) for case in main_cases(problem, config))
+    yield from ((case, seed) for case in small)
+    if level is not Level.STRICT or reduced:
+        return
+    for step in range(1, STRICT_SEEDS):
+        yield from ((case, seed + step) for case in small)
+    for case in main_cases(problem, config):
+        yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
+    if kernel.specialization.index_bits == 64:
+        yield from ((case, seed) for case in far_cases(problem, config))
+
+
+def _findings(
+    kernel: Kernel,
+    compiled: CompiledKernel | None,
+    case: Case,
+    target: Target,
+    device: torch.device,
+    seed: int,
+) -> Iterator[Finding]:
+    """Launches a kernel on a case, as often as the case asks, and yields what decides."""
+    prepared = _prepare(case, kernel.specialization.alignment, device, seed)
+    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.view if kernel.specialization.lse else None
+    workspaces: list[Guarded] = []
+
+    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
+        workspaces.append(guarded_flat(shape, on))
+        return workspaces[-1].view
+
+    launch = bind(kernel, target, q, k, v, out, compiled=compiled, allocate=allocate)
+    first: Tensor | None = None
+    for _ in range(case.repeats):
+        poison(out)
+        if lse is not None:
+            poison(lse)
+        launch(q, k, v, out, lse, case.scale)
+        if first is None:
+            yield from _compare(case, prepared, lse)
+            first = out.clone() if case.repeats > 1 else out
+        else:
+            yield Finding(f"{case.label}: elements unlike an earlier launch's", (out != first).sum(), 0.0)
+    for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
+        yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
+    for workspace in workspaces:
+        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
+
+
+def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:
+    problem, expected = case.problem, prepared.expected
+    batch, head = prepared.chosen.heads // problem.heads, prepared.chosen.heads % problem.heads
+    out = prepared.out.view
+    rows = out[batch, head][:, prepared.chosen.rows]
+    yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
+    yield Finding(f"{case.label}: elements not written or not finite", (~out.isfinite()).sum(), 0.0)
+    if lse is not None:
+        lse_rows = lse[batch, head][:, prepared.chosen.rows, None]
+        ratio = worst_ratio(lse_rows, expected.lse[..., None], expected.lse_allowed)
+        yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
+
+
+def _prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
+    """The tensors of a case. Recent ones are kept, a few of the large and more of the small."""
+    once = msgspec.structs.replace(case, repeats=1)
+    if case.far is not None:
+        return _make(once, alignment, device, seed)
+    large = case.problem.minimal_bytes() // case.problem.dtype.itemsize > LARGE_ELEMENTS
+    return (_large if large else _small)(once, alignment, device, seed)
+
+
+def _make(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
+    problem = case.problem
+    generator = torch.Generator(device=device)
+    generator.manual_seed((seed % 2**31 << 32) | zlib.crc32(msgspec.json.encode(case)))
+    values = make_values(case.probe, problem, case.scale, case.block, generator)
+    out_shape = (*values.q.shape[:3], problem.value_head_dim)
+    # The tensors' rows differ in width, so that one's stride does not serve for another.
+    q, k, v, out = (
+        guarded(
+            shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index
+        )
+        for index, shape in enumerate((values.q.shape, values.k.shape, values.v.shape, out_shape))
+    )
+    for tensor, value in zip((q, k, v), values, strict=True):
+        tensor.view.copy_(value)
+    chosen = sample(problem, generator)
+    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen)
+    return Prepared(q, k, v, out, guarded_flat(tuple(out_shape[:3]), device), chosen, expected)
+
+
+_small = functools.lru_cache(maxsize=SMALL_CACHED)(_make)
+_large = functools.lru_cache(maxsize=LARGE_CACHED)(_make)
+
+
+def _next_seed() -> int:
+    """A seed that other processes do not use, and that this one uses for a few checks only."""
+    return _RUN_SEED + STRICT_SEEDS * (next(_CHECKS) // CHECKS_PER_SEED)
+
+
+def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:
+    failed = ""
+    worst = 0.0
+    for finding, figure in zip(findings, figures, strict=True):
+        if finding.limit:
+            worst = max(worst, figure if math.isfinite(figure) else NOT_FINITE)
+        if not failed and not figure <= finding.limit:
+            failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
+    return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
+
+
+def _device_name(device: torch.device) -> str:
+    return INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

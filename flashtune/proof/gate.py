@@ -1,0 +1,90 @@
+"""The gate: how large a row's error may be, and how large it is.
+
+A kernel is right when every row of its output is about as near to the float64 reference as the same
+computation done plainly in the kernel's precision. Three figures decide for a row, each a maximum
+over the row's elements:
+
+`plain`     the error of the plain computation on this very row. Alone it would refuse right
+            kernels, since on some rows every rounding of the plain computation happens to cancel.
+`typical`   the error that rounding makes on such a row when nothing cancels, from first
+            principles: each weight p of a value v is rounded once, independently, so that the sum
+            is off by about u·sqrt(Σ p²v²), where u is the unit roundoff of the weights. Float32
+            steps (scores, exponentials, sums) add the same with their own, much smaller, unit.
+`rounding`  half a unit in the last place of the row's largest element: output may be rounded once.
+
+A row's error may be 2·max(plain, typical) + rounding. The yardstick belongs to the row: rows that
+average many keys have small errors, and are not excused by the large ones of rows that see few. A
+mistake of one key in a thousand stays under no such bound where that key is a needle. Rows with
+nothing to attend to have no error at all: they are zero, and their log-sum-exp is -inf.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashtune.problem import Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Largest relative error of rounding once to nearest.
+UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24}
+FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
+# Half of the smallest positive number, for rows whose largest element is next to nothing.
+LEAST_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
+
+# Matrix units truncate as they add up a score's products: up to a roundoff for each step of 16, with
+# one sign. Measured in roundoffs of the largest score that the row could have.
+SCORE_STEPS = 16.0
+# Roundoffs of an exponential, a division and a logarithm as the GPU approximates them.
+FUNCTION_STEPS = 32.0
+
+
+class RowScale(NamedTuple):
+    """What rounding errors of a row are proportional to; each is [heads, rows] in float64.
+
+    Attributes:
+        spread: sqrt(Σ p²v²), at the row's largest column.
+        largest: Largest magnitude of the row's exact output.
+        score: Largest score that the row's query could have with any key, by Cauchy-Schwarz.
+        keys: How many keys the row sees.
+        lse: Magnitude of the exact log-sum-exp, 0 where it is -inf.
+    """
+
+    spread: Tensor
+    largest: Tensor
+    score: Tensor
+    keys: Tensor
+    lse: Tensor
+
+
+def allowed_error(plain: Tensor, scale: RowScale, dtype: Dtype) -> Tensor:
+    """The largest error that each row's output may have: [heads, rows] in float64."""
+    unit = UNIT_ROUNDOFF[dtype]
+    steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt()
+    typical = scale.spread * (unit + FLOAT32_ROUNDOFF * steps)
+    # The weights' sum is in float32 as well, and its error is common to the row.
+    summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
+    rounding = scale.largest * (unit + summing) + LEAST_ROUNDING[dtype]
+    return (2.0 * plain.maximum(typical) + rounding).where(scale.keys > 0, 0.0)
+
+
+def allowed_lse_error(plain: Tensor, scale: RowScale) -> Tensor:
+    """The largest error of each row's log-sum-exp, which is float32: [heads, rows] in float64."""
+    steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
+    return 2.0 * plain + FLOAT32_ROUNDOFF * steps
+
+
+def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
+    """The largest error over what is allowed, a scalar; NaN or infinite where anything is not finite.
+
+    Args:
+        result: What a kernel wrote, [heads, rows, columns].
+        exact: The reference, alike, in float64; -inf where the result must be -inf.
+        allowed: [heads, rows] in float64; 0 where the result must be exact.
+    """
+    result = result.double()
+    # -inf less -inf would be NaN, and is right.
+    error = (result - exact).abs().masked_fill(result == exact, 0.0).amax(-1)
+    # 0 / 0 would be NaN, and is right too.
+    return (error / allowed.clamp_min(1e-300)).amax()

@@ -1,0 +1,111 @@
+"""Tensors whose surroundings are poisoned, with exactly the alignment that a kernel was told of.
+
+Whatever lies between and around the rows of a tensor is NaN: a kernel that reads there shows it,
+and one that writes there is caught by its traces.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.kernel import MAX_INT32, Alignment
+from flashtune.problem import Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+# A NaN that arithmetic does not produce, so that it is told from a NaN that a kernel wrote.
+POISON = {torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
+_BITS = {2: torch.int16, 4: torch.int32}
+# Rows of poison on either side: as many as the largest tile could run over.
+GUARD_ROWS = 256
+GRANULE = 64
+
+
+class Layout(enum.StrEnum):
+    """How batch, heads and positions lie in memory."""
+
+    BHSD = "bhsd"
+    BSHD = "bshd"
+
+
+class Guarded(NamedTuple):
+    """A tensor inside a larger, poisoned buffer.
+
+    Attributes:
+        buffer: The whole allocation, one-dimensional.
+        view: [batch, heads, seqlen, head_dim], last dimension contiguous.
+    """
+
+    buffer: Tensor
+    view: Tensor
+
+
+def guarded(
+    shape: tuple[int, int, int, int],
+    dtype: Dtype,
+    alignment: Alignment,
+    layout: Layout,
+    device: torch.device,
+    *,
+    spare: int = 0,
+    far: bool = False,
+) -> Guarded:
+    """A poisoned tensor of an alignment class, and of no better one.
+
+    Args:
+        shape: [batch, heads, seqlen, head_dim].
+        dtype: Element type.
+        alignment: 16: all strides are multiples of 16; 8: of 8, and not of 16; 1: nothing is aligned.
+        layout: Order of heads and positions.
+        device: Where it lies.
+        spare: Widens each row by this many steps of its class, so that tensors differ in strides.
+        far: Put batches more than 2^31 elements apart.
+    """
+    batch, heads, seqlen, head_dim = shape
+    row = _row_stride(head_dim, alignment, spare)
+    stride_h, stride_s = (seqlen * row, row) if layout is Layout.BHSD else (row, heads * row)
+    stride_b = heads * seqlen * row
+    if far:
+        stride_b *= MAX_INT32 // stride_b + 1
+    guard = -(-GUARD_ROWS * stride_s // GRANULE) * GRANULE + (1 if alignment is Alignment.ANY else 0)
+    extent = (batch - 1) * stride_b + heads * seqlen * row
+    buffer = torch.empty(guard + extent + GUARD_ROWS * stride_s, dtype=TORCH_DTYPES[dtype], device=device)
+    poison(buffer)
+    return Guarded(buffer, buffer.as_strided(shape, (stride_b, stride_h, stride_s, 1), guard))
+
+
+def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
+    step = int(alignment)
+    steps = -(-head_dim // step) + spare
+    if alignment is Alignment.SIXTEEN:
+        return steps * step
+    # An odd number of steps keeps the next better class out.
+    return (steps | 1) * step
+
+
+def guarded_flat(shape: tuple[int, ...], device: torch.device) -> Guarded:
+    """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp or a workspace."""
+    size = 1
+    for extent in shape:
+        size *= extent
+    buffer = torch.empty(size + 2 * GRANULE, dtype=torch.float32, device=device)
+    poison(buffer)
+    return Guarded(buffer, buffer[GRANULE : GRANULE + size].view(shape))
+
+
+def poison(tensor: Tensor) -> None:
+    """Fills a tensor, of whatever strides, with the NaN that nobody computes."""
+    bits = _BITS[tensor.element_size()]
+    tensor.view(bits).fill_(POISON[bits])
+
+
+def stray_writes(tensor: Guarded) -> Tensor:
+    """How many elements around a tensor were written, a scalar. Poisons the tensor itself again."""
+    poison(tensor.view)
+    bits = _BITS[tensor.buffer.element_size()]
+    return (tensor.buffer.view(bits) != POISON[bits]).sum()

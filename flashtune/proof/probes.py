@@ -1,0 +1,139 @@
+"""The inputs that one wrong tile cannot pass: what q, k and v hold in each probe."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.problem import Problem
+
+# Scores of `far_below`: so far under zero that a key of zeros, as padding is, would outweigh all.
+DEPTH = 50.0
+# Scores of `rising` climb by this much from the first key to the last.
+CLIMB = 14.0
+# Scores of the last visible key and of the first hidden one in `diagonal`, over the others'.
+LAST_VISIBLE = 6.0
+FIRST_HIDDEN = 9.0
+NEEDLE = 8.0
+
+
+class Probe(enum.StrEnum):
+    """What a case is about.
+
+    random     Normal q, k and v.
+    far_below  All scores near -50: padding that is not masked takes all the weight.
+    needle     Near-equal weights, and one key of each block stands out in V: a block that is
+               skipped, masked or taken twice is missing or doubled in a column of every row.
+    first, last  As needle, at the first and at the last key of each block.
+    rising     Scores climb along the keys for even rows and fall for odd ones: the running maximum
+               changes in every block, or only in the first.
+    diagonal   The last visible key has much weight, the first hidden one would have more.
+    """
+
+    RANDOM = "random"
+    FAR_BELOW = "far_below"
+    NEEDLE = "needle"
+    FIRST = "first"
+    LAST = "last"
+    RISING = "rising"
+    DIAGONAL = "diagonal"
+
+
+class Values(NamedTuple):
+    """q, k and v as [batch, heads, seqlen, head_dim] in float32, not yet rounded to their type."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def make_values(
+    probe: Probe, problem: Problem, scale: float, block: int, generator: torch.Generator
+) -> Values:
+    """Fresh values for a probe.
+
+    Args:
+        probe: What the values are for.
+        problem: Shape and mask.
+        scale: Softmax scale that they will be used with.
+        block: Keys of a tile.
+        generator: Source of randomness; its device is where the values are made.
+    """
+    values = Values(
+        _normal((problem.batch, problem.heads, problem.seqlen_q, problem.head_dim), generator),
+        _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim), generator),
+        _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim), generator),
+    )
+    match probe:
+        case Probe.RANDOM:
+            return values
+        case Probe.FAR_BELOW:
+            return _far_below(values, scale)
+        case Probe.NEEDLE | Probe.FIRST | Probe.LAST:
+            return _needles(values, probe, scale, block, generator)
+        case Probe.RISING:
+            return _rising(values, scale)
+        case Probe.DIAGONAL:
+            return _diagonal(values, problem, scale, generator)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _far_below(values: Values, scale: float) -> Values:
+    # Every query lies along one direction and every key against it.
+    width = values.q.shape[-1]
+    size = (DEPTH / (scale * width)) ** 0.5
+    return Values(0.3 * values.q + size, 0.3 * values.k - size, values.v)
+
+
+def _needles(values: Values, probe: Probe, scale: float, block: int, generator: torch.Generator) -> Values:
+    batch, kv_heads, keys, width = values.v.shape
+    device = generator.device
+    blocks = -(-keys // block)
+    start = torch.arange(blocks, device=device) * block
+    if probe is Probe.FIRST:
+        offset = torch.zeros(batch, kv_heads, blocks, dtype=torch.int64, device=device)
+    elif probe is Probe.LAST:
+        offset = torch.full((batch, kv_heads, blocks), block - 1, device=device)
+    else:
+        offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator, device=device)
+    key = (start + offset).clamp_max(keys - 1)
+    # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
+    column = torch.arange(blocks, device=device) * 7 % width
+    sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator, device=device) * 2.0 - 1.0
+    v = 0.1 * values.v
+    some_batch = torch.arange(batch, device=device)[:, None, None]
+    some_head = torch.arange(kv_heads, device=device)[None, :, None]
+    v[some_batch, some_head, key, column] = NEEDLE * sign
+    # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
+    calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
+    return Values(calm * values.q, calm * values.k, v)
+
+
+def _rising(values: Values, scale: float) -> Values:
+    rows, keys, width = values.q.shape[2], values.k.shape[2], values.q.shape[-1]
+    size = (CLIMB / 2 / (scale * width)) ** 0.5
+    device = values.q.device
+    climb = torch.linspace(-1.0, 1.0, keys, device=device)[:, None]
+    direction = 1.0 - 2.0 * (torch.arange(rows, device=device) % 2)[:, None]
+    return Values(0.3 * values.q + size * direction, 0.3 * values.k + size * climb, values.v)
+
+
+def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.Generator) -> Values:
+    # A random word of signs for each key; the query that ends at a key asks for its word, and more
+    # loudly for the next key's, which it must not see.
+    width = problem.head_dim
+    shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
+    words = torch.randint(2, shape, generator=generator, device=generator.device) * 2.0 - 1.0
+    last = torch.arange(problem.seqlen_q, device=generator.device) + problem.diagonal
+    asked = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
+    asked += FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
+    q = asked.repeat_interleave(problem.group_size, dim=1) / (scale * width)
+    return Values(q, words[:, :, : problem.seqlen_kv].clone(), values.v)

@@ -1,0 +1,166 @@
+"""The float64 reference, and the same rows computed plainly in low precision.
+
+Everything is worked out on the device that holds the inputs, a few heads at a time, so that memory
+stays bounded. The plain computation rounds where unfused low-precision attention rounds (scores and
+weights to float32, weights to the inputs' type before they meet V, the output once) and takes its
+products exactly: it hangs on no library's order of summation and on no TF32 setting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.problem import Causal, Problem
+from flashtune.proof.gate import RowScale, allowed_error, allowed_lse_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Scores held at a time, in elements; a handful of float64 copies of them exist at once.
+CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
+# Scores and outputs of one reference, in elements: larger problems are sampled by head.
+MAX_SCORES = 2**28
+MAX_OUTPUTS = 2**23
+# Up to this many rows all are compared.
+ALL_ROWS = 768
+# Tiles are powers of two: these borders are borders of every smaller tile as well.
+BORDER = 128
+MAX_BORDERS = 192
+FIRST_ROWS = 32
+LAST_ROWS = 160
+RANDOM_ROWS = 96
+
+
+class Sample(NamedTuple):
+    """Which rows of which heads are compared.
+
+    Attributes:
+        heads: [heads], each `batch index · heads of a sequence + head`; int64.
+        rows: [rows], ascending; int64.
+    """
+
+    heads: Tensor
+    rows: Tensor
+
+
+class Expected(NamedTuple):
+    """What a right kernel writes at the sampled rows, and how far it may be off; in float64.
+
+    Attributes:
+        out: [heads, rows, value_head_dim].
+        allowed: [heads, rows].
+        lse: [heads, rows], natural log, -inf for rows with nothing to attend to.
+        lse_allowed: [heads, rows].
+    """
+
+    out: Tensor
+    allowed: Tensor
+    lse: Tensor
+    lse_allowed: Tensor
+
+
+def sample(problem: Problem, generator: torch.Generator) -> Sample:
+    """Rows and heads that are compared: all of a small problem, else the last rows, tile borders and some more."""
+    rows = _sampled_rows(problem.seqlen_q, generator)
+    all_heads = problem.batch * problem.heads
+    affordable = min(
+        MAX_SCORES // max(1, len(rows) * problem.seqlen_kv),
+        MAX_OUTPUTS // max(1, len(rows) * problem.value_head_dim),
+    )
+    wanted = max(2, affordable)
+    if wanted >= all_heads:
+        return Sample(torch.arange(all_heads, device=generator.device), rows)
+    shuffled = torch.randperm(all_heads, generator=generator, device=generator.device)
+    ends = torch.tensor([0, all_heads - 1], device=generator.device)
+    inner = shuffled[(shuffled != 0) & (shuffled != all_heads - 1)][: wanted - 2]
+    return Sample(torch.cat([ends, inner]).unique(), rows)
+
+
+def _sampled_rows(seqlen_q: int, generator: torch.Generator) -> Tensor:
+    device = generator.device
+    everything = torch.arange(seqlen_q, device=device)
+    if seqlen_q <= ALL_ROWS:
+        return everything
+    borders = everything[BORDER::BORDER]
+    if len(borders) > MAX_BORDERS:
+        borders = borders[torch.randperm(len(borders), generator=generator, device=device)[:MAX_BORDERS]]
+    others = torch.randint(seqlen_q, (RANDOM_ROWS,), generator=generator, device=device)
+    parts = [everything[:FIRST_ROWS], borders - 1, borders, others, everything[-LAST_ROWS:]]
+    return torch.cat(parts).unique()
+
+
+def expect(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Sample) -> Expected:
+    """The reference of the chosen rows and what a kernel's error may be there.
+
+    Args:
+        problem: Shape, type and mask.
+        q: [batch, heads, seqlen_q, head_dim].
+        k: [batch, kv_heads, seqlen_kv, head_dim].
+        v: [batch, kv_heads, seqlen_kv, value_head_dim].
+        scale: Softmax scale.
+        chosen: Rows and heads.
+    """
+    visible = _visible_keys(problem, chosen.rows)
+    step = max(1, CHUNK_SCORES[q.device.type] // max(1, len(chosen.rows) * problem.seqlen_kv))
+    parts = []
+    for heads in chosen.heads.split(step):
+        batch, head = heads // problem.heads, heads % problem.heads
+        kv_head = head // problem.group_size
+        rows = q[batch, head][:, chosen.rows]
+        parts.append(_expect_heads(problem, rows, k[batch, kv_head], v[batch, kv_head], scale, visible))
+    return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _visible_keys(problem: Problem, rows: Tensor) -> Tensor:
+    """How many keys each row sees, counted from the first: [rows]."""
+    if problem.causal is Causal.NONE:
+        return torch.full_like(rows, problem.seqlen_kv)
+    return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
+
+
+def _expect_heads(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor
+) -> Expected:
+    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...], visible [rows]."""
+    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+    hidden = torch.arange(k.shape[1], device=k.device) >= visible[:, None]
+    # [heads, rows, keys]
+    scores = (wide_q @ wide_k.mT).mul_(scale).masked_fill_(hidden, float("-inf"))
+    weights, total, lse = _softmax(scores)
+    weights.div_(total[..., None])
+    out = weights @ wide_v
+    row_scale = RowScale(
+        spread=(weights.square_() @ wide_v.square()).amax(-1).sqrt(),
+        largest=out.abs().amax(-1),
+        score=scale * wide_q.norm(dim=-1) * wide_k.norm(dim=-1).amax(-1, keepdim=True),
+        keys=visible.double().expand(q.shape[:2]),
+        lse=lse.abs().nan_to_num(posinf=0.0),
+    )
+    plain_out, plain_lse = _plain(scores, wide_v, v.dtype)
+    plain_error = (plain_out - out).abs().amax(-1)
+    plain_lse_error = (plain_lse - lse).abs().nan_to_num(nan=0.0)
+    return Expected(
+        out,
+        allowed_error(plain_error, row_scale, problem.dtype),
+        lse,
+        allowed_lse_error(plain_lse_error, row_scale),
+    )
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised weights, their sums (1 for rows without keys) and the log-sum-exp of each row."""
+    largest = scores.amax(-1)
+    shift = largest.masked_fill(largest.isneginf(), 0.0)
+    weights = (scores - shift[..., None]).exp_()
+    total = weights.sum(-1)
+    empty = total == 0
+    return weights, total.masked_fill(empty, 1.0), (shift + total.log()).masked_fill(empty, float("-inf"))
+
+
+def _plain(scores: Tensor, wide_v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
+    weights, total, lse = _softmax(scores.float())
+    out = (weights.to(dtype).double() @ wide_v).float() / total[..., None]
+    return out.to(dtype).double(), lse.double()
