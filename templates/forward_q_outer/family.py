@@ -29,7 +29,7 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         block_n: Keys of a tile.
         loads: Pointer loads, or TMA descriptors made on the device.
         qk_ahead: Issue the next block's scores before this block's softmax.
-        two_phases: Blocks that no mask touches run in a loop of their own (always, when not causal).
+        two_phases: Blocks that no mask touches run in a loop of their own.
         decomposed: A head dim that is no power of two as several tiles instead of one padded.
         long_first: Start the tiles with the most keys first (causal only).
         heads_inner: Neighbouring programs work on different heads, not on different tiles.
@@ -50,8 +50,9 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     warp_specialize: bool = False
 
 
-# Under this many queries small tiles are worth trying.
+# Under this many queries small tiles are worth trying; up to this many keys, masking every block.
 FEW_QUERIES = 128
+FEW_KEYS = 512
 # From this width on, issuing QK ahead can pay; up to that one, a register cap can.
 WIDE_HEAD = 256
 NARROW_HEAD = 64
@@ -119,6 +120,7 @@ class ForwardQOuter:
         widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
         wide = problem.dtype is Dtype.FP32
         few_queries = problem.seqlen_q < FEW_QUERIES
+        few_keys = problem.seqlen_kv <= FEW_KEYS
         # What no measurement ever chose is left out: see docs/axes.md.
         axes = (
             Axis("block_m", (16, 32, 64, 128) if wide or few_queries else (64, 128, 256)),
@@ -128,7 +130,7 @@ class ForwardQOuter:
             Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,), False),
             Axis("decomposed", (False, True) if odd_width else (False,)),
             Axis("qk_ahead", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
-            Axis("two_phases", (True, False) if causal else (True,), False),
+            Axis("two_phases", (True, False) if causal or few_keys else (True,), False),
             Axis("long_first", (False, True) if causal else (False,)),
             Axis("heads_inner", (False, True)),
             Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
@@ -211,7 +213,7 @@ class ForwardQOuter:
             max_registers=config.max_registers,
             loads=Loads.DESCRIPTOR if descriptors else Loads.POINTER,
             qk_ahead=config.qk_ahead and descriptors,
-            two_phases=config.two_phases or problem.causal is Causal.NONE,
+            two_phases=config.two_phases,
             decomposed=config.decomposed,
             long_first=config.long_first,
             heads_inner=config.heads_inner,
