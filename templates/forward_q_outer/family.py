@@ -34,8 +34,6 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         long_first: Start the tiles with the most keys first (causal only).
         heads_inner: Neighbouring programs work on different heads, not on different tiles.
         max_registers: Register cap, 0 for none.
-        warp_specialize: Triton's automatic warp specialisation. Outside of the space: on sm_90 it
-            gains nothing, and some tiles give NaN. Searches that test the gate ask for it.
     """
 
     block_m: BlockSize
@@ -47,7 +45,6 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     long_first: bool = False
     heads_inner: bool = False
     max_registers: RegisterCap = 0
-    warp_specialize: bool = False
 
 
 # Under this many queries small tiles are worth trying; up to this many keys, masking every block.
@@ -63,7 +60,8 @@ REGISTERS_FOR_TILES = 240
 
 
 def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:
-    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop.
+    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop: wrong
+    # results and illegal accesses on an H200. Searches that test the gate force this pair.
     return chosen["loads"] is Loads.DESCRIPTOR and not chosen["decomposed"]
 
 
@@ -94,7 +92,6 @@ class QOuterContext(Context, frozen=True):
     decomposed: bool
     long_first: bool
     heads_inner: bool
-    warp_specialize: bool
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -134,7 +131,6 @@ class ForwardQOuter:
             Axis("long_first", (False, True) if causal else (False,)),
             Axis("heads_inner", (False, True)),
             Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
-            Axis("warp_specialize", (False,)),
         )
         return Space(QOuterConfig, axes, lambda config: _fits_registers(problem, config))
 
@@ -178,14 +174,14 @@ class ForwardQOuter:
         both = (problem.head_dim + problem.value_head_dim) * size
         all_heads = problem.batch * problem.heads
         rows = all_heads * problem.seqlen_q
+        streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n) * both
+        name = "k and v read for every tile of queries"
         if stays_in_cache(self._heads_at_once(problem, config, target) * problem.seqlen_kv * both, target):
-            keys = TrafficItem("k and v read once, then from L2", all_heads // problem.group_size * problem.seqlen_kv * both)
-        else:
-            streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n)
-            keys = TrafficItem("k and v read for every tile of queries", streamed * both)
+            name = "k and v read once, then from L2"
+            streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
         return (
             TrafficItem("q read once", rows * problem.head_dim * size),
-            keys,
+            TrafficItem(name, streamed),
             TrafficItem("out written once", rows * problem.value_head_dim * size),
         )
 
@@ -217,7 +213,6 @@ class ForwardQOuter:
             decomposed=config.decomposed,
             long_first=config.long_first,
             heads_inner=config.heads_inner,
-            warp_specialize=config.warp_specialize,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
