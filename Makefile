@@ -36,6 +36,7 @@ help: ## List these targets
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flashtune needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + ": run make PYTHON=python3.12 or another")'
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo 'Installing into $(VENV) by $(CONSTRAINTS): the first time takes minutes.'
 	@rm -f $(VENV)/.runs-* $(VENV)/.develops-*
 	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) setuptools
 	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '$(1)'
