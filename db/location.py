@@ -49,7 +49,8 @@ def read_only_uri(path: Path) -> str:
     forbids that and no log is there, nobody is writing, and the file may be read as it is.
     """
     log = path.with_name(path.name + "-wal")
-    frozen = not os.access(path.parent, os.W_OK) and not log.exists()
+    effective = os.access in os.supports_effective_ids
+    frozen = not os.access(path.parent, os.W_OK, effective_ids=effective) and not log.exists()
     return f"file:{quote(os.fsencode(path))}?{'immutable=1' if frozen else 'mode=ro'}"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from filelock import FileLock, Timeout
-from sqlalchemy import inspect, text
+from sqlalchemy import column, inspect, select, table, text
 
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.failures import ELSEWHERE
@@ -112,7 +112,7 @@ def _revision(connection: Connection, url: str) -> str | None:
         return None
     if VERSION_TABLE not in tables:
         raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
-    revision = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    revision = connection.execute(select(column("version_num")).select_from(table(VERSION_TABLE))).scalar()
     if revision is not None and revision not in REVISIONS:
         raise StoreError(
             f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "

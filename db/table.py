@@ -61,7 +61,7 @@ def load_table(path: str | Path) -> TunedTable:
     """
     where = str(path)
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             raw = file.read(MAX_TABLE_BYTES + 1)
     except OSError as error:
         raise TableError(f"cannot read the table {where}: {error.strerror}") from error
