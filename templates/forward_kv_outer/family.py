@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
 from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
-from flashtune.target import KIB, Target
+from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
@@ -103,7 +103,8 @@ class ForwardKVOuter:
         # One program to a head; each cycles through all queries of its head and their state.
         at_once = min(all_heads, target.sm_count) if target else all_heads
         cached = stays_in_cache(at_once * problem.seqlen_q * (problem.head_dim * size + state), target)
-        visits = rows if cached else all_heads * cycled_queries(problem, config.block_m, config.block_n)
+        visits = all_heads * cycled_queries(problem, config.block_m, config.block_n)
+        visits = min(visits, rows) if cached else visits
         often = "once, then from L2" if cached else "for every tile of keys"
         keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
         return (

@@ -98,7 +98,8 @@ def sampled_cases(family: Family, count: int) -> Iterator[Case]:
         while True:
             yield from pick.sample(values, len(values))
 
-    dimensions = (WIDTHS, HEADS, LENGTHS, list(Causal), LAYOUTS, [32, 64], [True, False], [0.25, 2.0, 0.0])
+    dimensions: list[Sequence[Any]] = [WIDTHS, HEADS, LENGTHS, list(Causal), LAYOUTS]
+    dimensions += [[32, 64], [True, False], [0.25, 2.0, 0.0]]
     for row in itertools.islice(zip(*map(dealt, dimensions), strict=False), count):
         widths, heads, lengths, causal, layout, index_bits, lse, scale = row
         problem = make_problem(widths, heads, lengths, causal)

@@ -1,0 +1,219 @@
+"""Attention forward, keys outermost: one program keeps a tile of K and V and cycles through a head's queries.
+
+Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
+Config       block_m 64, block_n 64, 4 warps, 1 stages, decomposed False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     forward_kv_outer f1862793eea8
+
+The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
+output are carried from one block of keys to the next through global memory, in float32. Programs on
+the same rows would race, so one program walks all keys of its head. The softmax is online (Milakov
+and Gimelshein, 2018), in base 2; the output is divided by its sum once, at the end.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+  carried_*                         the state of all rows between blocks of keys, in global memory
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)
+BLOCK_N = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(128)
+VALUE_HEAD_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_kv_outer(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    carried_max,
+    carried_sum,
+    carried_out,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which head of which sequence.
+    batch_head = tl.program_id(0)
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+
+    q_base = q + batch * stride_qb + head * stride_qh
+    k_base = k + batch * stride_kb + kv_head * stride_kh
+    v_base = v + batch * stride_vb + kv_head * stride_vh
+    o_base = out + batch * stride_ob + head * stride_oh
+    first_row = batch_head.to(tl.int64) * seqlen_q
+    max_base = carried_max + first_row
+    sum_base = carried_sum + first_row
+    carried_base = carried_out + first_row * VALUE_HEAD_DIM
+    query_offsets = tl.arange(0, BLOCK_M)
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_128 = tl.arange(0, 128)
+    scale_log2 = scale * LOG2_E
+
+    # The state of a row that has seen no key.
+    for first_query in tl.range(0, seqlen_q, BLOCK_M):
+        queries = first_query + query_offsets
+        query_exists = queries < seqlen_q
+        running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        running_sum = tl.zeros([BLOCK_M], tl.float32)
+        accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
+        tl.store(max_base + queries, running_max, mask=query_exists)
+        tl.store(sum_base + queries, running_sum, mask=query_exists)
+        tl.store(
+            carried_base + queries[:, None] * VALUE_HEAD_DIM + columns_128[None, :],
+            accumulator,
+            mask=query_exists[:, None],
+        )
+
+    # Nothing but a barrier makes what one thread stored visible to another thread's load.
+    tl.debug_barrier()
+
+    # Query i sees keys up to i + diagonal; no query sees a key from last_key on.
+    diagonal = seqlen_kv - seqlen_q
+    last_key = seqlen_kv
+    for start in tl.range(0, last_key, BLOCK_N):
+        keys = start + key_offsets
+        key_exists = keys < seqlen_kv
+        # [BLOCK_N, 128]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
+            mask=key_exists[:, None],
+            other=0.0,
+        )
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
+            mask=key_exists[:, None],
+            other=0.0,
+        )
+        # Earlier queries see none of these keys.
+        first_seer = tl.maximum(start - diagonal, 0) // BLOCK_M * BLOCK_M
+        for first_query in tl.range(first_seer, seqlen_q, BLOCK_M):
+            queries = first_query + query_offsets
+            query_exists = queries < seqlen_q
+            running_max = tl.load(max_base + queries, mask=query_exists, other=float("-inf"))
+            running_sum = tl.load(sum_base + queries, mask=query_exists, other=0.0)
+            # [BLOCK_M, 128]
+            accumulator = tl.load(
+                carried_base + queries[:, None] * VALUE_HEAD_DIM + columns_128[None, :],
+                mask=query_exists[:, None],
+                other=0.0,
+            )
+            # [BLOCK_M, 128]
+            q_tile = tl.load(
+                q_base + queries[:, None] * stride_qs + columns_128[None, :],
+                mask=query_exists[:, None],
+                other=0.0,
+            )
+            logits = tl.dot(q_tile, k_tile.T)
+            visible_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
+            logits = tl.where(keys[None, :] < visible_end[:, None], logits, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+            # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(logits * scale_log2 - shift[:, None])
+            rescale = tl.exp2(running_max - shift)
+            running_sum = running_sum * rescale + tl.sum(weights, 1)
+            running_max = new_max
+            low_weights = weights.to(v.dtype.element_ty)
+            accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+            # No warp may overwrite rows that another has yet to read.
+            tl.debug_barrier()
+            tl.store(max_base + queries, running_max, mask=query_exists)
+            tl.store(sum_base + queries, running_sum, mask=query_exists)
+            tl.store(
+                carried_base + queries[:, None] * VALUE_HEAD_DIM + columns_128[None, :],
+                accumulator,
+                mask=query_exists[:, None],
+            )
+
+        # The next block of keys re-reads these rows, in other threads.
+        tl.debug_barrier()
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    for first_query in tl.range(0, seqlen_q, BLOCK_M):
+        queries = first_query + query_offsets
+        query_exists = queries < seqlen_q
+        running_max = tl.load(max_base + queries, mask=query_exists, other=float("-inf"))
+        running_sum = tl.load(sum_base + queries, mask=query_exists, other=0.0)
+        # [BLOCK_M, 128]
+        accumulator = tl.load(
+            carried_base + queries[:, None] * VALUE_HEAD_DIM + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+        o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+        tl.store(
+            o_base + queries[:, None] * stride_os + columns_128[None, :],
+            o_tile,
+            mask=query_exists[:, None],
+        )
+        row_lse = (running_max + tl.log2(running_sum)) * LN_2
+        tl.store(lse + first_row + queries, row_lse, mask=query_exists)
+
+
+def launch_plan(q, k, v, out):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    rows = (batch, heads, seqlen_q)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    counts = (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+    return (batch * heads,), (rows, rows, (*rows, v.shape[-1])), (*strides, *counts)
+
+
+def attention(q, k, v, scale=None):
+    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+
+    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
+    forward_kv_outer[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, lse

@@ -1,0 +1,18 @@
+"""The switch that rewrites the golden files: `pytest tests/templates --update-golden`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden from the templates as they are"
+    )
+
+
+@pytest.fixture
+def updates_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are written instead of compared."""
+    # Unknown where the whole suite runs: pytest then reads this file after the command line.
+    return bool(request.config.getoption("--update-golden", default=False))
