@@ -21,6 +21,13 @@ class Loads(enum.StrEnum):
     DESCRIPTOR = "descriptor"
 
 
+class Products(enum.StrEnum):
+    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+
+    IEEE = "ieee"
+    TF32X3 = "tf32x3"
+
+
 class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One point of the space.
 
@@ -34,6 +41,7 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         long_first: Start the tiles with the most keys first (causal only).
         heads_inner: Neighbouring programs work on different heads, not on different tiles.
         max_registers: Register cap, 0 for none.
+        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -45,6 +53,7 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     long_first: bool = False
     heads_inner: bool = False
     max_registers: RegisterCap = 0
+    products: Products = Products.IEEE
 
 
 # Under this many queries small tiles are worth trying; up to this many keys, masking every block.
@@ -92,6 +101,7 @@ class QOuterContext(Context, frozen=True):
     decomposed: bool
     long_first: bool
     heads_inner: bool
+    products: Products
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -130,6 +140,7 @@ class ForwardQOuter:
             Axis("two_phases", (True, False) if causal or few_keys else (True,), False),
             Axis("long_first", (False, True) if causal else (False,)),
             Axis("heads_inner", (False, True)),
+            Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
             Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
         )
         return Space(QOuterConfig, axes, lambda config: _fits_registers(problem, config))
@@ -213,6 +224,7 @@ class ForwardQOuter:
             decomposed=config.decomposed,
             long_first=config.long_first,
             heads_inner=config.heads_inner,
+            products=config.products,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
