@@ -1,7 +1,8 @@
 """The options that commands share, as decorators.
 
 `problem_options` gives `problems: tuple[Problem, ...]`, `target_options` gives `target: Target` and
-`device: int | None`, `database_option` gives `db: str | None`, `json_option` gives `as_json: bool`.
+`device: int | None`, `kernel_options` gives `family: str | None` and `config: str | None`,
+`database_option` gives `db: str | None`, `json_option` gives `as_json: bool`.
 """
 
 from __future__ import annotations
@@ -168,6 +169,27 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
         return find_target(name), None
     index = device or 0
     return device_target(index), index
+
+
+def kernel_options(command: AnyCommand) -> AnyCommand:
+    """Adds --family and --config, both None where the user leaves the choice to flashtune."""
+    options = (
+        click.option("--family", metavar="NAME", help="A kernel family, in place of the selection's."),
+        click.option(
+            "--config",
+            metavar="FIELDS",
+            help="Fields of the config to change, such as block_m=128,block_n=64,num_warps=8; the others "
+            "stay as in the selection, or in the family's default.",
+        ),
+    )
+    return _apply(options, command)
+
+
+def target_filter_option(command: AnyCommand) -> AnyCommand:
+    """Adds --target as a filter of what is stored; the command gets `target_name`, None for all."""
+    return click.option(
+        "--target", "target_name", metavar="GPU", help="Only what is stored for this GPU, such as h200."
+    )(command)
 
 
 def database_option(command: AnyCommand) -> AnyCommand:

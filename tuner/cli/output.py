@@ -10,6 +10,8 @@ import msgspec
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashtune.db.store import MergeCounts
+
 # Where the output is no terminal, tables are not squeezed into eighty columns.
 PIPE_WIDTH = 200
 
@@ -42,3 +44,15 @@ def quantity(count: int) -> str:
         if size < 1024:
             return f"{size:,.1f} {unit}"
     return f"{size / 1024:,.1f} TiB"
+
+
+def print_counts(counts: MergeCounts, as_json: bool) -> None:
+    """Says what came into a database."""
+    if as_json:
+        print_json(counts)
+        return
+    click.echo(
+        f"{counts.records_added} records are new and {counts.records_known} were known; "
+        f"{counts.selections_added} selections are new, {counts.selections_replaced} took the place of "
+        f"slower ones and {counts.selections_kept} gave way to the database's own"
+    )

@@ -1,0 +1,136 @@
+"""Which kernel a command speaks of: what the user named, or what dispatch would use."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.dispatch import default_selection, select
+from flashtune.errors import ProblemError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.record import Record, Selection
+from flashtune.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.registry import find_family
+from flashtune.tuner.config_text import change_config
+from flashtune.tuner.stored import best_generated, records_of, tables_of
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A family's config for a problem on a target.
+
+    Attributes:
+        problem: What it computes.
+        target: On which GPU.
+        family: The kernel family.
+        config: A point of the family's space.
+        specialization: What is assumed of the tensors.
+        record: What is stored of exactly this problem and config, if anything.
+        source: `command line`, `database`, `shipped`, `nearest` or `default`.
+    """
+
+    problem: Problem
+    target: Target
+    family: Family
+    config: Config
+    specialization: Specialization
+    record: Record | None
+    source: str
+
+
+def choose(
+    problem: Problem,
+    target: Target,
+    db: str | None,
+    family_name: str | None = None,
+    config: str | None = None,
+) -> Chosen:
+    """The kernel for a problem: as dispatch chooses, unless the user names a family or a config.
+
+    Predicted selections count here, which dispatch would not use. A config names only the fields
+    that differ from what would be chosen without it.
+
+    Raises:
+        ProblemError: No family, or not the named one, computes this problem on this target.
+        UsageError: The family or the config is none.
+        StoreError: The database cannot be read.
+    """
+    chosen = (
+        _of_family(problem, target, db, family_name) if family_name else _as_dispatch(problem, target, db)
+    )
+    if config is None:
+        return chosen
+    changed = change_config(chosen.config, config)
+    return msgspec.structs.replace(chosen, config=changed, record=None, source="command line")
+
+
+def default_kernel(problem: Problem, target: Target) -> Chosen:
+    """The kernel that dispatch would use if nothing were tuned.
+
+    Raises:
+        ProblemError: No family computes this problem on this target.
+    """
+    return _from_selection(problem, target, default_selection(problem, target))
+
+
+def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
+    # A baseline has no kernel to speak of, so only generated ones are asked for.
+    return _from_selection(
+        problem, target, select(problem, target, tables_of(target.name, db), generated=True)
+    )
+
+
+def _from_selection(problem: Problem, target: Target, selection: Selection) -> Chosen:
+    record = selection.record
+    assert record.config is not None
+    tuned_here = record.problem == problem and selection.source != "default"
+    return Chosen(
+        problem,
+        target,
+        find_family(record.family),
+        record.config,
+        record.specialization if tuned_here else contiguous_specialization(problem),
+        record if tuned_here else None,
+        selection.source,
+    )
+
+
+def _of_family(problem: Problem, target: Target, db: str | None, family_name: str) -> Chosen:
+    """The family's selection or best record, or its default where it has neither."""
+    family = find_family(family_name)
+    reason = family.supports(problem, target)
+    if reason:
+        raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
+    found = tables_of(target.name, db).find(problem.key)
+    if found and found[1].family == family_name:
+        source, record = found
+    else:
+        source = "database"
+        rivals = (rival.record for rival in records_of(problem, target.name, db))
+        best = best_generated(rival for rival in rivals if rival.family == family_name)
+        if best is None:
+            default = family.default(problem, target)
+            return Chosen(
+                problem, target, family, default, contiguous_specialization(problem), None, "default"
+            )
+        record = best
+    assert record.config is not None
+    return Chosen(problem, target, family, record.config, record.specialization, record, source)
+
+
+def contiguous_specialization(problem: Problem) -> Specialization:
+    """What holds of contiguous tensors of a problem, without log-sum-exp."""
+    import torch
+
+    from flashtune.kernel import specialization_of
+
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    sizes = (
+        (*rows, problem.head_dim),
+        (*keys, problem.head_dim),
+        (*keys, problem.value_head_dim),
+        (*rows, problem.value_head_dim),
+    )
+    return specialization_of(tuple(torch.empty(size, device="meta") for size in sizes), lse=False)

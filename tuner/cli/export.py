@@ -1,0 +1,115 @@
+"""`flashtune export`: selections as files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.errors import FlashtuneError, UsageError
+from flashtune.tuner.cli.options import database_option, optional_problem_options, target_filter_option
+from flashtune.tuner.cli.output import note
+
+if TYPE_CHECKING:
+    from flashtune.problem import Problem
+    from flashtune.record import Record
+
+# A target's name becomes a file's name, and a database may come from anywhere.
+FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+
+
+@click.command("export")
+@optional_problem_options
+@target_filter_option
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["json", "python", "triton-config"]),
+    default="json",
+    show_default=True,
+    help="json: a table for each GPU, which flashtune import reads. python: a stand-alone file for each "
+    "kernel. triton-config: one file of triton.Config lists.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A file, or a folder for several kernels or GPUs. Standard output where left out.",
+)
+@click.option("--shipped", is_flag=True, help="Export the tables that ship, in place of the database.")
+@database_option
+def command(
+    problems: tuple[Problem, ...],
+    target_name: str | None,
+    kind: str,
+    out: Path | None,
+    shipped: bool,
+    db: str | None,
+) -> None:
+    """Write the selected kernels of a database, or of some shapes or one GPU, as files."""
+    from flashtune.tuner.stored import database_selections, narrowed, place, shipped_selections
+
+    found = shipped_selections() if shipped else database_selections(db)
+    records = tuple(entry.record for entry in narrowed(found, target_name, problems))
+    if not records:
+        raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
+    write = {"json": _json, "python": _python, "triton-config": _triton_configs}[kind]
+    write(records, out)
+
+
+def _json(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.export import json_table
+
+    targets = sorted({record.target for record in records})
+    tables = {
+        target: json_table(target, (record for record in records if record.target == target))
+        for target in targets
+    }
+    if len(tables) == 1 and (out is None or not out.is_dir()):
+        _write(out, tables[targets[0]])
+        return
+    if out is None or out.is_file():
+        raise UsageError(
+            f"the tables of {len(tables)} GPUs need a folder: pass --out FOLDER, or one --target"
+        )
+    for target, table in tables.items():
+        if not FILE_STEM.fullmatch(target):
+            raise UsageError(f"the target {target[:60]!r} is no file name: export it alone, to --out FILE")
+        _write(out / f"{target}.json", table)
+
+
+def _python(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.export import kernel_files
+
+    files = kernel_files(records)
+    if not files:
+        raise FlashtuneError(
+            "only baselines are selected here, and they have no kernel to write: name another shape"
+        )
+    if out is None or out.suffix == ".py":
+        if len(files) > 1:
+            raise UsageError(
+                f"{len(files)} kernels need a folder: pass --out FOLDER, or name one shape and --target"
+            )
+        _write(out, files[0].text.encode())
+        return
+    for file in files:
+        _write(out / file.name, file.text.encode())
+
+
+def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.export import triton_configs
+
+    _write(out / "configs.py" if out and out.is_dir() else out, triton_configs(records).encode())
+
+
+def _write(path: Path | None, content: bytes) -> None:
+    from flashtune.tuner.export import write_file
+
+    if path is None:
+        click.echo(content.decode(), nl=False)
+        return
+    write_file(path, content)
+    note(f"wrote {path}")

@@ -1,0 +1,171 @@
+"""Selections as files: a JSON table, stand-alone Python kernels, and lists of `triton.Config`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.errors import FlashtuneError
+from flashtune.kernel import Alignment, Kernel, Specialization
+from flashtune.problem import Problem
+from flashtune.record import Provenance, Record
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+# What `triton.Config` takes by name; every other field of a config becomes a meta-parameter.
+TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+
+
+class KernelFile(msgspec.Struct, frozen=True):
+    """A stand-alone Python file: its name without a folder, and its text."""
+
+    name: str
+    text: str
+
+
+def json_table(target: str, records: Iterable[Record]) -> bytes:
+    """The records as a table that `flashtune import` reads.
+
+    Raises:
+        TableError: Two records are of one problem, or one may not serve.
+    """
+    return dump_table(TunedTable(target=target, records=tuple(records)))
+
+
+def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
+    """One file for each kernel among the records, which says for what it was selected.
+
+    Records of baselines have no kernel and give no file.
+    """
+    users: dict[str, list[Record]] = {}
+    kernels: dict[str, Kernel] = {}
+    for record in records:
+        if record.config is None:
+            continue
+        kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
+        kernels[kernel.digest] = kernel
+        users.setdefault(kernel.digest, []).append(record)
+    files = (
+        KernelFile(file_name(served[0], kernels[digest]), _header(served) + kernels[digest].source)
+        for digest, served in users.items()
+    )
+    return tuple(sorted(files, key=lambda file: file.name))
+
+
+def file_name(record: Record, kernel: Kernel) -> str:
+    """A readable name that differs wherever the kernel does."""
+    problem = record.problem
+    width = str(problem.head_dim)
+    if problem.value_head_dim != problem.head_dim:
+        width += f"v{problem.value_head_dim}"
+    tiles = "".join(
+        f"_{short}{getattr(record.config, field)}"
+        for short, field in (("m", "block_m"), ("n", "block_n"))
+        if hasattr(record.config, field)
+    )
+    mask = "full" if problem.causal == "none" else f"causal_{problem.causal}"
+    extras = "".join(_assumptions(record.specialization))
+    return f"{record.family}_{problem.dtype}_d{width}_{mask}{tiles}{extras}_{kernel.digest[:8]}.py"
+
+
+def _assumptions(specialization: Specialization) -> Iterable[str]:
+    if specialization.alignment is not Alignment.SIXTEEN:
+        yield f"_align{int(specialization.alignment)}"
+    if specialization.index_bits != 32:
+        yield "_wide"
+    if specialization.lse:
+        yield "_lse"
+
+
+def _header(records: list[Record]) -> str:
+    """Comment lines above the kernel: where it won, and how fast it was there."""
+    version = _plain(records[0].versions.flashtune)
+    lines = [
+        f"# A stand-alone kernel by flashtune {version}; it needs torch and triton alone.",
+        "# `attention(q, k, v, scale)` runs it. Selected for:",
+        *(f"#   {_plain(record.target)}  {record.problem.key}{_time(record)}" for record in records),
+        "",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _time(record: Record) -> str:
+    if record.ms is None:
+        return ""
+    measured = record.provenance is Provenance.MEASURED
+    return f"  {record.ms:.4f} ms {'measured' if measured else 'predicted'}"
+
+
+def _plain(text: str) -> str:
+    """A stored text that cannot end the comment it stands in."""
+    return re.sub(r"[^\w.+ -]", "?", text, flags=re.ASCII)
+
+
+def triton_configs(records: Iterable[Record]) -> str:
+    """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners."""
+    lines = [
+        '"""Attention configs selected by flashtune, as `triton.Config`: CONFIGS[target][problem]."""',
+        "",
+        "import triton",
+        "",
+        "CONFIGS = {",
+    ]
+    by_target: dict[str, list[tuple[Problem, Config]]] = {}
+    for record in records:
+        if record.config is not None:
+            by_target.setdefault(_plain(record.target), []).append((record.problem, record.config))
+    for target, pairs in by_target.items():
+        lines.append(f"    {_quoted(target)}: {{")
+        lines += [f"        {_quoted(problem.key)}: {_triton_config(config)}," for problem, config in pairs]
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def _triton_config(config: Config) -> str:
+    values = {name: msgspec.to_builtins(value) for name, value in config.items()}
+    meta = ", ".join(
+        f"{_quoted(name.upper())}: {_literal(value)}"
+        for name, value in values.items()
+        if name not in TRITON_OPTIONS
+    )
+    options = ", ".join(
+        f"{TRITON_OPTIONS[name]}={_literal(value)}"
+        for name, value in values.items()
+        # No cap on registers is said by saying nothing.
+        if name in TRITON_OPTIONS and not (name == "max_registers" and value == 0)
+    )
+    return f"triton.Config({{{meta}}}, {options})"
+
+
+def _literal(value: object) -> str:
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a whole file or nothing: a full disk leaves what was there.
+
+    Raises:
+        FlashtuneError: The file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise FlashtuneError(
+            f"cannot write {path}: {error.strerror}; choose another place with --out"
+        ) from error

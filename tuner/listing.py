@@ -1,0 +1,91 @@
+"""What is stored, with what a reader asks of it: speed, the best SDPA beside it, and standing here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.dispatch import same_makers
+from flashtune.record import Outcome, Provenance, Record, Standing
+from flashtune.tuner.stored import Found
+from flashtune.versions import current_versions
+
+SDPA = "sdpa-"
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A selection and what follows from it.
+
+    Attributes:
+        found: The record and where it was found.
+        tflops: TFLOP/s by the field's convention, None without a time.
+        best_sdpa_ms: The fastest of SDPA's backends, timed in the same run; None if none was.
+        standing: What it is worth to dispatch, under the versions installed here.
+    """
+
+    found: Found
+    tflops: float | None
+    best_sdpa_ms: float | None
+    standing: Standing
+
+
+def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
+    """The selections with their figures, in the same order."""
+    return tuple(
+        Listed(entry, tflops(entry.record), best_sdpa_ms(entry.record), standing(entry.record))
+        for entry in found
+    )
+
+
+def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
+    """Records by problem and target, then those that ended well by their time, then the failures."""
+    return tuple(sorted(found, key=_order))
+
+
+def tflops(record: Record) -> float | None:
+    """TFLOP/s by the field's convention: 4·B·H·Sq·Sk·D operations, half of them when causal."""
+    return record.problem.nominal_flops() / record.ms / 1e9 if record.ms else None
+
+
+def best_sdpa_ms(record: Record) -> float | None:
+    """The fastest of SDPA's backends that was timed beside a record, in ms."""
+    peers = record.measurement.peers if record.measurement else ()
+    return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
+
+
+def standing(record: Record) -> Standing:
+    """What a record is worth at its own shape, under the versions installed here.
+
+    Where the machine has no GPU, the driver is taken to be the one that the record names.
+    """
+    if record.config is None:
+        return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
+    here = current_versions(record.family)
+    if not _has_gpu():
+        here = msgspec.structs.replace(here, driver=record.versions.driver)
+    proven = record.verdict is not None and record.verdict.passed and same_makers(record.versions, here)
+    if not proven:
+        return Standing.UNPROVEN
+    return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _order(entry: Found) -> tuple[str, str, bool, bool, float, str, int]:
+    record = entry.record
+    return (
+        record.problem.key,
+        record.target,
+        record.outcome is not Outcome.OK,
+        record.provenance is Provenance.PREDICTED,
+        record.ms or 0.0,
+        record.outcome.value,
+        entry.id,
+    )

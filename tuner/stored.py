@@ -1,0 +1,148 @@
+"""What is known already: the user's database and the shipped tables, read and never written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.db.location import database_url, describe, sqlite_path
+from flashtune.db.table import shipped_table
+from flashtune.errors import TargetError
+from flashtune.record import Outcome, Record
+from flashtune.tables import Tables
+from flashtune.target import TARGETS, find_target
+
+if TYPE_CHECKING:
+    from flashtune.db.store import Store
+    from flashtune.problem import Problem
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A record and where it was found.
+
+    Attributes:
+        record: The record.
+        source: `database` or `shipped`.
+        id: Its row in the database, 0 in a table.
+        created_at: When it was stored, ISO 8601; empty in a table.
+    """
+
+    record: Record
+    source: str
+    id: int = 0
+    created_at: str = ""
+
+
+@contextmanager
+def existing_store(db: str | None) -> Iterator[Store | None]:
+    """A database opened for reading alone, or None where there is none: it is not created.
+
+    Raises:
+        StoreError: It is damaged, or of another schema.
+    """
+    from flashtune.db.migrate import source_engine
+    from flashtune.db.store import Store
+
+    address = database_url(db)
+    path = sqlite_path(address)
+    if path is not None and not path.exists():
+        yield None
+        return
+    with Store(source_engine(address), address) as store:
+        yield store
+
+
+def tables_of(target: str, db: str | None) -> Tables:
+    """A target's selections as dispatch would see them, but with the predicted ones.
+
+    Raises:
+        StoreError: The database cannot be read.
+        TableError: The shipped table is damaged.
+    """
+    from flashtune.db.reader import open_reader
+
+    reader = open_reader(db)
+    shipped = shipped_table(target)
+    return Tables(
+        database={record.problem.key: record for record in (reader.selections(target) if reader else ())},
+        shipped={record.problem.key: record for record in (shipped.records if shipped else ())},
+    )
+
+
+def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Found, ...]:
+    """Every stored record of a problem, on one target or all, oldest first.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    with existing_store(db) as store:
+        stored = store.records(problem=problem, target=target) if store else []
+    return tuple(Found(row.record, "database", row.id, row.created_at) for row in stored)
+
+
+def database_selections(db: str | None) -> tuple[Found, ...]:
+    """Every selection of a database, by target and problem.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    with existing_store(db) as store:
+        stored = store.selections() if store else []
+    return tuple(Found(row.record, "database", row.id, row.created_at) for row in stored)
+
+
+def shipped_selections() -> tuple[Found, ...]:
+    """Every record of the tables that ship with flashtune.
+
+    Raises:
+        TableError: A shipped table is damaged.
+    """
+    tables = filter(None, (shipped_table(target.name) for target in TARGETS))
+    return tuple(Found(record, "shipped") for table in tables for record in table.records)
+
+
+def narrowed(
+    found: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
+) -> tuple[Found, ...]:
+    """What is of a target (as a user writes it) and of some problems; of all where none is named.
+
+    Raises:
+        TargetError: The target is neither among the records nor in the table of GPUs.
+    """
+    name = resolved_target(target, {entry.record.target for entry in found})
+    wanted = set(problems)
+    return tuple(
+        entry
+        for entry in found
+        if name in (None, entry.record.target) and (not wanted or entry.record.problem in wanted)
+    )
+
+
+def resolved_target(text: str | None, known: set[str]) -> str | None:
+    """A target's full name: one of the table of GPUs, or one that records name.
+
+    Raises:
+        TargetError: It is neither.
+    """
+    if text is None or text in known:
+        return text
+    try:
+        return find_target(text).name
+    except TargetError as error:
+        raise TargetError(
+            f"{error}" + (f", or of the stored {', '.join(sorted(known))}" if known else "")
+        ) from None
+
+
+def place(db: str | None, shipped: bool) -> str:
+    """Where a command looked, as sentences name it."""
+    return "the tables that ship" if shipped else describe(database_url(db))
+
+
+def best_generated(records: Iterable[Record]) -> Record | None:
+    """The fastest record of a kernel family that ended well."""
+    timed = (record for record in records if record.outcome is Outcome.OK and record.config and record.ms)
+    return min(timed, key=lambda record: record.ms or 0.0, default=None)
