@@ -9,14 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Causal, Dtype, Problem
 from flashtune.templates.family import TrafficItem
+
+# Scores and weights are float32 until the weights meet the values.
+SCORE_BYTES = 4
 
 
 def standard_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by two matrix products and a softmax, in the inputs' dtype; torch sums in float32.
+    """Attention by two matrix products of the inputs' dtype and a softmax in float32.
 
     Rows with nothing to attend to give zeros, and -inf as log-sum-exp.
 
@@ -41,13 +44,13 @@ def standard_attention(
     if causal is not Causal.NONE:
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         hidden = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).triu_(diagonal + 1)
-        # [batch * kv_heads, group_size * seqlen_q, seqlen_kv], seen row group by row group.
         scores.view(-1, seqlen_q, seqlen_kv).masked_fill_(hidden, -torch.inf)
     lse = None
     if return_lse:
-        lse = torch.logsumexp(scores.float(), -1).view(batch, heads, seqlen_q)
+        lse = torch.logsumexp(scores, -1).view(batch, heads, seqlen_q)
+    weights = torch.softmax(scores, -1).to(v.dtype)
     # The heads of a group lie one after another, so folded rows unfold into heads.
-    out = torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim)
+    out = torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim)
     if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
         # The first queries see no key: their softmax is 0/0.
         out[:, :, : seqlen_q - seqlen_kv] = 0
@@ -55,40 +58,50 @@ def standard_attention(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv].
+    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv] in float32.
 
-    The query heads of one KV head become more rows of one product: keys and values are not
-    repeated. The scale is applied before rounding, so that float16 does not overflow early.
+    The query heads of one KV head become more rows of one product: keys and values are not repeated.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads = k.shape[1]
     rows = q.reshape(batch * kv_heads, heads // kv_heads * seqlen_q, head_dim)
-    # With beta=0 the first operand gives nothing but its dtype.
-    return torch.baddbmm(q.new_empty(1, 1, 1), rows, k.flatten(0, 1).mT, beta=0, alpha=scale)
+    columns = k.flatten(0, 1).mT
+    if _widens(q, k):
+        return torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scale)
+    return torch.bmm(rows.float(), columns.float()).mul_(scale)
 
 
-def score_bytes(problem: Problem) -> int:
-    """Bytes of all scores of a problem, the standard computation's extra memory (held twice)."""
-    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * problem.dtype.itemsize
+def _widens(q: Tensor, k: Tensor) -> bool:
+    """Whether torch multiplies 16-bit matrices into float32: on CUDA, and outside of autograd."""
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
 
 
 def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
     """HBM traffic of `standard_attention`, item by item, in bytes.
 
-    Each operator reads its whole input from HBM and writes its whole output there: the scores go
-    out of the first product, through the mask where there is one, through the softmax, into the
-    second product.
+    Each operator reads its whole input from HBM and writes its whole output there, scores in float32.
     """
     size = problem.dtype.itemsize
     queries = problem.batch * problem.heads * problem.seqlen_q * size
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
-    masked = problem.causal is not Causal.NONE
+    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    mask = TrafficItem("scores read and written to mask them", pairs * 2 * SCORE_BYTES)
+    rounding = TrafficItem("weights read and written to round them", pairs * (SCORE_BYTES + size))
     return (
         TrafficItem("q read once", queries * problem.head_dim),
         TrafficItem("k and v read once", keys * (problem.head_dim + problem.value_head_dim)),
-        TrafficItem("scores written by the first product", score_bytes(problem)),
-        *((TrafficItem("scores read and written by the mask", 2 * score_bytes(problem)),) if masked else ()),
-        TrafficItem("scores read by the softmax, weights written", 2 * score_bytes(problem)),
-        TrafficItem("weights read by the second product", score_bytes(problem)),
+        TrafficItem("scores written by the first product", pairs * SCORE_BYTES),
+        TrafficItem("scores read and written to scale them", pairs * 2 * SCORE_BYTES),
+        *(() if problem.causal is Causal.NONE else (mask,)),
+        TrafficItem("scores read and weights written by the softmax", pairs * 2 * SCORE_BYTES),
+        *(() if problem.dtype is Dtype.FP32 else (rounding,)),
+        TrafficItem("weights read by the second product", pairs * size),
         TrafficItem("out written once", queries * problem.value_head_dim),
     )
+
+
+def standard_memory(problem: Problem) -> int:
+    """Bytes that `standard_attention` holds at once beside its inputs: scores, weights, rounded weights."""
+    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    return pairs * (2 * SCORE_BYTES + problem.dtype.itemsize)

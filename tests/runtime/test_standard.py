@@ -1,0 +1,118 @@
+"""The standard computation against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof.gate import worst_ratio
+from flashtune.proof.reference import expect, sample
+from flashtune.standard import standard_attention, standard_memory
+
+DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
+LENGTHS = [(1, 1), (1, 9), (9, 1), (12, 12), (7, 19), (19, 7)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tensors(
+    lengths: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, layout: str, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v with head dims 24, 24, 16 and a batch of 2."""
+    shapes = ((heads[0], lengths[0], 24), (heads[1], lengths[1], 24), (heads[1], lengths[1], 16))
+    found = []
+    for head, seqlen, width in shapes:
+        if layout == "bhsd":
+            tensor = torch.randn(2, head, seqlen, width, device=device)
+        else:
+            tensor = torch.randn(2, seqlen, head, width + 1, device=device)[..., 1:].transpose(1, 2)
+        found.append(
+            tensor.to(dtype) if layout == "bhsd" else tensor.to(dtype, memory_format=torch.preserve_format)
+        )
+    return found[0], found[1], found[2]
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> Problem:
+    return Problem(
+        dtype=DTYPES[q.dtype],
+        head_dim=q.shape[3],
+        value_head_dim=v.shape[3],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        batch=q.shape[0],
+        seqlen_q=q.shape[2],
+        seqlen_kv=k.shape[2],
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize("causal", list(Causal))
+def test_it_passes_the_gate_of_kernels(causal: Causal, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    choices = itertools.product(LENGTHS, [(2, 2), (4, 2), (3, 1)], ["bhsd", "bshd"], [0.2, -0.7, 0.0, 3.0])
+    for lengths, heads, layout, scale in choices:
+        q, k, v = tensors(lengths, heads, dtype, layout, device)
+        problem = problem_of(q, k, v, causal)
+        out, lse = standard_attention(q, k, v, scale=scale, causal=causal, return_lse=True)
+        assert lse is not None
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        everything = sample(problem, torch.Generator(device).manual_seed(0))
+        # The reference, as kernels do, takes the sign of a scale with the queries.
+        expected = expect(problem, -q if scale < 0 else q, k, v, abs(scale), everything)
+        assert worst_ratio(out.flatten(0, 1), expected.out, expected.allowed) <= 1
+        lse_ratio = worst_ratio(lse.flatten(0, 1)[..., None], expected.lse[..., None], expected.lse_allowed)
+        assert lse_ratio <= 1
+
+
+def test_without_lse() -> None:
+    q, k, v = tensors((5, 6), (2, 1), torch.float32, "bhsd", "cpu")
+    out, lse = standard_attention(q, k, v, scale=0.2)
+    assert lse is None
+    assert torch.equal(out, standard_attention(q, k, v, scale=0.2, return_lse=True)[0])
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 6, 0)])
+def test_nothing_to_do(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
+    q, k, v = tensors((seqlen_q, seqlen_kv), (4, 2), torch.bfloat16, "bhsd", "cpu")
+    out, lse = standard_attention(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
+    assert torch.equal(out, torch.zeros(batch, 4, seqlen_q, 16, dtype=torch.bfloat16))
+    assert lse is not None
+    assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
+
+
+def test_rows_that_see_no_key() -> None:
+    q, k, v = tensors((9, 4), (2, 2), torch.float16, "bhsd", "cpu")
+    out, lse = standard_attention(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
+    assert lse is not None
+    assert torch.equal(out[:, :, :5], torch.zeros(2, 2, 5, 16, dtype=torch.float16))
+    assert torch.isneginf(lse[:, :, :5]).all()
+    assert torch.isfinite(lse[:, :, 5:]).all()
+
+
+def test_large_scores_of_float16_do_not_overflow() -> None:
+    q, k, v = (tensor * 100 for tensor in tensors((6, 6), (1, 1), torch.float16, "bhsd", "cpu"))
+    out, lse = standard_attention(q, k, v, scale=1.0, return_lse=True)
+    assert lse is not None
+    assert torch.isfinite(out).all()
+    assert lse.max() > torch.finfo(torch.float16).max
+
+
+def test_inputs_are_left_alone_and_gradients_flow() -> None:
+    inputs = [
+        tensor.double().requires_grad_() for tensor in tensors((5, 7), (2, 2), torch.float32, "bhsd", "cpu")
+    ]
+    copies = [tensor.detach().clone() for tensor in inputs]
+    out, _ = standard_attention(*(tensor.float() for tensor in inputs), scale=0.2, causal=Causal.TOP_LEFT)
+    out.sum().backward()
+    assert all(torch.equal(tensor.detach(), copy) for tensor, copy in zip(inputs, copies, strict=True))
+    assert all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in inputs)
+
+
+def test_its_memory_is_its_scores() -> None:
+    q, k, v = tensors((100, 300), (4, 2), torch.bfloat16, "bhsd", "cpu")
+    assert standard_memory(problem_of(q, k, v, Causal.NONE)) == 2 * 4 * 100 * 300 * (4 + 4 + 2)
