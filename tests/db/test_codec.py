@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from flashtune.config import Config
+from flashtune.db import codec
+from flashtune.db.codec import decode_record, encode_record
+from flashtune.errors import TableError
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import (
+    Measurement,
+    Outcome,
+    PeerTime,
+    Provenance,
+    Record,
+    Resources,
+    Verdict,
+    Versions,
+)
+from flashtune.target import TARGETS, Target
+from flashtune.templates.registry import families
+
+MakeRecord = Callable[..., Record]
+
+TEXT = st.text(max_size=400)
+NATURAL = st.integers(0, 2**63)
+TIME = st.floats(0, 1e12)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kv_heads = draw(st.integers(1, 2**10))
+    return Problem(
+        dtype=draw(st.sampled_from(Dtype)),
+        head_dim=draw(st.integers(1, 256)),
+        value_head_dim=draw(st.integers(1, 256)),
+        heads=kv_heads * draw(st.integers(1, 2**10)),
+        kv_heads=kv_heads,
+        batch=draw(st.integers(0, 2**31 - 1)),
+        seqlen_q=draw(st.integers(0, 2**31 - 1)),
+        seqlen_kv=draw(st.integers(0, 2**31 - 1)),
+        causal=draw(st.sampled_from(Causal)),
+    )
+
+
+@st.composite
+def candidates(draw: st.DrawFn, problem: Problem, target: Target) -> tuple[str, Config | None]:
+    """A family and a config of its space, or a baseline."""
+    family = draw(st.sampled_from([*families(), None]))
+    if family is None:
+        return draw(st.sampled_from(sorted(codec.BASELINES))), None
+    space = family.space(problem, target)
+    values = {axis.name: draw(st.sampled_from(axis.values)) for axis in space.axes}
+    return family.name, space.build(values)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    problem = draw(problems())
+    target = draw(st.sampled_from(TARGETS))
+    family, config = draw(candidates(problem, target))
+    peers = st.lists(st.builds(PeerTime, TEXT, TIME), max_size=3).map(tuple)
+    ratio = st.floats(allow_nan=False, allow_infinity=False)
+    return Record(
+        problem=problem,
+        target=target.name,
+        family=family,
+        config=config,
+        specialization=draw(
+            st.builds(Specialization, st.sampled_from(Alignment), st.sampled_from([32, 64]), st.booleans())
+        ),
+        kernel=draw(st.none() | st.text("0123456789abcdef", min_size=32, max_size=32)),
+        outcome=draw(st.sampled_from(Outcome)),
+        provenance=draw(st.sampled_from(Provenance)),
+        versions=draw(st.builds(Versions, TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)),
+        resources=draw(
+            st.none() | st.builds(Resources, NATURAL, NATURAL, NATURAL, NATURAL, st.booleans(), TIME)
+        ),
+        verdict=draw(st.none() | st.builds(Verdict, st.booleans(), ratio, NATURAL, TEXT, TEXT)),
+        measurement=draw(st.none() | st.builds(Measurement, TIME, TIME, TIME, NATURAL, st.booleans(), peers)),
+        message=draw(TEXT),
+    )
+
+
+@given(records())
+@settings(max_examples=150)
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
+    raw = encode_record(record)
+    decoded = decode_record(raw)
+    assert decoded == record
+    assert type(decoded) is Record
+    assert type(decoded.config) is type(record.config)
+    assert encode_record(decoded) == raw
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_noise_is_refused(raw: bytes) -> None:
+    with pytest.raises(TableError):
+        decode_record(raw)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_any_field_replaced_by_anything_is_refused_or_typed(
+    make_record: MakeRecord, data: st.DataObject
+) -> None:
+    fields = msgspec.json.decode(encode_record(make_record()))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    fields[name] = data.draw(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=5,
+        )
+    )
+    try:
+        decoded = decode_record(msgspec.json.encode(fields))
+    except TableError:
+        return
+    assert decode_record(encode_record(decoded)) == decoded
+
+
+def test_a_kernel_that_returned_nan_can_be_stored(make_record: MakeRecord) -> None:
+    for ratio in (math.nan, math.inf):
+        verdict = Verdict(passed=False, worst_ratio=ratio, checks=1, failed="tail", device="NVIDIA H200")
+        decoded = decode_record(encode_record(make_record(outcome=Outcome.WRONG_RESULT, verdict=verdict)))
+        assert decoded.verdict is not None
+        assert decoded.verdict.worst_ratio > 1e300
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"message": "x" * 401},
+        {"kernel": "no digest"},
+        {"target": "\ud800"},
+        {"measurement": Measurement(ms=math.nan, p20=1.0, p80=1.0, samples=1)},
+        {"family": "standard"},
+        {"family": "no_such_family"},
+        {"config": None},
+        {"config": Config(num_warps=4, num_stages=2)},
+    ],
+)
+def test_what_could_not_be_read_again_is_not_stored(make_record: MakeRecord, changes: dict[str, Any]) -> None:
+    with pytest.raises(TableError):
+        encode_record(make_record(**changes))
+
+
+def hostile(record: Record, **changes: Any) -> bytes:
+    """The record's JSON with config fields replaced."""
+    fields = msgspec.json.decode(encode_record(record))
+    fields["config"] |= changes
+    return msgspec.json.encode(fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_m": "__import__('os').system('true')"},
+        {"block_m": -64},
+        {"block_m": 64.5},
+        {"block_m": 10**30},
+        {"block_m": True},
+        {"num_warps": 0},
+        {"surprise": 1},
+    ],
+)
+def test_a_hostile_config_is_refused(make_record: MakeRecord, changes: dict[str, Any]) -> None:
+    with pytest.raises(TableError, match="config is none of family forward_q_outer"):
+        decode_record(hostile(make_record(), **changes))
+
+
+class OtherConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A config of a family that is not the record's."""
+
+    rows: int
+
+
+def test_a_config_of_another_family_is_refused(
+    make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other:
+        config_type = OtherConfig
+
+    ours = encode_record(make_record())
+    monkeypatch.setattr(codec, "find_family", lambda name: Other)
+    theirs = encode_record(make_record(config=OtherConfig(num_warps=4, num_stages=2, rows=1)))
+    with pytest.raises(TableError, match="config"):
+        decode_record(ours)
+    monkeypatch.undo()
+    with pytest.raises(TableError, match="config"):
+        decode_record(theirs)
+
+
+def test_a_million_fields_are_refused_at_once(make_record: MakeRecord) -> None:
+    many = {f"f{number}": number for number in range(1_000_000)}
+    with pytest.raises(TableError, match="bytes is no record"):
+        decode_record(hostile(make_record(), **many))
+
+
+def test_deep_nesting_is_refused(make_record: MakeRecord) -> None:
+    raw = encode_record(make_record()).replace(b'"message":""', b'"message":' + b"[" * 100_000)
+    with pytest.raises(TableError):
+        decode_record(raw)
+
+
+def test_an_error_does_not_repeat_what_is_hostile(make_record: MakeRecord) -> None:
+    with pytest.raises(TableError) as caught:
+        decode_record(hostile(make_record(), **{"f" * 50_000: 1}))
+    assert len(str(caught.value)) < 400
+
+
+def test_an_impossible_problem_is_refused(make_record: MakeRecord) -> None:
+    raw = encode_record(make_record()).replace(b'"kv_heads":4', b'"kv_heads":3')
+    with pytest.raises(TableError, match="do not divide"):
+        decode_record(raw)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune.db.checks import Check
+from flashtune.db.reader import open_reader
+from flashtune.db.store import MergeCounts, Store, open_store
+from flashtune.errors import StoreError
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Provenance, Record, Verdict
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return tmp_path / "other.sqlite"
+
+
+def fill(path: Path, *records: Record, pinned: Record | None = None) -> None:
+    """A database of these records."""
+    with open_store(str(path)) as store:
+        for record in records:
+            store.add(record)
+        if pinned is not None:
+            store.pin(store.add(pinned))
+
+
+def test_records_are_joined_by_their_content(store: Store, other: Path, make_record: MakeRecord) -> None:
+    shared, ours, theirs = make_record(ms=1.0), make_record(ms=2.0), make_record(ms=3.0)
+    failed = make_record(outcome=Outcome.INFEASIBLE, kernel=None, measurement=None, verdict=None)
+    store.add(shared)
+    store.add(ours)
+    fill(other, shared, theirs, failed)
+    counts = store.merge_from(str(other))
+    assert counts == MergeCounts(2, 1, 0, 0, 0, 0)
+    assert [stored.record for stored in store.records()] == [shared, ours, theirs, failed]
+    assert store.merge_from(str(other)) == MergeCounts(0, 3, 0, 0, 0, 0)
+
+
+def test_a_merged_record_keeps_its_age(store: Store, other: Path, make_record: MakeRecord) -> None:
+    fill(other, make_record())
+    with open_store(str(other)) as source:
+        age = source.records()[0].created_at
+    store.merge_from(str(other))
+    assert store.records()[0].created_at == age
+
+
+def test_selections_that_we_lack_are_taken(
+    store: Store, other: Path, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    ours, theirs = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
+    store.pin(store.add(ours))
+    fill(other, pinned=theirs)
+    counts = store.merge_from(str(other))
+    assert (counts.selections_added, counts.selections_replaced, counts.selections_kept) == (1, 0, 0)
+    assert {stored.record.problem.key for stored in store.selections()} == {
+        ours.problem.key,
+        theirs.problem.key,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wins"),
+    [
+        ({"ms": 2.0}, {"ms": 1.0}, "theirs"),
+        ({"ms": 1.0}, {"ms": 2.0}, "ours"),
+        ({"ms": 2.0}, {"ms": 1.0, "triton": "3.9.0"}, "ours"),
+        ({"ms": 1.0, "predicted": True}, {"ms": 2.0, "triton": "3.9.0"}, "theirs"),
+        ({"ms": 2.0}, {"ms": 1.0, "predicted": True}, "ours"),
+        ({"ms": 2.0, "predicted": True}, {"ms": 1.0, "predicted": True}, "ours"),
+    ],
+)
+def test_the_faster_measured_selection_wins(
+    store: Store,
+    other: Path,
+    make_record: MakeRecord,
+    ours: dict[str, float | str | bool],
+    theirs: dict[str, float | str | bool],
+    wins: str,
+) -> None:
+    def record(wish: dict[str, float | str | bool]) -> Record:
+        made = make_record(ms=wish["ms"])
+        if "triton" in wish:
+            made = msgspec.structs.replace(
+                made, versions=msgspec.structs.replace(made.versions, triton=str(wish["triton"]))
+            )
+        if "predicted" in wish:
+            made = msgspec.structs.replace(made, provenance=Provenance.PREDICTED)
+        return made
+
+    store.pin(store.add(record(ours)))
+    fill(other, pinned=record(theirs))
+    counts = store.merge_from(str(other))
+    assert [stored.record for stored in store.selections()] == [record(ours if wins == "ours" else theirs)]
+    assert (counts.selections_replaced, counts.selections_kept) == ((0, 1) if wins == "ours" else (1, 0))
+    assert len(store.records()) == 2
+
+
+def test_checks_are_joined_and_ours_stay(store: Store, other: Path, make_record: MakeRecord) -> None:
+    def check(digest: str, passed: bool) -> Check:
+        verdict = Verdict(passed=passed, worst_ratio=1.0, checks=1, failed="", device="NVIDIA H200")
+        versions = make_record().versions
+        return Check(digest=digest * 32, target="nvidia-h200", versions=versions, verdict=verdict)
+
+    store.remember_check(check("a", passed=False))
+    with open_store(str(other)) as source:
+        source.remember_check(check("a", passed=True))
+        source.remember_check(check("b", passed=True))
+    assert store.merge_from(str(other)).checks_added == 1
+    reader = open_reader(store.url)
+    assert reader is not None
+    answers = [reader.check(digest * 32, "nvidia-h200", make_record().versions) for digest in "ab"]
+    assert answers == [False, True]
+
+
+def test_a_database_merged_with_itself_stays(store: Store, make_record: MakeRecord) -> None:
+    store.pin(store.add(make_record()))
+    assert store.merge_from(store.url) == MergeCounts(0, 1, 0, 0, 1, 0)
+
+
+def test_a_database_that_is_not_there_is_not_made(store: Store, other: Path) -> None:
+    with pytest.raises(StoreError, match="there is no database"):
+        store.merge_from(str(other))
+    assert not other.exists()

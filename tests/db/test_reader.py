@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.failures import UnreadableRecord
+from flashtune.db.reader import open_reader
+from flashtune.db.store import Store, open_store
+from flashtune.problem import Problem
+from flashtune.record import Record
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+TARGET = "nvidia-h200"
+
+
+def test_no_database_no_reader(path: Path) -> None:
+    assert open_reader(str(path)) is None
+    assert not path.exists()
+
+
+def test_the_reader_finds_what_the_store_pinned(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    short, long = make_record(), make_record(problem=make_problem(seqlen_q=1024))
+    for record in (long, short, make_record(target="nvidia-a100")):
+        store.pin(store.add(record))
+    reader = open_reader(store.url)
+    assert reader is not None
+    assert reader.selection(short.problem.key, TARGET) == short
+    assert reader.selection(make_problem(batch=7).key, TARGET) is None
+    assert reader.selection(short.problem.key, "amd-mi300x") is None
+    assert reader.selections(TARGET) == tuple(sorted((short, long), key=lambda record: record.problem.key))
+    assert reader.selections("amd-mi300x") == ()
+
+
+def test_the_environment_names_the_database(own_database: Path, make_record: MakeRecord) -> None:
+    with open_store() as store:
+        store.pin(store.add(make_record()))
+    reader = open_reader()
+    assert reader is not None
+    assert reader.selections(TARGET) == (make_record(),)
+
+
+def test_a_database_that_is_just_being_made_is_empty(path: Path, make_record: MakeRecord) -> None:
+    path.touch()
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert reader.selection(make_record().problem.key, TARGET) is None
+    assert reader.check("a" * 32, TARGET, make_record().versions) is None
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+        assert reader.selection(make_record().problem.key, TARGET) == make_record()
+
+
+def test_a_database_that_is_replaced_or_removed_is_seen(path: Path, make_record: MakeRecord) -> None:
+    for ms in (1.0, 2.0):
+        with open_store(str(path)) as store:
+            store.pin(store.add(make_record(ms=ms)))
+        reader = open_reader(str(path))
+        assert reader is not None
+        assert reader.selections(TARGET) == (make_record(ms=ms),)
+        path.unlink()
+        assert reader.selections(TARGET) == ()
+
+
+def test_the_reader_writes_nothing(path: Path, make_record: MakeRecord) -> None:
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    before = path.read_bytes()
+    reader = open_reader(str(path))
+    assert reader is not None
+    reader.selections(TARGET)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "payload",
+    ["{}", "[", "__import__('os').abort()", b"\xff\xfe", 7, None, "null", '{"family": "forward_q_outer"}'],
+)
+def test_a_hostile_row_is_skipped_with_a_warning(
+    path: Path, make_record: MakeRecord, payload: str | bytes | int | None
+) -> None:
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        if payload is None:
+            connection.execute("UPDATE selections SET target = 'amd-mi300x'")
+        elif isinstance(payload, bytes):
+            connection.execute("UPDATE records SET payload = CAST(? AS TEXT)", (payload,))
+        else:
+            connection.execute("UPDATE records SET payload = ?", (payload,))
+    reader = open_reader(str(path))
+    assert reader is not None
+    with pytest.warns(UnreadableRecord, match=f"a selection of {path} was skipped"):
+        assert reader.selections(TARGET if payload is not None else "amd-mi300x") == ()
+
+
+def test_threads_read_while_a_store_writes(path: Path, make_record: MakeRecord) -> None:
+    failures: list[BaseException] = []
+    done = threading.Event()
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+        reader = open_reader(str(path))
+        assert reader is not None
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    assert len(reader.selections(TARGET)) == 1
+            except BaseException as error:  # noqa: BLE001 - a thread's failure is told by the test
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(50):
+            store.pin(store.add(make_record(ms=2.0 + number)))
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_reads_too(path: Path, make_record: MakeRecord) -> None:
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    script = (
+        "import os\n"
+        "from flashtune.db.reader import open_reader\n"
+        f"reader = open_reader({str(path)!r})\n"
+        f"assert len(reader.selections({TARGET!r})) == 1\n"
+        "child = os.fork()\n"
+        f"assert len(reader.selections({TARGET!r})) == 1\n"
+        "if child:\n"
+        "    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_reading_imports_nothing_heavy(path: Path, make_record: MakeRecord) -> None:
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    script = (
+        "import sys\n"
+        "from flashtune.db.reader import open_reader\n"
+        "from flashtune.db.table import shipped_table\n"
+        f"assert len(open_reader({str(path)!r}).selections({TARGET!r})) == 1\n"
+        f"shipped_table({TARGET!r})\n"
+        "heavy = {'sqlalchemy', 'alembic', 'optuna', 'jinja2', 'mako', 'filelock', 'click', 'rich'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

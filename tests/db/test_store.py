@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text, update
+
+from flashtune.db.checks import Check
+from flashtune.db.failures import UnreadableRecord
+from flashtune.db.reader import open_reader
+from flashtune.db.schema import RECORDS
+from flashtune.db.store import Store, open_store
+from flashtune.errors import StoreError, TableError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Provenance, Record, Verdict
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+
+
+def test_what_is_added_comes_back(store: Store, make_record: MakeRecord) -> None:
+    first, second = make_record(ms=1.0), make_record(ms=2.0, outcome=Outcome.TIMEOUT, measurement=None)
+    ids = [store.add(first), store.add(second)]
+    found = store.records()
+    assert [stored.id for stored in found] == ids
+    assert [stored.record for stored in found] == [first, second]
+    assert found[0].created_at <= found[1].created_at
+    assert found[0].created_at.endswith("+00:00")
+
+
+def test_the_same_record_is_kept_once(store: Store, make_record: MakeRecord) -> None:
+    assert store.add(make_record(ms=1.0)) == store.add(make_record(ms=1.0)) != store.add(make_record(ms=2.0))
+    assert len(store.records()) == 2
+
+
+def test_records_are_found_by_problem_target_and_family(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    long = make_problem(seqlen_q=4096)
+    baseline = make_record(family="standard", config=None, kernel=None)
+    records = [make_record(), make_record(problem=long), make_record(target="nvidia-a100"), baseline]
+    for record in records:
+        store.add(record)
+    assert [stored.record for stored in store.records(problem=long)] == [records[1]]
+    assert [stored.record for stored in store.records(target="nvidia-a100")] == [records[2]]
+    assert [stored.record for stored in store.records(family="standard")] == [baseline]
+    assert store.records(problem=long, target="nvidia-a100") == []
+
+
+def test_every_open_sees_what_another_wrote(store: Store, make_record: MakeRecord) -> None:
+    with open_store(store.url) as other:
+        other.add(make_record())
+        assert len(store.records()) == 1
+
+
+def test_a_pin_replaces_the_one_before(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    slow, fast = make_record(ms=2.0), make_record(ms=1.0)
+    elsewhere = make_record(ms=3.0, target="nvidia-a100")
+    for record in (slow, fast, elsewhere):
+        store.pin(store.add(record))
+    assert [stored.record for stored in store.selections()] == [elsewhere, fast]
+    assert [stored.record for stored in store.selections("nvidia-h200")] == [fast]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"outcome": Outcome.LAUNCH_ERROR}, "its outcome is launch_error"),
+        ({"verdict": Verdict(passed=False, worst_ratio=9.0, checks=1, failed="tail", device="x")}, "wrong"),
+        ({"verdict": None}, "without being verified"),
+        ({"kernel": None}, "names no kernel"),
+    ],
+)
+def test_what_may_not_serve_is_not_pinned(
+    store: Store, make_record: MakeRecord, changes: dict[str, object], reason: str
+) -> None:
+    record_id = store.add(make_record(**changes))
+    with pytest.raises(StoreError, match=reason):
+        store.pin(record_id)
+    assert store.selections() == []
+
+
+def test_predictions_and_baselines_may_be_pinned(store: Store, make_record: MakeRecord) -> None:
+    store.pin(store.add(make_record(provenance=Provenance.PREDICTED, verdict=None)))
+    store.pin(store.add(make_record(family="sdpa", config=None, kernel=None, verdict=None)))
+    assert [stored.record.family for stored in store.selections()] == ["sdpa"]
+
+
+def test_pinning_what_is_not_there_is_an_error(store: Store) -> None:
+    with pytest.raises(StoreError, match="has no record 7"):
+        store.pin(7)
+
+
+def test_a_record_out_of_bounds_is_not_stored(store: Store, make_record: MakeRecord) -> None:
+    with pytest.raises(TableError):
+        store.add(make_record(message="x" * 1000))
+    assert store.records() == []
+
+
+def test_the_columns_say_what_the_record_says(store: Store, make_record: MakeRecord) -> None:
+    record = make_record(ms=0.25, specialization=Specialization(lse=True))
+    store.add(record)
+    with store._engine.connect() as connection:
+        row = connection.execute(RECORDS.select()).one()
+    assert record.config is not None
+    assert (row.problem_key, row.target, row.family) == (record.problem.key, record.target, record.family)
+    assert (row.config, row.kernel, row.ms) == (record.config.label(), record.kernel, 0.25)
+    assert (row.outcome, row.provenance) == ("ok", "measured")
+    assert (row.triton, row.template) == (record.versions.triton, record.versions.template)
+
+
+def test_rows_that_cannot_be_read_are_skipped_with_a_warning(store: Store, make_record: MakeRecord) -> None:
+    good, *bad = [store.add(make_record(ms=float(ms))) for ms in range(1, 5)]
+    payloads = ['{"run": "__import__(\'os\')"}', "", '{"family": "of_a_later_flashtune"}']
+    with store._engine.begin() as connection:
+        for record_id, payload in zip(bad, payloads, strict=True):
+            connection.execute(update(RECORDS).where(RECORDS.c.id == record_id).values(payload=payload))
+    with pytest.warns(UnreadableRecord, match="3 rows .* were skipped"):
+        found = store.records()
+    assert [stored.id for stored in found] == [good]
+
+
+def test_a_record_filed_under_another_problem_is_skipped(store: Store, make_record: MakeRecord) -> None:
+    record_id = store.add(make_record())
+    store.pin(record_id)
+    with store._engine.begin() as connection:
+        connection.execute(text("UPDATE selections SET problem_key = 'other'"))
+    with pytest.warns(UnreadableRecord, match="filed under another name"):
+        assert store.selections() == []
+    assert len(store.records()) == 1
+
+
+def test_the_last_check_counts(store: Store, make_record: MakeRecord) -> None:
+    versions = make_record().versions
+    for passed in (True, False):
+        verdict = Verdict(passed=passed, worst_ratio=1.0, checks=3, failed="", device="NVIDIA H200")
+        store.remember_check(Check(digest="a" * 32, target="nvidia-h200", versions=versions, verdict=verdict))
+    reader = open_reader(store.url)
+    assert reader is not None
+    assert reader.check("a" * 32, "nvidia-h200", versions) is False
+    assert reader.check("b" * 32, "nvidia-h200", versions) is None
+
+
+def test_threads_share_a_store(store: Store, make_record: MakeRecord) -> None:
+    def write(thread: int) -> None:
+        for number in range(25):
+            store.pin(store.add(make_record(ms=thread + number / 100)))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(store.records()) == 100
+    assert len(store.selections()) == 1
+
+
+def test_a_closed_store_leaves_one_file(tmp_path: Path, make_record: MakeRecord) -> None:
+    with open_store(str(tmp_path / "closed.sqlite")) as store:
+        store.add(make_record())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["closed.sqlite", "closed.sqlite.lock"]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashtune.db import table as tables
+from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
+from flashtune.errors import TableError
+from flashtune.problem import Causal, Problem
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.target import TARGETS
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+TARGET = "nvidia-h200"
+
+
+@pytest.fixture
+def table(make_record: MakeRecord, make_problem: MakeProblem) -> TunedTable:
+    problems = [
+        make_problem(seqlen_q=4096, seqlen_kv=4096),
+        make_problem(causal=Causal.BOTTOM_RIGHT),
+        make_problem(),
+        make_problem(head_dim=128, value_head_dim=128),
+    ]
+    baseline = make_record(
+        problem=make_problem(batch=1), family="sdpa", config=None, kernel=None, verdict=None
+    )
+    return TunedTable(target=TARGET, records=(*(make_record(problem=one) for one in problems), baseline))
+
+
+def test_a_table_comes_back_in_the_order_of_its_problems(table: TunedTable, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(dump_table(table))
+    loaded = load_table(path)
+    assert set(loaded.records) == set(table.records)
+    assert dump_table(loaded) == path.read_bytes()
+
+
+def test_order_does_not_change_the_bytes_or_the_hash(table: TunedTable) -> None:
+    turned = TunedTable(target=TARGET, records=table.records[::-1])
+    assert dump_table(turned) == dump_table(table)
+    assert table_hash(turned) == table_hash(table)
+
+
+def test_the_hash_is_of_the_content_not_of_the_layout(table: TunedTable, make_record: MakeRecord) -> None:
+    raw = dump_table(table)
+    respaced = json.dumps(json.loads(raw)).encode()
+    assert table_hash(parse_table(respaced, "respaced")) == table_hash(table)
+    other = TunedTable(
+        target=TARGET, records=(*table.records[1:], make_record(problem=table.records[0].problem, ms=9.0))
+    )
+    assert table_hash(other) != table_hash(table)
+    assert table_hash(TunedTable(target=TARGET, records=())) != table_hash(TunedTable(target="x", records=()))
+
+
+def test_a_diff_shows_one_field_a_line(table: TunedTable, make_record: MakeRecord) -> None:
+    problem = table.records[0].problem
+    changed = TunedTable(target=TARGET, records=(make_record(problem=problem, ms=0.5), *table.records[1:]))
+    before, after = (dump_table(one).decode().splitlines() for one in (table, changed))
+    differing = [line for line, other in zip(before, after, strict=True) if line != other]
+    assert len(differing) == 1
+    assert differing[0].lstrip().startswith('"measurement"')
+
+
+def test_an_empty_table_is_a_table() -> None:
+    empty = TunedTable(target=TARGET, records=())
+    assert parse_table(dump_table(empty), "empty") == empty
+
+
+def edited(table: TunedTable, **changes: Any) -> bytes:
+    """The table's JSON with top-level fields replaced."""
+    return json.dumps(json.loads(dump_table(table)) | changes).encode()
+
+
+def with_record(table: TunedTable, **changes: Any) -> bytes:
+    """The table's JSON with fields of its first record replaced."""
+    fields = json.loads(dump_table(table))
+    fields["records"][0] |= changes
+    return json.dumps(fields).encode()
+
+
+def refused(raw: bytes, reason: str) -> None:
+    with pytest.raises(TableError, match=reason) as caught:
+        parse_table(raw, "table.json")
+    assert str(caught.value).startswith("table.json")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema": 2}, "has table schema 2 and this flashtune reads 1: export it again"),
+        ({"schema": "1"}, "is no tuned table"),
+        ({"surprise": 1}, "unknown field `surprise`"),
+        (
+            {"target": "nvidia-a100"},
+            "record 1 cannot be used: it is of nvidia-h200 in a table of nvidia-a100",
+        ),
+        ({"records": {}}, "is no tuned table"),
+        ({"records": [1]}, "record 1: "),
+    ],
+)
+def test_a_table_out_of_order_is_refused(table: TunedTable, changes: dict[str, Any], reason: str) -> None:
+    refused(edited(table, **changes), reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"surprise": 1}, "unknown field `surprise`"),
+        ({"kernel": "../../etc/passwd"}, "regex"),
+        ({"kernel": "A" * 32}, "regex"),
+        ({"kernel": None}, "it names no kernel"),
+        ({"family": "os"}, "there is no kernel family 'os'"),
+        ({"family": "standard"}, "a baseline takes none"),
+        ({"config": None}, "config is none of family"),
+        ({"config": {"block_m": "__import__('os')"}}, "config is none of family"),
+        ({"outcome": "wrong_result"}, "its outcome is wrong_result"),
+        ({"verdict": None}, "without being verified"),
+        ({"message": "x" * 401}, "length"),
+        ({f"f{number}": 0 for number in range(1_000_000)}, "bytes is no record"),
+    ],
+)
+def test_a_hostile_record_is_refused(table: TunedTable, changes: dict[str, Any], reason: str) -> None:
+    refused(with_record(table, **changes), f"record 1.*{reason}")
+
+
+def test_negative_blocks_are_refused(table: TunedTable) -> None:
+    config = json.loads(dump_table(table))["records"][0]["config"]
+    refused(with_record(table, config=config | {"block_m": -128}), "record 1: .*block_m")
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
+def test_what_is_no_table_is_refused(raw: bytes) -> None:
+    refused(raw, "is no tuned table")
+
+
+def test_two_records_of_a_problem_are_refused(table: TunedTable, make_record: MakeRecord) -> None:
+    twice = TunedTable(
+        target=TARGET, records=(*table.records, make_record(problem=table.records[0].problem, ms=3.0))
+    )
+    with pytest.raises(TableError, match="has a record before it: keep one of them"):
+        dump_table(twice)
+
+
+def test_failures_are_not_written(make_record: MakeRecord) -> None:
+    with pytest.raises(TableError, match="its outcome is timeout"):
+        dump_table(TunedTable(target=TARGET, records=(make_record(outcome=Outcome.TIMEOUT),)))
+
+
+def test_predictions_may_be_exported(make_record: MakeRecord) -> None:
+    predicted = make_record(provenance=Provenance.PREDICTED, verdict=None)
+    table = TunedTable(target=TARGET, records=(predicted,))
+    assert parse_table(dump_table(table), "predicted").records == (predicted,)
+
+
+def test_an_oversize_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.json"
+    with path.open("wb") as file:
+        file.truncate(tables.MAX_TABLE_BYTES + 1)
+    with pytest.raises(TableError, match=r"big\.json is over 64 MiB"):
+        load_table(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match=f"cannot read the table {tmp_path}/none.json: No such file"):
+        load_table(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", ["no-such-gpu", "../schema", "", "a/b", "x" * 500, "nvidia-h200\n"])
+def test_no_table_ships_for_such_a_target(name: str) -> None:
+    assert shipped_table(name) is None
+
+
+@pytest.mark.parametrize("target", [target.name for target in TARGETS])
+def test_what_ships_is_of_its_target(target: str) -> None:
+    table = shipped_table(target)
+    assert table is None or (table.target == target and table.records)
+
+
+def test_a_table_ships_with_the_package(
+    table: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "nvidia-b200.json").write_bytes(
+        edited(table).replace(b"nvidia-h200", b"nvidia-b200")
+    )
+    monkeypatch.setattr("flashtune.db.table.resources.files", lambda package: tmp_path)
+    shipped_table.cache_clear()
+    try:
+        found = shipped_table("nvidia-b200")
+        assert found is not None
+        assert found.target == "nvidia-b200"
+    finally:
+        shipped_table.cache_clear()
