@@ -1,1 +1,62 @@
-"""Generates, searches, proves and dispatches flash-attention kernels."""
+"""Generates, searches, proves and dispatches flash-attention kernels.
+
+    import flashtune
+
+    out = flashtune.attention(q, k, v, causal=True)
+
+`flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it, and
+`flashtune.table_hash` is what ranks compare. Names are loaded when they are first used, so that
+importing the package, as the command line does, costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashtune.api import attention
+    from flashtune.explanation import Explanation, explain
+    from flashtune.notices import FlashtuneWarning
+    from flashtune.planning import Plan, plan
+    from flashtune.tables import table_hash
+
+    __version__: str
+
+__all__ = [
+    "Explanation",
+    "FlashtuneWarning",
+    "Plan",
+    "__version__",
+    "attention",
+    "explain",
+    "plan",
+    "table_hash",
+]
+
+_HOMES = {
+    "attention": "flashtune.api",
+    "explain": "flashtune.explanation",
+    "Explanation": "flashtune.explanation",
+    "FlashtuneWarning": "flashtune.notices",
+    "plan": "flashtune.planning",
+    "Plan": "flashtune.planning",
+    "table_hash": "flashtune.tables",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from flashtune.versions import package_version
+
+        value: object = package_version()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'flashtune' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

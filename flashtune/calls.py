@@ -1,0 +1,119 @@
+"""The memo of servers: what a call costs on a shape that this process met before is here.
+
+The memo is a documented cache: one entry per kind of call, a few thousand at most. Everything that
+misses it takes the slow path under one lock, so that threads compile a kernel once.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from flashtune.errors import KernelError
+from flashtune.request import read_request
+from flashtune.serving import Result, Serve, prepare
+
+# A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
+MEMO_LIMIT = 4096
+
+_servers: dict[tuple[object, ...], Serve] = {}
+_preparing = threading.RLock()
+
+
+def call_key(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | str, layout: str, return_lse: bool, prefer: str
+) -> tuple[object, ...]:
+    """All that a server depends on: of the tensors everything but their values and addresses.
+
+    Of the addresses only whether they lie on 16-byte borders matters.
+    """
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        causal,
+        layout,
+        return_lse,
+        prefer,
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )
+
+
+def serve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+) -> Result:
+    """Attention of real tensors, by the server of their kind of call.
+
+    Raises:
+        ProblemError: The call is invalid, or nobody can serve it.
+        KernelError: It is new, and a CUDA graph is being captured.
+    """
+    if scale is not None and scale < 0.0:
+        q, scale = -q, -scale
+    key = call_key(q, k, v, causal, layout, return_lse, prefer)
+    server = _servers.get(key)
+    if server is None:
+        server = server_of(key, q, k, v, causal, layout, return_lse, prefer)
+    return server(q, k, v, scale)
+
+
+def server_of(
+    key: tuple[object, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+) -> Serve:
+    """The server of a kind of call, prepared now if this process has none.
+
+    Raises:
+        ProblemError: The call is invalid, or nobody can serve it.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and fail.
+    """
+    with _preparing:
+        server = _servers.get(key)
+        if server is None:
+            needs_grad = bool(key[-1])
+            request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad)
+            _refuse_capture(q)
+            server = prepare(request, q, k, v)
+            if len(_servers) >= MEMO_LIMIT:
+                _servers.clear()
+            _servers[key] = server
+        return server
+
+
+def forget_servers() -> None:
+    """Every call is new again."""
+    with _preparing:
+        _servers.clear()
+
+
+def _refuse_capture(q: Tensor) -> None:
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise KernelError(
+            "a CUDA graph is being captured and this shape is new, so that its kernel cannot be compiled and "
+            "loaded now: call flashtune.plan(...) with tensors of this shape before the capture"
+        )

@@ -1,0 +1,126 @@
+"""What will serve a request and why, decided without compiling or launching anything."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.compilation import interpreting
+from flashtune.delegation import usual_backend
+from flashtune.dispatch import STANDARD, default_selection, faster_peer, select
+from flashtune.errors import ProblemError
+from flashtune.kernel import Specialization, specialization_of
+from flashtune.record import Selection
+from flashtune.request import Prefer, Request
+from flashtune.tables import tuned_records
+from flashtune.target import Target, device_target, find_target
+
+# Whose default configs the interpreter runs: small tiles and no copy engine.
+INTERPRETED_TARGET = "nvidia-l4"
+
+
+class Server(enum.StrEnum):
+    """Who computes a call."""
+
+    GENERATED = "generated"
+    INTERPRETER = "interpreter"
+    SDPA = "sdpa"
+    STANDARD = "standard"
+    NOBODY = "nobody"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Who serves a request and why.
+
+    Attributes:
+        server: Who computes it.
+        reason: One clause that says why.
+        target: The GPU, or None where it does not matter.
+        selection: The record that was found for it, or None where none was looked for.
+    """
+
+    server: Server
+    reason: str
+    target: Target | None = None
+    selection: Selection | None = None
+
+
+def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
+    """Who serves a request for these tensors.
+
+    Raises:
+        ProblemError: Nobody can: CPU tensors without the interpreter, gradients of a generated
+            kernel, or a problem that no family computes where only generated kernels may serve.
+    """
+    _check_device(request)
+    if request.needs_grad:
+        return _differentiable(request)
+    if request.is_empty:
+        return Decision(Server.NOBODY, "there is nothing to attend to")
+    if interpreting():
+        target = find_target(INTERPRETED_TARGET)
+        selection = default_selection(request.problem, target)
+        return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
+    target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
+    generated = request.prefer is Prefer.GENERATED
+    try:
+        selection = select(request.problem, target, tuned_records(target.name), generated=generated)
+    except ProblemError as error:
+        if generated:
+            raise
+        return Decision(baseline(request), str(error), target)
+    return _of_selection(request, selection, target, q, k, v)
+
+
+def baseline(request: Request) -> Server:
+    """Who serves where no generated kernel does: SDPA, which returns no log-sum-exp."""
+    return Server.STANDARD if request.return_lse else Server.SDPA
+
+
+def needed_specialization(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Specialization:
+    """What a kernel may assume of these tensors and of the output that it will be given."""
+    return specialization_of((*request.views(q, k, v), output_like(request, q)), request.return_lse)
+
+
+def output_like(request: Request, q: Tensor) -> Tensor:
+    """A tensor without memory that has the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
+    return request.heads_first(torch.empty(request.out_shape, dtype=q.dtype, device="meta"))
+
+
+def _of_selection(
+    request: Request, selection: Selection, target: Target, q: Tensor, k: Tensor, v: Tensor
+) -> Decision:
+    if request.prefer is Prefer.FASTEST and not request.return_lse:
+        usual = usual_backend(*request.views(q, k, v), request.problem)
+        peer = faster_peer(selection.record, usual)
+        if peer is not None:
+            server = Server.STANDARD if peer == STANDARD else Server.SDPA
+            return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)
+    where = {
+        "database": "it is selected in the user's database",
+        "shipped": "it is selected in the table that ships for this GPU",
+        "nearest": f"the nearest tuned shape is {selection.record.problem.key}",
+        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
+    }
+    return Decision(Server.GENERATED, where[selection.source], target, selection)
+
+
+def _differentiable(request: Request) -> Decision:
+    if request.prefer is Prefer.GENERATED:
+        raise ProblemError(
+            "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), or "
+            "pass prefer='fastest' to let torch's SDPA serve"
+        )
+    return Decision(baseline(request), "an input requires grad and generated kernels have no backward pass")
+
+
+def _check_device(request: Request) -> None:
+    if request.device.type == "cuda" or interpreting():
+        return
+    raise ProblemError(
+        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the program "
+        "starts to run kernels on the CPU, slowly"
+    )

@@ -1,0 +1,60 @@
+"""Attention by torch's SDPA, with the meaning that flashtune gives to masks and empty rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.problem import Causal, Problem
+
+# How `torch._fused_sdp_choice` numbers its backends, as peers are named in records.
+PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
+    """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+
+    SDPA aligns `is_causal` top-left, its backends differ where lengths do, and rows that see no key
+    are NaN in some. So: lengths that differ get an explicit mask, and rows without keys are never
+    asked for.
+    """
+    gqa = q.shape[1] != k.shape[1]
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
+        # Later keys are seen by no query.
+        k, v = k[:, :, :seqlen_q], v[:, :, :seqlen_q]
+        seqlen_kv = seqlen_q
+    blind = max(0, seqlen_q - seqlen_kv) if causal is Causal.BOTTOM_RIGHT else 0
+    if blind == seqlen_q and blind:
+        # No row sees a key; a product keeps the graph for autograd.
+        return q.new_zeros(*q.shape[:3], v.shape[3]) * q.sum(-1, keepdim=True)
+    seeing = q[:, :, blind:] if blind else q
+    square = seqlen_q - blind == seqlen_kv
+    mask = None
+    if causal is not Causal.NONE and not square:
+        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+        mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
+    is_causal = causal is not Causal.NONE and square
+    out = scaled_dot_product_attention(seeing, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    if not blind:
+        return out
+    return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
+
+
+def usual_backend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    """The peer that SDPA picks by itself, or None where it would take its unfused path or a mask.
+
+    Args:
+        q: Queries as [batch, heads, seqlen, head_dim]; k and v alike.
+        k: Keys.
+        v: Values.
+        problem: What they pose.
+    """
+    causal = problem.causal is not Causal.NONE
+    if causal and problem.seqlen_q != problem.seqlen_kv:
+        return None
+    choice = torch._fused_sdp_choice(
+        q, k, v, None, 0.0, causal, scale=None, enable_gqa=problem.heads != problem.kv_heads
+    )
+    return PEERS.get(int(choice))

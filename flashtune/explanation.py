@@ -1,0 +1,134 @@
+"""`explain`: what would serve a call and why, without compiling, launching or warning."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.api import CausalOption, LayoutOption, PreferOption
+from flashtune.decision import Decision, Server, baseline, decide, needed_specialization
+from flashtune.dispatch import proven_by
+from flashtune.kernel import Specialization
+from flashtune.notices import search_command
+from flashtune.problem import Problem
+from flashtune.record import Selection, Standing
+from flashtune.rendered import kernel_of
+from flashtune.request import Prefer, Request, read_request
+from flashtune.self_check import known_verdict
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What would serve a call.
+
+    Attributes:
+        problem: What the call poses.
+        target: Name of the GPU, empty where it does not matter.
+        server: Who computes it: `generated`, `interpreter`, `sdpa`, `standard` or `nobody`.
+        reason: Why.
+        selection: The record that was found, with its standing and source; None if none was sought.
+        specialization: What the kernel may assume of these tensors; None where no kernel serves.
+        kernel: The kernel's digest, empty where no kernel serves.
+        standing: What is known of that very kernel here, its specialisation included.
+        command: What tunes this shape.
+    """
+
+    problem: Problem
+    target: str
+    server: Server
+    reason: str
+    selection: Selection | None = None
+    specialization: Specialization | None = None
+    kernel: str = ""
+    standing: Standing | None = None
+    command: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.problem.key} on {self.target or 'any device'}: {self.server}",
+            f"  because {self.reason}",
+        ]
+        if self.selection is not None:
+            lines += _record_lines(self.selection)
+        if self.specialization is not None:
+            alignment, bits = int(self.specialization.alignment), self.specialization.index_bits
+            lse = ", with log-sum-exp" if self.specialization.lse else ""
+            lines.append(
+                f"  kernel {self.kernel}: strides of {alignment}, {bits}-bit offsets{lse}; {self.standing}"
+            )
+        if self.standing is not Standing.TIMED:
+            lines.append(f"  tune this shape with: {self.command}")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = False,
+    scale: float | None = None,
+    layout: LayoutOption = "bhsd",
+    return_lse: bool = False,
+    prefer: PreferOption = "fastest",
+) -> Explanation:
+    """What `attention` would do with these arguments, which are its own.
+
+    Raises:
+        ProblemError: As `attention`.
+        StoreError: The user's database cannot be read.
+    """
+    del scale  # any scale is served alike
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad)
+    decision = decide(request, q, k, v)
+    if decision.server is not Server.GENERATED:
+        return _explanation(request, decision)
+    return _of_kernel(request, decision, needed_specialization(request, q, k, v))
+
+
+def _of_kernel(request: Request, decision: Decision, specialization: Specialization) -> Explanation:
+    assert decision.selection is not None
+    assert decision.target is not None
+    kernel = kernel_of(decision.selection.record, specialization)
+    known = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
+    if known is False and request.prefer is Prefer.FASTEST:
+        refused = Decision(
+            baseline(request),
+            "the selected kernel failed its self-check here",
+            decision.target,
+            decision.selection,
+        )
+        return _explanation(request, refused)
+    standing = decision.selection.standing
+    if not proven_by(decision.selection, kernel.digest):
+        standing = Standing.VERIFIED if known else Standing.UNPROVEN
+    return msgspec.structs.replace(
+        _explanation(request, decision),
+        specialization=specialization,
+        kernel=kernel.digest,
+        standing=standing,
+    )
+
+
+def _explanation(request: Request, decision: Decision) -> Explanation:
+    return Explanation(
+        problem=request.problem,
+        target=decision.target.name if decision.target else "",
+        server=decision.server,
+        reason=decision.reason,
+        selection=decision.selection,
+        command=search_command(request.problem),
+    )
+
+
+def _record_lines(selection: Selection) -> list[str]:
+    record = selection.record
+    label = record.config.label() if record.config else "no config"
+    lines = [
+        f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
+    ]
+    if record.measurement is not None:
+        peers = "".join(f", {peer.name} {peer.ms:.4g} ms" for peer in record.measurement.peers)
+        lines.append(f"  measured there: {record.measurement.ms:.4g} ms{peers}")
+    return lines

@@ -1,0 +1,75 @@
+"""Which tuned shape stands in for one that nobody tuned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.problem import Causal, Problem
+from flashtune.record import Record
+
+# Beyond a factor of four in some extent, a neighbour's config is a guess, and dispatch says so.
+FAR = 2.0
+
+
+def same_computation(problem: Problem) -> tuple[Problem, ...]:
+    """A problem and the others that compute the same under another name of the mask, itself first.
+
+    With equal lengths both alignments draw one diagonal; a single query that is aligned
+    bottom-right sees every key.
+    """
+    square = problem.seqlen_q == problem.seqlen_kv
+    names = [problem.causal]
+    if square and problem.causal is not Causal.NONE:
+        names += [Causal.BOTTOM_RIGHT, Causal.TOP_LEFT]
+    if problem.seqlen_q == 1 and (problem.causal is not Causal.TOP_LEFT or square):
+        names += [Causal.NONE, Causal.BOTTOM_RIGHT]
+    return tuple(msgspec.structs.replace(problem, causal=name) for name in dict.fromkeys(names))
+
+
+def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None:
+    """The record of the nearest shape with the same static features, or None without any.
+
+    Rightness does not hang on lengths, heads and batch, so its kernel is right for the problem
+    too. Where two are equally near, the key decides, so that all ranks choose alike.
+    """
+    masks = [same.causal for same in same_computation(problem)]
+    alike = [
+        record
+        for record in records
+        if record.problem.causal in masks and _same_kernels(record.problem, problem)
+    ]
+    return min(alike, key=lambda record: _rank(record, problem, masks), default=None)
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """How far two shapes are apart: steps of a factor of two, summed as squares over four extents."""
+    return math.dist(_extents(one), _extents(other))
+
+
+def is_far(one: Problem, other: Problem) -> bool:
+    """Whether some extent differs by more than a factor of four."""
+    return max(abs(a - b) for a, b in zip(_extents(one), _extents(other), strict=True)) > FAR
+
+
+def _rank(record: Record, problem: Problem, masks: list[Causal]) -> tuple[float, int, str]:
+    return distance(record.problem, problem), masks.index(record.problem.causal), record.problem.key
+
+
+def _same_kernels(one: Problem, other: Problem) -> bool:
+    """Whether a config renders to one kernel for both, but for the mask."""
+    return (one.direction, one.dtype, one.head_dim, one.value_head_dim) == (
+        other.direction,
+        other.dtype,
+        other.head_dim,
+        other.value_head_dim,
+    )
+
+
+def _extents(problem: Problem) -> tuple[float, float, float, float]:
+    """What decides which config is best: both lengths, the programs in flight, the sharing of keys."""
+    numbers = (problem.seqlen_q, problem.seqlen_kv, problem.batch * problem.heads, problem.group_size)
+    queries, keys, programs, group = (math.log2(max(1, number)) for number in numbers)
+    return queries, keys, programs, group

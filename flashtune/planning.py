@@ -1,0 +1,81 @@
+"""`plan`: everything about a call resolved ahead of it, for serving loops and CUDA graphs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtune.api import CausalOption, LayoutOption, PreferOption
+from flashtune.calls import call_key, server_of
+from flashtune.errors import ProblemError
+from flashtune.serving import Result, Serve
+
+
+class Plan:
+    """Attention of tensors like those it was planned for; cheap, and safe to capture in a CUDA graph."""
+
+    __slots__ = ("_key", "_negated", "_options", "_scale", "_serve")
+
+    def __init__(
+        self,
+        serve: Serve,
+        key: tuple[object, ...],
+        options: tuple[CausalOption, LayoutOption, bool, PreferOption],
+        scale: float | None,
+    ) -> None:
+        self._serve = serve
+        self._key = key
+        self._options = options
+        self._negated = scale is not None and scale < 0
+        self._scale = -scale if scale is not None and scale < 0 else scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        """The output, and the log-sum-exp where the plan returns one; as `attention`.
+
+        Raises:
+            ProblemError: The tensors differ from the planned ones in more than their values.
+        """
+        if call_key(q, k, v, *self._options) != self._key:
+            raise ProblemError(
+                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device or grad: "
+                "call flashtune.plan(...) with them"
+            )
+        return self._serve(-q if self._negated else q, k, v, self._scale)
+
+
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = False,
+    scale: float | None = None,
+    layout: LayoutOption = "bhsd",
+    return_lse: bool = False,
+    prefer: PreferOption = "fastest",
+) -> Plan:
+    """Resolves a call once: selects, compiles, loads, checks where needed, and runs it once.
+
+    Args:
+        q: A tensor like those to come: shape, strides, dtype and device count, values do not. So
+            do k and v; the other arguments are those of `attention`.
+        k: Keys.
+        v: Values.
+        causal: The causal mask and its alignment.
+        scale: Factor of the scores.
+        layout: The order of the dimensions.
+        return_lse: Whether the plan returns the log-sum-exp too.
+        prefer: Whether SDPA may serve where it was measured as faster.
+
+    Returns:
+        A callable of (q, k, v).
+
+    Raises:
+        ProblemError: As `attention`.
+        KernelError: As `attention`; plan before a capture, not in it.
+    """
+    options = (causal, layout, return_lse, prefer)
+    key = call_key(q, k, v, *options)
+    planned = Plan(server_of(key, q, k, v, *options), key, options, scale)
+    # Libraries and allocators make what they keep in a first run, which a capture could not hold.
+    planned(q, k, v)
+    return planned

@@ -1,0 +1,185 @@
+"""What a call asks for: tensors and options, checked once and turned into a `Problem`."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.errors import ProblemError
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+
+DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16, torch.float32: Dtype.FP32}
+
+Option = TypeVar("Option", bound=enum.StrEnum)
+
+
+class Layout(enum.StrEnum):
+    """The order of a tensor's dimensions."""
+
+    BHSD = "bhsd"
+    BSHD = "bshd"
+
+
+class Prefer(enum.StrEnum):
+    """Whether another implementation may serve where it was measured as faster."""
+
+    FASTEST = "fastest"
+    GENERATED = "generated"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One valid call, without the values of its tensors and its scale.
+
+    Attributes:
+        problem: What must be computed.
+        device: Where the tensors are.
+        layout: The order of the dimensions of q, k, v and the output.
+        return_lse: Whether the log-sum-exp is wanted.
+        prefer: Whether SDPA may serve.
+        needs_grad: Whether autograd must be able to go back through the call.
+    """
+
+    problem: Problem
+    device: torch.device
+    layout: Layout
+    return_lse: bool
+    prefer: Prefer
+    needs_grad: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to attend with or to."""
+        return 0 in (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_kv)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the output, in the call's layout."""
+        problem = self.problem
+        if self.layout is Layout.BSHD:
+            return problem.batch, problem.seqlen_q, problem.heads, problem.value_head_dim
+        return problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Shape of the log-sum-exp: [batch, heads, seqlen_q] in either layout."""
+        return self.problem.batch, self.problem.heads, self.problem.seqlen_q
+
+    @property
+    def default_scale(self) -> float:
+        """The scale of a call that names none."""
+        return 1 / math.sqrt(self.problem.head_dim)
+
+    def heads_first(self, tensor: Tensor) -> Tensor:
+        """A tensor of the call's layout seen as [batch, heads, seqlen, head_dim], or one of those back."""
+        return tensor.transpose(1, 2) if self.layout is Layout.BSHD else tensor
+
+    def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the call's layout, seen as [batch, heads, seqlen, head_dim]."""
+        return self.heads_first(q), self.heads_first(k), self.heads_first(v)
+
+
+def read_request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    needs_grad: bool = False,
+) -> Request:
+    """The request of a call.
+
+    Raises:
+        ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
+            an option has a value that it does not know.
+    """
+    order = _option("layout", layout, Layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor, order)
+    _check_alike(q, k, v)
+    heads_axis, length_axis = (2, 1) if order is Layout.BSHD else (1, 2)
+    _check_shapes(q, k, v, heads_axis, length_axis)
+    problem = Problem(
+        dtype=DTYPES[q.dtype],
+        head_dim=q.shape[3],
+        value_head_dim=v.shape[3],
+        heads=q.shape[heads_axis],
+        kv_heads=k.shape[heads_axis],
+        batch=q.shape[0],
+        seqlen_q=q.shape[length_axis],
+        seqlen_kv=k.shape[length_axis],
+        causal=read_causal(causal),
+    )
+    return Request(problem, q.device, order, bool(return_lse), _option("prefer", prefer, Prefer), needs_grad)
+
+
+def read_causal(causal: bool | str) -> Causal:
+    """`True` is aligned bottom-right, as flash_attn does; the alignments have names too.
+
+    Raises:
+        ProblemError: It is neither a bool nor an alignment.
+    """
+    if isinstance(causal, bool):
+        return Causal.BOTTOM_RIGHT if causal else Causal.NONE
+    if isinstance(causal, str) and causal in list(Causal):
+        return Causal(causal)
+    raise ProblemError(f"causal cannot be {causal!r}: pass False, True, 'top_left' or 'bottom_right'")
+
+
+def _option(name: str, value: object, known: type[Option]) -> Option:
+    if isinstance(value, str) and value in list(known):
+        return known(value)
+    choices = " or ".join(repr(choice.value) for choice in known)
+    raise ProblemError(f"{name} cannot be {value!r}: pass {choices}")
+
+
+def _check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
+    """What is asked of each tensor by itself."""
+    order = (
+        "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
+    )
+    if not isinstance(tensor, Tensor):
+        raise ProblemError(f"{name} is a {type(tensor).__name__}: pass a torch tensor {order}")
+    if tensor.layout is not torch.strided or tensor.dim() != 4:
+        kind = f"{tensor.dim()} dimensions" if tensor.layout is torch.strided else f"layout {tensor.layout}"
+        raise ProblemError(f"{name} has {kind}: pass a dense tensor {order}")
+    if tensor.dtype not in DTYPES:
+        raise ProblemError(f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16 or float32")
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ProblemError(f"{name} has head dim {tensor.shape[3]}: kernels take 1 to {MAX_HEAD_DIM}")
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise ProblemError(f"{name}'s last dimension has stride {tensor.stride(3)}: pass {name}.contiguous()")
+
+
+def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give them one dtype")
+    if not q.device == k.device == v.device:
+        raise ProblemError(
+            f"q, k and v are on {q.device}, {k.device} and {v.device}: move them to one device"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis: int) -> None:
+    batches = q.shape[0], k.shape[0], v.shape[0]
+    if not batches[0] == batches[1] == batches[2]:
+        raise ProblemError("q, k and v have batch sizes {}, {} and {}: make them equal".format(*batches))
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ProblemError(
+            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has {v.shape[heads_axis]} of "
+            f"{v.shape[length_axis]}: make them equal"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(f"q has head dim {q.shape[3]} and k has {k.shape[3]}: make them equal")
+    heads, kv_heads = q.shape[heads_axis], k.shape[heads_axis]
+    if not heads or not kv_heads or heads % kv_heads:
+        raise ProblemError(
+            f"{heads} query heads do not divide among {kv_heads} KV heads: check the shapes "
+            "and layout='bhsd' or 'bshd'"
+        )

@@ -1,0 +1,211 @@
+"""Servers: what computes one kind of call, prepared once and then called for every call alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.compilation import compile_kernel
+from flashtune.decision import Decision, Server, baseline, decide, needed_specialization, output_like
+from flashtune.delegation import sdpa_attention
+from flashtune.dispatch import default_selection, proven_by
+from flashtune.errors import KernelError, VerificationError
+from flashtune.launch import Launch, bind
+from flashtune.nearest import is_far
+from flashtune.notices import search_command, tell_once
+from flashtune.problem import Dtype
+from flashtune.rendered import kernel_of
+from flashtune.request import Prefer, Request
+from flashtune.self_check import passes_self_check
+from flashtune.standard import standard_attention
+from flashtune.target import Target
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+    from flashtune.kernel import Kernel
+    from flashtune.record import Selection
+
+Result = Tensor | tuple[Tensor, Tensor]
+# (q, k, v, scale) of the call's layout; the scale is not negative, and None asks for the default.
+Serve = Callable[[Tensor, Tensor, Tensor, float | None], Result]
+
+
+def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
+    """What serves a request from now on: compiled, loaded and proven.
+
+    Raises:
+        ProblemError: Nobody can serve it.
+        KernelError: Only generated kernels may serve, and none compiles or none is right here.
+    """
+    decision = decide(request, q, k, v)
+    if decision.server is Server.GENERATED:
+        return _generated_or_baseline(decision, request, q, k, v)
+    if decision.server is Server.INTERPRETER:
+        return functools.partial(_interpreted, decision, request)
+    if decision.server is Server.NOBODY:
+        return functools.partial(_empty, request)
+    if request.needs_grad:
+        tell_once(
+            "gradients",
+            "an input requires grad and flashtune generates no backward pass yet: torch's SDPA serves",
+        )
+    return _baseline(decision.server, request)
+
+
+def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
+    assert decision.selection is not None
+    assert decision.target is not None
+    _tell_of_fallback(decision.selection, request)
+    try:
+        return _generated(decision.selection, decision.target, request, q, k, v)
+    except KernelError as error:
+        failure = error
+    except VerificationError as wrong:
+        failure = wrong
+    if request.prefer is Prefer.FASTEST:
+        tell_once(
+            f"failed {request.problem.key}",
+            f"{failure}; torch's SDPA serves: run {search_command(request.problem)}",
+        )
+        return _baseline(baseline(request), request)
+    if decision.selection.source == "default":
+        raise failure
+    tell_once(
+        f"failed {request.problem.key}",
+        f"{failure}; a default config serves: run {search_command(request.problem)}",
+    )
+    return _generated(default_selection(request.problem, decision.target), decision.target, request, q, k, v)
+
+
+def _generated(
+    selection: Selection, target: Target, request: Request, q: Tensor, k: Tensor, v: Tensor
+) -> Serve:
+    """A generated kernel, proven and bound to these strides.
+
+    Raises:
+        KernelError: It does not compile or load.
+        VerificationError: It is wrong on this GPU.
+    """
+    record = selection.record
+    assert record.config is not None
+    kernel = kernel_of(record, needed_specialization(request, q, k, v))
+    if not proven_by(selection, kernel.digest):
+        problem = msgspec.structs.replace(request.problem, causal=record.problem.causal)
+        if not passes_self_check(kernel, problem, record.config, target, q.device):
+            raise VerificationError(
+                f"the {record.family} kernel for {request.problem.key} failed its self-check on {target.name}"
+            )
+    views = [request.heads_first(tensor) for tensor in (q, k, v)]
+    binary = _binary(kernel, target, q.device)
+    launch = bind(kernel, target, *views, output_like(request, q), compiled=binary)
+    return _launcher(launch, request, q)
+
+
+@functools.cache
+def _binary(kernel: Kernel, target: Target, device: torch.device) -> CompiledKernel:
+    """A kernel's binary, loaded once per device however many shapes it serves."""
+    del device  # a binary is loaded onto the device that first launches it, so each has its own
+    return compile_kernel(kernel, target)
+
+
+def _launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
+    """Allocates and launches: all that a call does on a shape that was met before.
+
+    A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
+    """
+    default_scale = request.default_scale
+    shape = request.out_shape
+    if request.return_lse:
+        lse_shape = request.lse_shape
+
+        def serve_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+            out = q.new_empty(shape)
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
+            launch(q, k, v, out, lse, default_scale if scale is None else scale)
+            return out, lse
+
+        return serve_with_lse
+    if q.shape == shape and q.is_contiguous():
+
+        def serve_alike(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+            # Half the host time of an allocation by shape.
+            out = torch.empty_like(q)
+            launch(q, k, v, out, None, default_scale if scale is None else scale)
+            return out
+
+        return serve_alike
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+        out = q.new_empty(shape)
+        launch(q, k, v, out, None, default_scale if scale is None else scale)
+        return out
+
+    return serve
+
+
+def _interpreted(
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> Result:
+    """The kernel under Triton's interpreter, in float32: its products of 16-bit tiles are garbage.
+
+    Nothing is proven first: there is no binary whose rightness could hang on this machine.
+    """
+    assert decision.selection is not None
+    assert decision.target is not None
+    wide = [tensor.float() for tensor in (q, k, v)]
+    views = [request.heads_first(tensor) for tensor in wide]
+    out = wide[0].new_empty(request.out_shape)
+    lse = out.new_empty(request.lse_shape) if request.return_lse else None
+    problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
+    record = default_selection(problem, decision.target).record
+    kernel = kernel_of(record, needed_specialization(request, *wide))
+    out_view = request.heads_first(out)
+    launch = bind(kernel, decision.target, *views, out_view)
+    launch(*views, out_view, lse, request.default_scale if scale is None else scale)
+    return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def _baseline(server: Server, request: Request) -> Serve:
+    causal = request.problem.causal
+    default_scale = request.default_scale
+
+    def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+        q, k, v = (request.heads_first(tensor) for tensor in (q, k, v))
+        return request.heads_first(sdpa_attention(q, k, v, default_scale if scale is None else scale, causal))
+
+    def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+        out, lse = standard_attention(
+            *(request.heads_first(tensor) for tensor in (q, k, v)),
+            scale=default_scale if scale is None else scale,
+            causal=causal,
+            return_lse=request.return_lse,
+        )
+        return request.heads_first(out) if lse is None else (request.heads_first(out), lse)
+
+    return serve_sdpa if server is Server.SDPA else serve_standard
+
+
+def _empty(request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+    """Zeros, and the log-sum-exp of nothing."""
+    del k, v, scale
+    out = q.new_zeros(request.out_shape)
+    if not request.return_lse:
+        return out
+    return out, q.new_full(request.lse_shape, -torch.inf, dtype=torch.float32)
+
+
+def _tell_of_fallback(selection: Selection, request: Request) -> None:
+    problem = request.problem
+    if selection.source == "default":
+        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
+    elif selection.source == "nearest" and is_far(selection.record.problem, problem):
+        what = f"{problem.key} is not tuned for this GPU and the nearest tuned shape is far, {selection.record.problem.key}"
+    else:
+        return
+    tell_once("untuned", f"{what}: run {search_command(problem)}")
