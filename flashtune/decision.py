@@ -111,8 +111,8 @@ def _of_selection(
 def _differentiable(request: Request) -> Decision:
     if request.prefer is Prefer.GENERATED:
         raise ProblemError(
-            "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), or "
-            "pass prefer='fastest' to let torch's SDPA serve"
+            "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), "
+            "or pass prefer='fastest' to let torch's SDPA serve"
         )
     return Decision(baseline(request), "an input requires grad and generated kernels have no backward pass")
 
@@ -121,6 +121,6 @@ def _check_device(request: Request) -> None:
     if request.device.type == "cuda" or interpreting():
         return
     raise ProblemError(
-        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the program "
-        "starts to run kernels on the CPU, slowly"
+        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "
+        "program starts to run kernels on the CPU, slowly"
     )

@@ -36,8 +36,8 @@ class Plan:
         """
         if call_key(q, k, v, *self._options) != self._key:
             raise ProblemError(
-                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device or grad: "
-                "call flashtune.plan(...) with them"
+                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device or "
+                "grad: call flashtune.plan(...) with them"
             )
         return self._serve(-q if self._negated else q, k, v, self._scale)
 

@@ -172,8 +172,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis:
         raise ProblemError("q, k and v have batch sizes {}, {} and {}: make them equal".format(*batches))
     if k.shape[1:3] != v.shape[1:3]:
         raise ProblemError(
-            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has {v.shape[heads_axis]} of "
-            f"{v.shape[length_axis]}: make them equal"
+            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has "
+            f"{v.shape[heads_axis]} of {v.shape[length_axis]}: make them equal"
         )
     if q.shape[3] != k.shape[3]:
         raise ProblemError(f"q has head dim {q.shape[3]} and k has {k.shape[3]}: make them equal")

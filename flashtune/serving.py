@@ -62,25 +62,20 @@ def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: T
     assert decision.selection is not None
     assert decision.target is not None
     _tell_of_fallback(decision.selection, request)
+    failure: KernelError | VerificationError
     try:
         return _generated(decision.selection, decision.target, request, q, k, v)
-    except KernelError as error:
+    except (KernelError, VerificationError) as error:
         failure = error
-    except VerificationError as wrong:
-        failure = wrong
+    matter, advice = f"failed {request.problem.key}", f"run {search_command(request.problem)}"
     if request.prefer is Prefer.FASTEST:
-        tell_once(
-            f"failed {request.problem.key}",
-            f"{failure}; torch's SDPA serves: run {search_command(request.problem)}",
-        )
+        tell_once(matter, f"{failure}, so torch's SDPA serves: {advice}")
         return _baseline(baseline(request), request)
     if decision.selection.source == "default":
         raise failure
-    tell_once(
-        f"failed {request.problem.key}",
-        f"{failure}; a default config serves: run {search_command(request.problem)}",
-    )
-    return _generated(default_selection(request.problem, decision.target), decision.target, request, q, k, v)
+    tell_once(matter, f"{failure}, so a default config serves: {advice}")
+    default = default_selection(request.problem, decision.target)
+    return _generated(default, decision.target, request, q, k, v)
 
 
 def _generated(
@@ -101,9 +96,8 @@ def _generated(
             raise VerificationError(
                 f"the {record.family} kernel for {request.problem.key} failed its self-check on {target.name}"
             )
-    views = [request.heads_first(tensor) for tensor in (q, k, v)]
     binary = _binary(kernel, target, q.device)
-    launch = bind(kernel, target, *views, output_like(request, q), compiled=binary)
+    launch = bind(kernel, target, *request.views(q, k, v), output_like(request, q), compiled=binary)
     return _launcher(launch, request, q)
 
 
@@ -158,8 +152,8 @@ def _interpreted(
     """
     assert decision.selection is not None
     assert decision.target is not None
-    wide = [tensor.float() for tensor in (q, k, v)]
-    views = [request.heads_first(tensor) for tensor in wide]
+    wide = q.float(), k.float(), v.float()
+    views = request.views(*wide)
     out = wide[0].new_empty(request.out_shape)
     lse = out.new_empty(request.lse_shape) if request.return_lse else None
     problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
@@ -176,12 +170,12 @@ def _baseline(server: Server, request: Request) -> Serve:
     default_scale = request.default_scale
 
     def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
-        q, k, v = (request.heads_first(tensor) for tensor in (q, k, v))
-        return request.heads_first(sdpa_attention(q, k, v, default_scale if scale is None else scale, causal))
+        factor = default_scale if scale is None else scale
+        return request.heads_first(sdpa_attention(*request.views(q, k, v), factor, causal))
 
     def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
         out, lse = standard_attention(
-            *(request.heads_first(tensor) for tensor in (q, k, v)),
+            *request.views(q, k, v),
             scale=default_scale if scale is None else scale,
             causal=causal,
             return_lse=request.return_lse,
@@ -205,7 +199,7 @@ def _tell_of_fallback(selection: Selection, request: Request) -> None:
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
     elif selection.source == "nearest" and is_far(selection.record.problem, problem):
-        what = f"{problem.key} is not tuned for this GPU and the nearest tuned shape is far, {selection.record.problem.key}"
+        what = f"{problem.key} is not tuned here and its nearest, {selection.record.problem.key}, is far"
     else:
         return
     tell_once("untuned", f"{what}: run {search_command(problem)}")
