@@ -34,6 +34,7 @@ class Launch(Protocol):
 
     q, k, v and out are [batch, heads, seqlen, head_dim]; lse is [batch, heads, seqlen_q] in
     float32 and contiguous, or None where the kernel does not write it. `scale` is not negative.
+    Strides are bound, so only addresses are read: a transposed view and its base serve alike.
     """
 
     def __call__(
@@ -112,6 +113,7 @@ class DeviceLaunch:
 
     __slots__ = (
         "_allocate",
+        "_current",
         "_device",
         "_grid",
         "_head",
@@ -140,6 +142,7 @@ class DeviceLaunch:
             except Exception as error:
                 raise KernelError(first_line(error)) from error
         self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._current: Callable[[], int] = torch.cuda.current_device
         # Only GPU drivers have it, and only on a GPU is this class made.
         self._stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
         self._grid = (*grid, 1, 1)[:3]
@@ -153,18 +156,19 @@ class DeviceLaunch:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
     ) -> None:
-        """Queues the kernel on the current stream."""
+        """Queues the kernel on its device's current stream."""
+        if self._current() != self._device:
+            # The binary belongs to its device's context, which must be the current one.
+            with torch.cuda.device(self._device):
+                self(q, k, v, out, lse, scale)
+            return
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         address = out.data_ptr()
-        pointers = [
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            address,
-            address if lse is None else lse.data_ptr(),
-        ]
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers += [workspace.data_ptr() for workspace in workspaces]
+        row_lse = address if lse is None else lse.data_ptr()
+        pointers: tuple[int, ...] = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
+        if self._workspaces:
+            workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
+            pointers += tuple(workspace.data_ptr() for workspace in workspaces)
         stream = self._stream(self._device)
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         if not self._scratch:
