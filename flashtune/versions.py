@@ -21,7 +21,7 @@ def current_versions(family_name: str) -> Versions:
     return Versions(
         flashtune=package_version(),
         template=template_hash(family_name),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         triton=triton.__version__,
         ptxas=_ptxas_version(),
         driver=driver_version(),
