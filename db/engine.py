@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, create_engine, event, exc
+from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
 
 from flashtune.db.failures import ELSEWHERE, sqlite_error
 from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 BUSY_SECONDS = 60.0
-DIALECTS = ("sqlite", "postgresql")
 READING = "flashtune_reading"
 
 
@@ -27,27 +26,22 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
     """An engine for a URL that `database_url` made; connects to nothing yet.
 
     Raises:
-        StoreError: The URL names a kind of database that flashtune does not use, or its driver
-            is not installed.
+        StoreError: The URL is none, or names a kind of database that flashtune does not use, or
+            one whose driver is not installed.
     """
     path = sqlite_path(url)
     if path is not None:
         return _sqlite_engine(path, read_only)
+    where = describe(url)
     try:
-        engine = create_engine(url, pool_pre_ping=True)
+        backend = make_url(url).get_backend_name()
+        if backend != "postgresql":
+            raise StoreError(f"records are kept in SQLite or PostgreSQL, and {where} is neither: {ELSEWHERE}")
+        return create_engine(url, pool_pre_ping=True)
     except (exc.ArgumentError, ValueError) as error:
-        raise StoreError(
-            f"{describe(url)} is no database URL: write postgresql+psycopg://USER@HOST/NAME"
-        ) from error
+        raise StoreError(f"{where} is no database URL: write postgresql+psycopg://USER@HOST/NAME") from error
     except ImportError as error:
-        raise StoreError(
-            f"the driver of {describe(url)} is missing ({error}): install psycopg, write postgresql+psycopg://"
-        ) from error
-    if engine.dialect.name not in DIALECTS:
-        raise StoreError(
-            f"flashtune keeps records in SQLite or PostgreSQL, not in {engine.dialect.name}: {ELSEWHERE}"
-        )
-    return engine
+        raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error
 
 
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:

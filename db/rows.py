@@ -89,7 +89,8 @@ def write_check(connection: Connection, check: Check, created_at: str, *, replac
         statement = statement.on_conflict_do_update(index_elements=list(key), set_=changed)
     else:
         statement = statement.on_conflict_do_nothing(index_elements=list(key))
-    return connection.execute(statement).rowcount == 1
+    # Drivers differ in what they count, and agree on what they return.
+    return connection.execute(statement.returning(CHECKS.c.digest)).scalar() is not None
 
 
 def insert_into(connection: Connection, table: Table) -> Upsert:

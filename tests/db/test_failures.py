@@ -121,10 +121,17 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_database_that_is_not_used() -> None:
-    with pytest.raises(StoreError, match=r"SQLite or PostgreSQL|driver"):
+    with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
         open_store("mysql://host/name")
     with pytest.raises(StoreError, match="is no database URL"):
         open_store("no such thing://x")
+
+
+def test_a_password_is_in_no_message() -> None:
+    with pytest.raises(StoreError) as caught:
+        open_store("postgresql+psycopg://me:secret@flashtune.invalid/name")
+    assert "secret" not in str(caught.value)
+    assert "me@flashtune.invalid" in str(caught.value)
 
 
 @pytest.fixture
