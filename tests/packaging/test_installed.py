@@ -48,6 +48,7 @@ def test_import_comes_from_the_wheel_and_is_light(run: Runner, site: Path) -> No
             "import json, sys, time, torch, triton\n"
             "start = time.process_time()\n"
             "import flashtune\n"
+            "flashtune.attention, flashtune.plan, flashtune.explain\n"
             "seconds = time.process_time() - start\n"
             f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
             "print(json.dumps({'file': flashtune.__file__, 'loaded': loaded, 'seconds': seconds}))"
