@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -86,12 +89,29 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; errors of flashtune's become one sentence and an exit code."""
         try:
-            return super().invoke(ctx)
+            with plain_warnings():
+                return super().invoke(ctx)
         except FlashtuneError as error:
             raise Failure(error) from error
         except KeyboardInterrupt:
             click.echo("flashtune: interrupted; what was finished is stored", err=True)
             ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Shows flashtune's own warnings as sentences on stderr, and other libraries' as ever."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+        if category.__module__.startswith("flashtune."):
+            click.echo(f"flashtune: {message}", err=True)
+        else:
+            usual(message, category, *place, **rest)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def module_name(command: str) -> str:

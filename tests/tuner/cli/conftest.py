@@ -1,0 +1,110 @@
+"""A database with a few records, and a way to call the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtune.db.store import open_store
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.record import (
+    Measurement,
+    Outcome,
+    PeerTime,
+    Provenance,
+    Record,
+    Resources,
+    Verdict,
+)
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.cli import main
+from flashtune.tuner.config_text import change_config
+from flashtune.tuner.shapes import parse_shape
+from flashtune.versions import current_versions
+
+SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
+
+Run = Callable[..., Result]
+MakeRecord = Callable[..., Record]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Calls `flashtune` with arguments, on a database and a cache of the test's own."""
+    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
+
+    def invoke(*arguments: str | Path) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="flashtune")
+
+    return invoke
+
+
+@pytest.fixture
+def shape() -> str:
+    """The shape of the stored records, as a user writes it."""
+    return SHAPE
+
+
+@pytest.fixture
+def problem() -> Problem:
+    """The problem that the stored records compute."""
+    (found,) = parse_shape(SHAPE)
+    return found
+
+
+@pytest.fixture
+def make_record(problem: Problem) -> MakeRecord:
+    """Builds a record that could have come from a search on an H200."""
+
+    def build(
+        config: str = "",
+        ms: float | None = 0.5,
+        outcome: Outcome = Outcome.OK,
+        of: Problem = problem,
+        target: str = "nvidia-h200",
+        provenance: Provenance = Provenance.MEASURED,
+        message: str = "",
+    ) -> Record:
+        family = find_family("forward_q_outer")
+        chosen = change_config(family.default(of, find_target(target)), config)
+        peers = (PeerTime("sdpa-cudnn", 0.6), PeerTime("sdpa-flash", 0.9))
+        return Record(
+            problem=of,
+            target=target,
+            family=family.name,
+            config=chosen,
+            specialization=Specialization(),
+            kernel=render(family, of, chosen, Specialization()).digest,
+            outcome=outcome,
+            provenance=provenance,
+            versions=current_versions(family.name),
+            resources=Resources(sram_bytes=49_152, registers=128),
+            verdict=Verdict(outcome is Outcome.OK, 0.4, 12, "", "NVIDIA H200"),
+            measurement=Measurement(ms, ms * 0.99, ms * 1.01, 100, peers=peers) if ms else None,
+            message=message,
+        )
+
+    return build
+
+
+@pytest.fixture
+def stored(run: Run, make_record: MakeRecord, tmp_path: Path) -> tuple[Record, ...]:
+    """Three good records, two failures, the fastest selected."""
+    records = (
+        make_record("block_m=64", ms=0.7),
+        make_record("block_m=128", ms=0.5),
+        make_record("block_m=32", ms=0.9),
+        make_record("block_m=256", ms=None, outcome=Outcome.INFEASIBLE, message="asks for too much SRAM"),
+        make_record("block_m=16", ms=None, outcome=Outcome.WRONG_RESULT, message="tail of the last [tile]"),
+    )
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        ids = [store.add(record) for record in records]
+        store.pin(ids[1])
+    return records

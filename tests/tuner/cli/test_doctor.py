@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import Result
+
+from flashtune.errors import KernelError
+from flashtune.record import Resources
+from flashtune.target import find_target
+from flashtune.tuner.doctor import Level, gpu, interpreter, library
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compiler that answers at once, and caches of the test's own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr("flashtune.tuner.resources.read_resources", lambda *_: Resources(sram_bytes=1))
+
+
+def findings(result: Result) -> dict[str, tuple[str, str]]:
+    return {row["name"]: (row["level"], row["said"]) for row in json.loads(result.stdout)}
+
+
+def test_a_sound_machine(run: Run, compiler: None) -> None:
+    result = run("doctor", "--target", "h100", "--json")
+    assert result.exit_code == 0, result.output
+    found = findings(result)
+    for name in ("python", "torch", "triton", "kernel cache", "triton cache", "database", "compiler"):
+        assert found[name][0] == "ok", found[name]
+    assert "none yet" in found["database"][1]
+
+
+def test_lines_are_for_people(run: Run, compiler: None) -> None:
+    result = run("doctor", "--target", "mi300x")
+    assert result.exit_code == 0
+    assert all(line[:4].strip() in ("ok", "warn", "fail") for line in result.stdout.splitlines())
+    assert "gfx942" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_real_compiler_works(run: Run) -> None:
+    assert findings(run("doctor", "--target", "h100", "--json"))["compiler"][0] == "ok"
+
+
+def test_a_compiler_that_fails_is_a_failure(
+    run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Resources:
+        raise KernelError("ptxas failed (FileNotFoundError): reinstall triton")
+
+    monkeypatch.setattr("flashtune.tuner.resources.read_resources", refuse)
+    result = run("doctor", "--target", "h100")
+    assert result.exit_code == 1
+    assert "fail  compiler" in result.stdout
+
+
+def test_a_damaged_database_is_a_failure(run: Run, compiler: None, tmp_path: Path) -> None:
+    (tmp_path / "flashtune.sqlite").write_bytes(b"damaged, and long enough to be looked at" * 100)
+    result = run("doctor", "--target", "h100", "--json")
+    assert result.exit_code == 1
+    assert findings(result)["database"][0] == "fail"
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure(
+    run: Run, compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    result = run("doctor", "--target", "h100", "--json")
+    assert result.exit_code == 1
+    assert findings(result)["kernel cache"][0] == "fail"
+
+
+def test_an_unknown_target_is_a_usage_error(run: Run) -> None:
+    assert run("doctor", "--target", "h900").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("2.9.1", Level.FAIL),
+        ("3.6.0", Level.OK),
+        ("3.9.0+git1", Level.OK),
+        ("3.10.0", Level.WARN),
+        ("odd", Level.FAIL),
+    ],
+)
+def test_versions_are_judged(monkeypatch: pytest.MonkeyPatch, version: str, level: Level) -> None:
+    monkeypatch.setattr("importlib.import_module", lambda _: types.SimpleNamespace(__version__=version))
+    assert library("triton", (3, 6), (3, 9)).level is level
+
+
+def test_a_library_that_cannot_be_imported_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> object:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr("importlib.import_module", absent)
+    finding = library("torch", (2, 10), None)
+    assert finding.level is Level.FAIL
+    assert "libcudart" in finding.said
+
+
+def test_a_gpu_is_compared_with_the_table() -> None:
+    h100 = find_target("h100")
+    assert gpu(0, h100).level is Level.OK
+    slice_of_one = msgspec.structs.replace(h100, sm_count=60)
+    assert "sm_count 60 instead of 132" in gpu(0, slice_of_one).said
+    assert gpu(0, msgspec.structs.replace(h100, name="nvidia-h800")).level is Level.WARN
+
+
+def test_the_interpreter_wants_an_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreter().level is Level.OK
+    monkeypatch.setattr("flashtune.compilation.interpreting", lambda: True)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("numpy.__version__", "2.4.1")
+    assert interpreter().level is Level.FAIL
+    monkeypatch.setattr("numpy.__version__", "2.3.5")
+    assert interpreter().level is Level.WARN
+
+
+@pytest.mark.gpu
+def test_this_machines_gpu_is_known(run: Run) -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    found = findings(result)
+    assert found["gpu 0"][0] in ("ok", "warn")
+    assert found["driver"][1] != "none"

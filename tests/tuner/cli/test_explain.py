@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import Result
+
+from flashtune.errors import KernelError, ProblemError, UsageError
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Provenance, Record, Resources
+from flashtune.standard import standard_hbm_items
+from flashtune.target import find_target
+from flashtune.tuner.chosen import choose, contiguous_specialization, default_kernel
+from flashtune.tuner.config_text import change_config
+from flashtune.tuner.explain import explain, rank, roofline
+from flashtune.tuner.shapes import parse_shape
+
+Run = Callable[..., Result]
+Stored = tuple[Record, ...]
+H200 = find_target("h200")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers for the compiler, which takes a second a kernel."""
+
+    def read(*_: object) -> Resources:
+        return Resources(sram_bytes=50_000, registers=128, spill_bytes=8)
+
+    monkeypatch.setattr("flashtune.tuner.explain.read_resources", read)
+
+
+def test_the_selection_is_explained_against_its_rivals(run: Run, stored: Stored, shape: str) -> None:
+    result = run("explain", "--shape", shape, "--target", "h200")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for part in (
+        "block_m=128",
+        "Selected in the database. 0.5000 ms, measured.",
+        "capacity 232,448",
+        "compiled 49,152",
+        "Roofline: at least",
+        "forward_kv_outer",
+        "standard",
+        "warps on a multiprocessor, limited by",
+        "sdpa-cudnn 0.6000",
+        "1 infeasible, 1 wrong_result",
+    ):
+        assert part in text
+
+
+def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
+    (told,) = json.loads(run("explain", "--shape", shape, "--target", "h200", "--json").stdout)
+    assert told["source"] == "database"
+    assert told["failures"] == {"infeasible": 1, "wrong_result": 1}
+    assert [rival["ms"] for rival in told["rivals"]] == [0.5, 0.6, 0.7, 0.9, 0.9]
+    assert told["sram"]["modelled"] == sum(item["bytes"] for item in told["sram"]["items"])
+    assert told["sram"]["compiled"] == 49_152
+    assert {way["name"] for way in told["traffic"]} == {"forward_q_outer", "forward_kv_outer", "standard"}
+
+
+def test_without_a_database_the_default_is_explained(
+    run: Run, shape: str, no_compiler: None, tmp_path: Path
+) -> None:
+    result = run("explain", "--shape", shape, "--target", "a100", "--json")
+    assert result.exit_code == 0, result.output
+    (told,) = json.loads(result.stdout)
+    assert (told["source"], told["ms"], told["rivals"]) == ("default", None, [])
+    assert told["sram"]["capacity"] == find_target("a100").sram_per_block
+    assert told["occupancy"]["blocks"] >= 1
+    assert not (tmp_path / "flashtune.sqlite").exists()
+
+
+def test_a_config_of_the_user_changes_what_is_explained(
+    run: Run, stored: Stored, shape: str, no_compiler: None
+) -> None:
+    arguments = ("explain", "--shape", shape, "--target", "h200", "--json", "--config", "block_n=32")
+    (told,) = json.loads(run(*arguments).stdout)
+    assert told["source"] == "command line"
+    assert (told["config"]["block_m"], told["config"]["block_n"]) == (128, 32)
+    assert told["sram"]["compiled"] == 50_000
+
+
+def test_a_kernel_that_does_not_compile_is_explained_all_the_same(
+    run: Run, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Resources:
+        raise KernelError("RuntimeError: [PassManager::run failed]")
+
+    monkeypatch.setattr("flashtune.tuner.explain.read_resources", refuse)
+    result = run("explain", "--shape", shape, "--target", "h200")
+    assert result.exit_code == 0, result.output
+    assert "[PassManager::run failed]" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_real_compiler_is_asked_where_nothing_is_stored(run: Run, shape: str) -> None:
+    (told,) = json.loads(run("explain", "--shape", shape, "--target", "h100", "--json").stdout)
+    assert told["resources"]["sram_bytes"] >= told["sram"]["modelled"] > 0
+
+
+def test_roofline_of_long_prefill_is_the_matrix_units_and_of_one_query_the_memory() -> None:
+    (long,) = parse_shape("heads=32,seqlen=8192,head_dim=128,causal")
+    (decode,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128")
+    assert roofline(long, H200).bound_by == "matrix units"
+    bound = roofline(decode, H200)
+    assert bound.bound_by == "memory"
+    assert bound.intensity < bound.ridge
+    assert bound.bound_ms == pytest.approx(1e3 * decode.minimal_bytes() / 4.8e12)
+
+
+def test_traffic_of_the_standard_computation_dwarfs_the_fused_on_long_sequences(no_compiler: None) -> None:
+    (long,) = parse_shape("heads=16,seqlen=8192,head_dim=64")
+    told = explain(default_kernel(long, H200), ())
+    ways = {way.name: way.bytes for way in told.traffic}
+    assert ways["forward_q_outer"] < ways["forward_kv_outer"]
+    assert ways["forward_q_outer"] * 10 < ways["standard"]
+    assert ways["standard"] == sum(item.bytes for item in standard_hbm_items(long))
+
+
+def test_rivals_are_each_at_their_best_and_measured_before_predicted(
+    make_record: Callable[..., Record],
+) -> None:
+    records = (
+        make_record("block_m=64", ms=0.8),
+        make_record("block_m=64", ms=0.7),
+        make_record("block_m=32", ms=0.1, provenance=Provenance.PREDICTED),
+        make_record("block_m=16", ms=None, outcome=Outcome.TIMEOUT),
+    )
+    ranked = rank(records)
+    assert [(rival.ms, rival.provenance.value) for rival in ranked] == [
+        (0.6, "measured"),
+        (0.7, "measured"),
+        (0.9, "measured"),
+        (0.1, "predicted"),
+    ]
+
+
+def test_a_named_family_is_its_best_record_or_its_default(stored: Stored, problem: Problem, run: Run) -> None:
+    best = choose(problem, H200, None, "forward_q_outer")
+    assert best.config == stored[1].config
+    other = choose(problem, H200, None, "forward_kv_outer")
+    assert (other.family.name, other.source) == ("forward_kv_outer", "default")
+
+
+def test_a_near_shape_serves_with_its_own_specialization(stored: Stored, problem: Problem, run: Run) -> None:
+    near = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
+    chosen = choose(near, H200, None)
+    assert (chosen.source, chosen.record) == ("nearest", None)
+    assert chosen.config == stored[1].config
+
+
+def test_an_impossible_problem_or_family_is_one_sentence(run: Run, shape: str) -> None:
+    result = run("explain", "--shape", "heads=1,seqlen=64,head_dim=512", "--target", "h100")
+    assert result.exit_code == 2
+    assert "no kernel family computes" in result.stderr
+    with pytest.raises(ProblemError):
+        choose(parse_shape("heads=1,seqlen=64,head_dim=512")[0], H200, None, "forward_q_outer")
+    assert run("explain", "--shape", shape, "--target", "h100", "--family", "nope").exit_code == 2
+
+
+def test_contiguous_tensors_have_the_alignment_of_their_head_dim() -> None:
+    (sixteen,) = parse_shape("heads=4,seqlen=128,head_dim=64")
+    (eight,) = parse_shape("heads=4,seqlen=128,head_dim=40")
+    (odd,) = parse_shape("heads=4,seqlen=127,head_dim=33")
+    (wide,) = parse_shape("heads=128,seqlen=131072,head_dim=256,batch=2")
+    alignments = [contiguous_specialization(problem).alignment for problem in (sixteen, eight, odd)]
+    assert alignments == [16, 8, 1]
+    assert contiguous_specialization(wide).index_bits == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("block=64", "did you mean 'block_"),
+        ("block_m=-64", "cannot be used"),
+        ("block_m=64x", "cannot be used"),
+        ("block_m=99999999999999999999999", "cannot be used"),
+        ("loads=telepathy", "cannot be used"),
+        ("block_m=64,block_m=32", "given twice"),
+        ("__class__=1", "has no"),
+    ],
+)
+def test_configs_that_are_none(problem: Problem, text: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        change_config(default_kernel(problem, H200).config, text)
+
+
+def test_configs_take_numbers_words_and_switches(problem: Problem) -> None:
+    base = default_kernel(problem, H200).config
+    changed = change_config(base, " block_m = 64 , qk_ahead, loads=descriptor, two_phases=false ")
+    values = msgspec.to_builtins(changed)
+    assert (values["block_m"], values["qk_ahead"], values["loads"], values["two_phases"]) == (
+        64,
+        True,
+        "descriptor",
+        False,
+    )
+    assert change_config(base, "") == base

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtune.errors import FlashtuneError, StoreError, UsageError
+from flashtune.tuner.cli import COMMANDS, main
+from flashtune.tuner.cli.options import problem_options, target_options
+
+HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "alembic", "jinja2", "rich", "msgspec", "numpy")
+Run = Callable[..., Result]
+
+
+def test_help_imports_click_alone() -> None:
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from flashtune.tuner.cli import main\n"
+        "result = CliRunner().invoke(main, ['--help'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in COMMANDS)
+    assert "130" in result.output
+
+
+def test_version(run: Run) -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output.startswith("flashtune 0.")
+
+
+def test_an_unknown_command_names_the_nearest(run: Run) -> None:
+    result = run("expalin")
+    assert result.exit_code == 2
+    assert "did you mean 'explain'?" in result.output
+
+
+def test_an_unknown_option_is_a_usage_error(run: Run) -> None:
+    assert run("show", "--jsn").exit_code == 2
+
+
+def raising(error: BaseException) -> click.Command:
+    @click.command("show")
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (FlashtuneError("the work failed"), 1, "flashtune: the work failed\n"),
+        (StoreError("the disk is\nfull"), 1, "flashtune: the disk is full\n"),
+        (UsageError("no such thing"), 2, "flashtune: no such thing\n"),
+        (KeyboardInterrupt(), 130, "flashtune: interrupted; what was finished is stored\n"),
+    ],
+)
+def test_errors_are_one_sentence_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, sentence: str
+) -> None:
+    monkeypatch.setattr("flashtune.tuner.cli.show.command", raising(error))
+    result = CliRunner().invoke(main, ["show"])
+    assert result.exit_code == code
+    assert result.stderr == sentence
+    assert result.stdout == ""
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtune.tuner.cli.show.command", raising(RuntimeError("a bug")))
+    result = CliRunner().invoke(main, ["show"])
+    assert isinstance(result.exception, RuntimeError)
+
+
+@click.command()
+@problem_options
+@target_options
+def probe(problems: tuple[object, ...], target: object, device: int | None) -> None:
+    click.echo(f"{len(problems)} {getattr(target, 'name', '')} {device}")
+
+
+def ask(*arguments: str) -> Result:
+    return CliRunner().invoke(probe, arguments)
+
+
+def test_shapes_models_and_files_come_together_once() -> None:
+    shape = "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"
+    result = ask(
+        "--target",
+        "H100",
+        "--shape",
+        shape,
+        "--model",
+        "llama-3.1-8b",
+        "--shape",
+        "heads=1,seqlen=1|2,head_dim=8",
+    )
+    assert result.output == "3 nvidia-h100 None\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ((), "name a shape"),
+        (("--model", "llama-3.1-8b", "--target", "h900"), "there is no target"),
+        (("--model", "nope"), "there is no model"),
+        (("--model", "phi-2", "--target", "h100", "--device", "0"), "give one of the two"),
+        (("--model", "phi-2", "--seqlen", "x"), "whole numbers"),
+        (("--hf-config", "missing.json"), "No such file"),
+    ],
+)
+def test_mistakes_in_shared_options_are_usage_errors(arguments: tuple[str, ...], part: str) -> None:
+    result = ask("--target", "h100", *arguments) if not arguments else ask(*arguments)
+    assert isinstance(result.exception, UsageError)
+    assert part in str(result.exception)
