@@ -77,6 +77,11 @@ def _widens(q: Tensor, k: Tensor) -> bool:
     return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
 
 
+def score_bytes(problem: Problem) -> int:
+    """Bytes of all scores of a problem; `standard_attention` holds two and a half times as many at once."""
+    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * SCORE_BYTES
+
+
 def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
     """HBM traffic of `standard_attention`, item by item, in bytes.
 
@@ -99,9 +104,3 @@ def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
         TrafficItem("weights read by the second product", pairs * size),
         TrafficItem("out written once", queries * problem.value_head_dim),
     )
-
-
-def standard_memory(problem: Problem) -> int:
-    """Bytes that `standard_attention` holds at once beside its inputs: scores, weights, rounded weights."""
-    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    return pairs * (2 * SCORE_BYTES + problem.dtype.itemsize)
