@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +17,7 @@ from flashtune.db.failures import UnreadableRecord
 from flashtune.db.location import describe
 from flashtune.db.rows import (
     insert_record,
+    now,
     readable,
     select_records,
     select_selected,
@@ -28,10 +31,19 @@ from flashtune.errors import TableError
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Row, Select
 
+    from flashtune.db.table import TunedTable
     from flashtune.record import Record
 
 # Rows fetched at a time, so that a large source never lies in memory whole.
 CHUNK = 500
+
+
+class Taken(enum.Enum):
+    """What became of another's selection."""
+
+    ADDED = enum.auto()
+    REPLACED = enum.auto()
+    KEPT = enum.auto()
 
 
 class MergeCounts(msgspec.Struct, frozen=True):
@@ -52,6 +64,17 @@ def merge(theirs: Connection, ours: Connection, source_url: str) -> MergeCounts:
     return MergeCounts(added, known, new, replaced, kept, _merge_checks(theirs, ours, source_url))
 
 
+def merge_tables(tables: Iterable[TunedTable], ours: Connection) -> MergeCounts:
+    """Takes the records of tables and, by the rule of `merge`, their selections."""
+    written = now()
+    news: Counter[bool] = Counter()
+    ends: Counter[Taken] = Counter()
+    for record in (record for table in tables for record in table.records):
+        news[insert_record(ours, record, written)[1]] += 1
+        ends[_take_selection(ours, record, written, written)] += 1
+    return MergeCounts(news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], 0)
+
+
 def _fetched(connection: Connection, query: Select[Any], url: str) -> Iterator[Row[Any]]:
     """The rows of a query whose errors name this database, though it is read amid writing another."""
     with explained(url):
@@ -68,22 +91,24 @@ def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tup
 
 
 def _merge_selections(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int, int]:
-    added = replaced = kept = 0
     rows = list(_fetched(theirs, select_selected(), source_url))
-    pinned = {row.id: row.pinned_at for row in rows}
-    for stored in readable(rows, describe(source_url)):
-        record = stored.record
-        if why_not_selectable(record):
-            continue
-        present = _selection(ours, record)
-        if present is not None and not is_better_selection(record, present):
-            kept += 1
-            continue
-        record_id, _ = insert_record(ours, record, stored.created_at)
-        write_selection(ours, record, record_id, pinned[stored.id])
-        added += present is None
-        replaced += present is not None
-    return added, replaced, kept
+    pinned = {row.id: str(row.pinned_at) for row in rows}
+    ends = Counter(
+        _take_selection(ours, stored.record, stored.created_at, pinned[stored.id])
+        for stored in readable(rows, describe(source_url))
+        if not why_not_selectable(stored.record)
+    )
+    return ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT]
+
+
+def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> Taken:
+    """Makes a record our selection, unless ours of the same (problem, target) stays."""
+    present = _selection(ours, record)
+    if present is not None and not is_better_selection(record, present):
+        return Taken.KEPT
+    record_id, _ = insert_record(ours, record, created_at)
+    write_selection(ours, record, record_id, pinned_at)
+    return Taken.ADDED if present is None else Taken.REPLACED
 
 
 def _selection(connection: Connection, record: Record) -> Record | None:

@@ -1,7 +1,7 @@
 """What the runtime reads of the database: selections and remembered self-checks, never writing.
 
 SQLite is read through the standard library, so that a program that imports flashtune pays for no
-SQLAlchemy. Each question opens the file anew (a quarter of a millisecond, once per problem and
+SQLAlchemy. Each question opens the file anew (a third of a millisecond, once per problem and
 process): nothing is shared between threads or with forked children, and a database that appears,
 grows or is replaced while the program runs is seen.
 """

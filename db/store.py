@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from flashtune.db.engine import reading, writing
 from flashtune.db.location import database_url, describe
-from flashtune.db.merge import MergeCounts, merge
+from flashtune.db.merge import MergeCounts, merge, merge_tables
 from flashtune.db.migrate import ready_engine, source_engine
 from flashtune.db.rows import (
     StoredRecord,
@@ -21,6 +21,7 @@ from flashtune.db.rows import (
 )
 from flashtune.db.rules import why_not_selectable
 from flashtune.db.schema import RECORDS, SELECTIONS
+from flashtune.db.table import TunedTable, check_table
 from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
@@ -129,6 +130,20 @@ class Store:
         """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""
         with writing(self._engine, self.url) as connection:
             write_check(connection, check, now(), replace=True)
+
+    def merge_tables(self, *tables: TunedTable) -> MergeCounts:
+        """Brings the records and selections of tuned tables into the database, all of them or none.
+
+        Selections that both have are settled as by `merge_from`.
+
+        Raises:
+            TableError: A table holds what may not serve.
+            StoreError: The database cannot be written.
+        """
+        for table in tables:
+            check_table(table, f"the table of {table.target}")
+        with writing(self._engine, self.url) as connection:
+            return merge_tables(tables, connection)
 
     def merge_from(self, url: str) -> MergeCounts:
         """Brings everything of another database into this one: all of it, or nothing on an error.

@@ -90,7 +90,7 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         raise TableError(f"{where} is no tuned table ({brief(error)}): export it again") from error
     records = tuple(_record(bytes(entry), position, where) for position, entry in enumerate(file.records, 1))
     table = TunedTable(target=file.target, records=records)
-    _check(table, where)
+    check_table(table, where)
     return table
 
 
@@ -100,7 +100,7 @@ def dump_table(table: TunedTable) -> bytes:
     Raises:
         TableError: Two records are of one problem, or one may not serve or be stored.
     """
-    _check(table, "the table")
+    check_table(table, "the table")
     blocks = ",\n".join(_block(record) for record in _ordered(table))
     head = f'{{\n  "schema": {table.schema},\n  "target": {_text(table.target)},\n  "records": ['
     return (head + (f"\n{blocks}\n  ]\n}}\n" if blocks else "]\n}\n")).encode()
@@ -134,8 +134,12 @@ def _record(raw: bytes, position: int, where: str) -> Record:
         raise TableError(f"{where}, record {position}: {error}") from error
 
 
-def _check(table: TunedTable, where: str) -> None:
-    """Refuses what dispatch could not use: other targets, failures, two answers to one problem."""
+def check_table(table: TunedTable, where: str) -> None:
+    """Refuses what dispatch could not use; `where` names the table in errors.
+
+    Raises:
+        TableError: A record is of another target or may not serve, or two are of one problem.
+    """
     seen: set[str] = set()
     for position, record in enumerate(table.records, start=1):
         key = record.problem.key

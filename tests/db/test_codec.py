@@ -91,7 +91,7 @@ def records(draw: st.DrawFn) -> Record:
 
 
 @given(records())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_a_record_comes_back_as_it_was(record: Record) -> None:
     raw = encode_record(record)
     decoded = decode_record(raw)
@@ -108,7 +108,7 @@ def test_noise_is_refused(raw: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_any_field_replaced_by_anything_is_refused_or_typed(
     make_record: MakeRecord, data: st.DataObject
 ) -> None:
@@ -201,9 +201,10 @@ def test_a_config_of_another_family_is_refused(
 
 
 def test_a_million_fields_are_refused_at_once(make_record: MakeRecord) -> None:
-    many = {f"f{number}": number for number in range(1_000_000)}
+    many = b",".join(b'"f%d":0' % number for number in range(1_000_000))
+    raw = encode_record(make_record()).replace(b'"config":{', b'"config":{' + many + b",")
     with pytest.raises(TableError, match="bytes is no record"):
-        decode_record(hostile(make_record(), **many))
+        decode_record(raw)
 
 
 def test_deep_nesting_is_refused(make_record: MakeRecord) -> None:

@@ -9,7 +9,8 @@ import pytest
 from flashtune.db.checks import Check
 from flashtune.db.reader import open_reader
 from flashtune.db.store import MergeCounts, Store, open_store
-from flashtune.errors import StoreError
+from flashtune.db.table import TunedTable
+from flashtune.errors import StoreError, TableError
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Verdict
 
@@ -128,3 +129,30 @@ def test_a_database_that_is_not_there_is_not_made(store: Store, other: Path) -> 
     with pytest.raises(StoreError, match="there is no database"):
         store.merge_from(str(other))
     assert not other.exists()
+
+
+def test_tables_are_taken_as_databases_are(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    ours, slower = make_record(ms=1.0), make_record(ms=2.0)
+    new = make_record(problem=make_problem(batch=9))
+    store.pin(store.add(ours))
+    table = TunedTable(target="nvidia-h200", records=(slower, new))
+    assert store.merge_tables(table) == MergeCounts(2, 0, 1, 0, 1, 0)
+    assert {stored.record for stored in store.selections()} == {ours, new}
+    assert store.merge_tables(table) == MergeCounts(0, 2, 0, 0, 2, 0)
+
+
+def test_a_table_with_what_may_not_serve_is_refused(store: Store, make_record: MakeRecord) -> None:
+    failed = TunedTable(target="nvidia-h200", records=(make_record(outcome=Outcome.TIMEOUT),))
+    with pytest.raises(TableError, match="the table of nvidia-h200, record 1 cannot be used"):
+        store.merge_tables(failed)
+    assert store.records() == []
+
+
+def test_of_tables_all_comes_in_or_nothing(store: Store, make_record: MakeRecord) -> None:
+    good = TunedTable(target="nvidia-h200", records=(make_record(),))
+    bad = TunedTable(target="nvidia-a100", records=(make_record(target="nvidia-a100", message="x" * 1000),))
+    with pytest.raises(TableError):
+        store.merge_tables(good, bad)
+    assert store.records() == []
