@@ -43,7 +43,6 @@ CAUSALS: dict[str, Causal] = {
     "true": Causal.BOTTOM_RIGHT,
     "false": Causal.NONE,
 }
-CAUSAL_TEXTS = {Causal.NONE: "", Causal.TOP_LEFT: ",causal=top_left", Causal.BOTTOM_RIGHT: ",causal"}
 KEYS = (*NUMBERS, "dtype", "causal")
 
 Value = int | Dtype | Causal
@@ -67,20 +66,6 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
             raise UsageError(f"{key} is given twice: list its values with |, as in {key}=a|b")
         choices[key] = parse_values(key, value)
     return expand(choices)
-
-
-def format_shape(problem: Problem) -> str:
-    """The text that `parse_shape` turns into this problem alone."""
-    if problem.seqlen_q == problem.seqlen_kv:
-        lengths = f"seqlen={problem.seqlen_q}"
-    else:
-        lengths = f"seqlen_q={problem.seqlen_q},seqlen_kv={problem.seqlen_kv}"
-    same_width = problem.value_head_dim == problem.head_dim
-    return (
-        f"heads={problem.heads},kv_heads={problem.kv_heads},{lengths},head_dim={problem.head_dim}"
-        f"{'' if same_width else f',value_head_dim={problem.value_head_dim}'}"
-        f",dtype={problem.dtype}{CAUSAL_TEXTS[problem.causal]},batch={problem.batch}"
-    )
 
 
 def parse_values(key: str, text: str) -> tuple[Value, ...]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import string
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.errors import UsageError
+from flashtune.notices import search_command
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.shapes import KEYS, MAX_PROBLEMS, format_shape, parse_shape
+from flashtune.tuner.shapes import KEYS, MAX_PROBLEMS, parse_shape
 from flashtune.tuner.shapes_file import read_shapes_file
 
 
@@ -33,8 +35,10 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problems())
-def test_a_problem_survives_being_written_and_read(problem: Problem) -> None:
-    assert parse_shape(format_shape(problem)) == (problem,)
+def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem) -> None:
+    program, command, option, shape = shlex.split(search_command(problem))
+    assert (program, command, option) == ("flashtune", "search", "--shape")
+    assert parse_shape(shape) == (problem,)
 
 
 words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3"])

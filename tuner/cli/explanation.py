@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flashtune.notices import search_command
 from flashtune.tuner.cli.output import quantity
 from flashtune.tuner.explain import Explanation, Rival, Roofline, SramBudget, Traffic
 
@@ -26,7 +27,7 @@ def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
         out.print(_rivals_table(explanation.rivals[:top]))
         out.print(escape(_failures_line(explanation, top)))
     else:
-        out.print("No candidate of this shape is stored: flashtune search finds and measures them.")
+        out.print(escape(f"No candidate of this shape is stored: run {search_command(explanation.problem)}"))
     out.print()
 
 
