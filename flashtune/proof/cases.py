@@ -25,7 +25,7 @@ MAX_BLOCKS = 6
 LONGEST = 1536
 # Heads, KV heads and batch, in turn.
 HEADS = ((4, 2, 1), (3, 1, 2), (2, 2, 2), (1, 1, 1), (6, 3, 1))
-FEW_HEADS = ((2, 1, 1), (2, 2, 1), (1, 1, 2))
+FEW_HEADS = ((4, 2, 1), (1, 1, 2), (2, 2, 1))
 SCALES = (1.0, 0.6, 1.7)
 MAIN_REPEATS = 4
 SMALL_REPEATS = 3

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
+from triton.errors import TritonError
 
 from flashtune.compilation import compile_kernel, first_line, interpreting
 from flashtune.errors import KernelError
@@ -88,6 +89,10 @@ class Finding(NamedTuple):
     figure: Tensor
     limit: float
 
+    def holds(self) -> bool:
+        """Whether the figure is within its limit; reads it, and so waits for the device."""
+        return self.figure.item() <= self.limit
+
 
 def check_kernel(
     family: Family,
@@ -102,8 +107,8 @@ def check_kernel(
 ) -> Verdict:
     """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
 
-    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes. The strict
-    level also checks the binary with and without the log-sum-exp and the other causal alignment.
+    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
+    failure. The strict level also checks the binary with and without the log-sum-exp and the other causal alignment.
 
     Args:
         family: The kernel's family.
@@ -149,9 +154,13 @@ def check_rendered(
     with _on(device):
         try:
             for case, case_seed in _planned(kernel, problem, config, level, seed):
-                findings += _findings(kernel, compiled, case, target, device, case_seed)
+                found = tuple(_findings(kernel, compiled, case, target, device, case_seed))
+                findings += found
+                # On the CPU figures are known at once, and launches are slow: one failure will do.
+                if interpreting() and not all(finding.holds() for finding in found):
+                    break
             figures = torch.stack([finding.figure.double() for finding in findings]).tolist()
-        except RuntimeError as error:
+        except (RuntimeError, TritonError) as error:
             raise KernelError(first_line(error)) from error
     return _verdict(findings, figures, _device_name(device), seed)
 
@@ -264,9 +273,7 @@ def _make(case: Case, alignment: Alignment, device: torch.device, seed: int) -> 
     out_shape = (*values.q.shape[:3], problem.value_head_dim)
     # The tensors' rows differ in width, so that one's stride does not serve for another.
     q, k, v, out = (
-        guarded(
-            shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index
-        )
+        guarded(shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index)
         for index, shape in enumerate((values.q.shape, values.k.shape, values.v.shape, out_shape))
     )
     for tensor, value in zip((q, k, v), values, strict=True):

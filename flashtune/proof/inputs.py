@@ -7,6 +7,7 @@ and one that writes there is caught by its traces.
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 # Rows of poison on either side: as many as the largest tile could run over.
 GUARD_ROWS = 256
 GRANULE = 64
+# Around a log-sum-exp or a workspace: as much as the tensor itself, up to a large tile.
+MAX_FLAT_GUARD = 2**16
 
 
 class Layout(enum.StrEnum):
@@ -90,12 +93,11 @@ def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
 
 def guarded_flat(shape: tuple[int, ...], device: torch.device) -> Guarded:
     """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp or a workspace."""
-    size = 1
-    for extent in shape:
-        size *= extent
-    buffer = torch.empty(size + 2 * GRANULE, dtype=torch.float32, device=device)
+    size = math.prod(shape)
+    guard = -(-min(size + GUARD_ROWS, MAX_FLAT_GUARD) // GRANULE) * GRANULE
+    buffer = torch.empty(size + 2 * guard, dtype=torch.float32, device=device)
     poison(buffer)
-    return Guarded(buffer, buffer[GRANULE : GRANULE + size].view(shape))
+    return Guarded(buffer, buffer[guard : guard + size].view(shape))
 
 
 def poison(tensor: Tensor) -> None:
