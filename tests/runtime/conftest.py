@@ -1,0 +1,88 @@
+"""Problems and records as dispatch meets them, and a runtime that remembers nothing between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from flashtune.calls import forget_servers
+from flashtune.kernel import Specialization
+from flashtune.notices import forget_told
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune.self_check import forget_verdicts
+from flashtune.tables import tuned_records
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.versions import current_versions
+
+TARGET = find_target("h200")
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    """Every test meets shapes, kernels and matters for the first time."""
+
+    def forget() -> None:
+        forget_servers()
+        forget_told()
+        forget_verdicts()
+        tuned_records.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=8,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+
+
+MakeRecord = Callable[..., Record]
+
+
+@pytest.fixture
+def make_record() -> MakeRecord:
+    """Records as a search on this machine would have stored them."""
+
+    def make(
+        problem: Problem, ms: float = 1.0, peers: dict[str, float] | None = None, **changes: object
+    ) -> Record:
+        family = find_family("forward_q_outer")
+        config = family.default(problem, TARGET)
+        record = Record(
+            problem=problem,
+            target=TARGET.name,
+            family=family.name,
+            config=config,
+            specialization=Specialization(),
+            kernel=render(family, problem, config, Specialization()).digest,
+            outcome=Outcome.OK,
+            provenance=Provenance.MEASURED,
+            versions=current_versions(family.name),
+            verdict=Verdict(True, 0.4, 100, "", "NVIDIA H200"),
+            measurement=Measurement(
+                ms,
+                ms * 0.99,
+                ms * 1.01,
+                11,
+                peers=tuple(PeerTime(name, time) for name, time in (peers or {}).items()),
+            ),
+        )
+        return msgspec.structs.replace(record, **changes)
+
+    return make

@@ -1,0 +1,67 @@
+"""SDPA serves with flashtune's meaning of masks, empty rows, groups and scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtune.delegation import sdpa_attention, usual_backend
+from flashtune.problem import Causal
+from flashtune.request import read_request
+
+LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
+
+
+def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seqlen_q * 100 + seqlen_kv)
+    q = torch.randn(2, 4, seqlen_q, 16, dtype=torch.float64)
+    k = torch.randn(2, kv_heads, seqlen_kv, 16, dtype=torch.float64)
+    v = torch.randn(2, kv_heads, seqlen_kv, 24, dtype=torch.float64)
+    return q, k, v
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("scale", [0.3, -0.7])
+def test_masks_groups_and_scales(
+    lengths: tuple[int, int], causal: Causal, kv_heads: int, scale: float
+) -> None:
+    q, k, v = tensors(*lengths, kv_heads)
+    torch.testing.assert_close(sdpa_attention(q, k, v, scale, causal), _by_rows(q, k, v, scale, causal))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", list(Causal))
+def test_gradients_are_finite_and_right(lengths: tuple[int, int], causal: Causal) -> None:
+    leaves = [tensor.requires_grad_() for tensor in tensors(*lengths)]
+    out = sdpa_attention(*leaves, 0.25, causal)  # type: ignore[arg-type]
+    weights = torch.randn_like(out)
+    # The expected rows are written one by one, so that they share no mask with what they check.
+    got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
+    expected = torch.autograd.grad((_by_rows(*leaves, 0.25, causal) * weights).sum(), leaves, allow_unused=True)  # type: ignore[arg-type]
+    for one, other, leaf in zip(got, expected, leaves, strict=True):
+        zeros = torch.zeros_like(leaf)
+        torch.testing.assert_close(zeros if one is None else one, zeros if other is None else other)
+
+
+def _by_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: Causal
+) -> torch.Tensor:
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+    rows = []
+    for row in range(seqlen_q):
+        seen = seqlen_kv if causal is Causal.NONE else max(0, min(row + diagonal + 1, seqlen_kv))
+        weights = (scale * q[:, :, row : row + 1] @ k[:, :, :seen].mT).softmax(-1)
+        rows.append(weights @ v[:, :, :seen] + 0 * q[:, :, row : row + 1].sum(-1, keepdim=True))
+    return torch.cat(rows, 2)
+
+
+def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:
+    q = k = v = torch.randn(1, 2, 8, 16)
+    square = read_request(q, k, v, True, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
+    lopsided = read_request(q, k[:, :, :5], v[:, :, :5], True, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None

@@ -1,0 +1,115 @@
+"""Bad input is refused in one sentence that names the tensor and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtune
+from flashtune.errors import ProblemError
+from flashtune.problem import Causal, Dtype
+from flashtune.request import read_causal, read_request
+
+
+def tensors(
+    q: tuple[int, ...] = (2, 8, 16, 64),
+    k: tuple[int, ...] = (2, 2, 24, 64),
+    v: tuple[int, ...] = (2, 2, 24, 32),
+    dtype: torch.dtype = torch.float16,
+) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in (q, k, v)]
+
+
+def test_a_request_names_what_the_tensors_pose() -> None:
+    q, k, v = tensors()
+    request = read_request(q, k, v, True, "bhsd", True, "generated")
+    problem = request.problem
+    assert (problem.dtype, problem.causal) == (Dtype.FP16, Causal.BOTTOM_RIGHT)
+    assert (problem.heads, problem.kv_heads, problem.head_dim, problem.value_head_dim) == (8, 2, 64, 32)
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_kv) == (2, 16, 24)
+    assert request.out_shape == (2, 8, 16, 32)
+    assert request.lse_shape == (2, 8, 16)
+    assert request.default_scale == 0.125
+
+
+def test_both_layouts_pose_the_same_problem() -> None:
+    q, k, v = tensors()
+    first = read_request(q, k, v, False, "bhsd", False, "fastest")
+    moved = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    second = read_request(*moved, False, "bshd", False, "fastest")
+    assert first.problem == second.problem
+    assert second.out_shape == (2, 16, 8, 32)
+    assert second.views(*moved)[0].shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [
+        (False, Causal.NONE),
+        (True, Causal.BOTTOM_RIGHT),
+        ("top_left", Causal.TOP_LEFT),
+        ("bottom_right", Causal.BOTTOM_RIGHT),
+        ("none", Causal.NONE),
+    ],
+)
+def test_causal_options(value: bool | str, meaning: Causal) -> None:
+    assert read_causal(value) is meaning
+
+
+@pytest.mark.parametrize("value", ["diagonal", 1, None])
+def test_other_causal_options_are_refused(value: object) -> None:
+    with pytest.raises(ProblemError, match="'top_left' or 'bottom_right'"):
+        read_causal(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"q": (8, 16, 64)}, "q has 3 dimensions"),
+        ({"q": (3, 8, 16, 64)}, "batch sizes 3, 2 and 2"),
+        ({"q": (2, 7, 16, 64)}, "7 query heads do not divide among 2 KV heads"),
+        ({"q": (2, 0, 16, 64)}, "0 query heads"),
+        ({"q": (2, 8, 16, 32)}, "q has head dim 32 and k has 64"),
+        ({"v": (2, 2, 23, 64)}, "k has 2 heads of 24 keys and v has 2 of 23"),
+        ({"q": (2, 8, 16, 257), "k": (2, 2, 24, 257)}, "kernels take 1 to 256"),
+        ({"v": (2, 2, 24, 0)}, "v has head dim 0"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        read_request(*tensors(**shapes), False, "bhsd", False, "fastest")  # type: ignore[arg-type]
+
+
+def test_mixed_and_unsupported_tensors() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match="give them one dtype"):
+        read_request(q, k.float(), v, False, "bhsd", False, "fastest")
+    with pytest.raises(ProblemError, match="move them to one device"):
+        read_request(q, k.to("meta"), v, False, "bhsd", False, "fastest")
+    with pytest.raises(ProblemError, match="float64: no kernel takes it"):
+        read_request(q.double(), k.double(), v.double(), False, "bhsd", False, "fastest")
+    with pytest.raises(ProblemError, match="q is a list"):
+        flashtune.attention([[1.0]], k, v)  # type: ignore[call-overload]
+
+
+def test_a_strided_last_dimension_names_contiguous() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match=r"k's last dimension has stride 24: pass k\.contiguous\(\)"):
+        read_request(q, k.mT.contiguous().mT, v, False, "bhsd", False, "fastest")
+
+
+def test_unknown_options() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match="layout cannot be 'sbhd'"):
+        read_request(q, k, v, False, "sbhd", False, "fastest")
+    with pytest.raises(ProblemError, match="prefer cannot be 'quick'"):
+        read_request(q, k, v, False, "bhsd", False, "quick")
+
+
+def test_cpu_tensors_need_the_interpreter() -> None:
+    with pytest.raises(ProblemError, match="TRITON_INTERPRET=1"):
+        flashtune.attention(*tensors())
+    with pytest.raises(ProblemError, match="TRITON_INTERPRET=1"):
+        flashtune.plan(*tensors())
+    with pytest.raises(ProblemError, match="TRITON_INTERPRET=1"):
+        flashtune.explain(*tensors())
