@@ -75,7 +75,9 @@ def merge_tables(tables: Iterable[TunedTable], ours: Connection) -> MergeCounts:
     return MergeCounts(news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], 0)
 
 
-def _fetched(connection: Connection, query: Select[Any], url: str) -> Iterator[Row[Any]]:
+def _fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], url: str
+) -> Iterator[Row[*tuple[Any, ...]]]:
     """The rows of a query whose errors name this database, though it is read amid writing another."""
     with explained(url):
         yield from connection.execute(query.execution_options(yield_per=CHUNK))

@@ -99,14 +99,14 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
     return cast("Upsert", dialect.insert(table))
 
 
-def select_records() -> Select[Any]:
+def select_records() -> Select[*tuple[Any, ...]]:
     """What `readable` needs of each record."""
     return select(
         RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target, RECORDS.c.payload
     ).order_by(RECORDS.c.id)
 
 
-def select_selected() -> Select[Any]:
+def select_selected() -> Select[*tuple[Any, ...]]:
     """The same of each selection's record, with the time of its choice, in the order of problems."""
     return (
         select(
@@ -122,7 +122,7 @@ def select_selected() -> Select[Any]:
     )
 
 
-def readable(rows: Iterable[Row[Any]], where: str) -> Iterator[StoredRecord]:
+def readable(rows: Iterable[Row[*tuple[Any, ...]]], where: str) -> Iterator[StoredRecord]:
     """The records among rows; one warning says how many held none that can be read here.
 
     A database is shared by versions of flashtune, and one may know a family that another does not.
