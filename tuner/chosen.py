@@ -8,8 +8,9 @@ from flashtune.config import Config
 from flashtune.dispatch import default_selection, select
 from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization
+from flashtune.nearest import same_computation
 from flashtune.problem import Problem
-from flashtune.record import Record, Selection
+from flashtune.record import Record
 from flashtune.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
@@ -21,13 +22,15 @@ class Chosen(msgspec.Struct, frozen=True):
     """A family's config for a problem on a target.
 
     Attributes:
-        problem: What it computes.
+        problem: What it computes, under the name that it was tuned for.
         target: On which GPU.
         family: The kernel family.
         config: A point of the family's space.
         specialization: What is assumed of the tensors.
         record: What is stored of exactly this problem and config, if anything.
         source: `command line`, `database`, `shipped`, `nearest` or `default`.
+        tuned_for: The shape that the config was selected for; the problem itself, or the nearest
+            one that was tuned, or None.
     """
 
     problem: Problem
@@ -37,6 +40,7 @@ class Chosen(msgspec.Struct, frozen=True):
     specialization: Specialization
     record: Record | None
     source: str
+    tuned_for: Problem | None
 
 
 def choose(
@@ -62,7 +66,7 @@ def choose(
     if config is None:
         return chosen
     changed = change_config(chosen.config, config)
-    return msgspec.structs.replace(chosen, config=changed, record=None, source="command line")
+    return msgspec.structs.replace(chosen, config=changed, record=None, source="command line", tuned_for=None)
 
 
 def default_kernel(problem: Problem, target: Target) -> Chosen:
@@ -71,29 +75,14 @@ def default_kernel(problem: Problem, target: Target) -> Chosen:
     Raises:
         ProblemError: No family computes this problem on this target.
     """
-    return _from_selection(problem, target, default_selection(problem, target))
+    default = default_selection(problem, target)
+    return _from_record(problem, target, default.record, default.source)
 
 
 def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
     # A baseline has no kernel to speak of, so only generated ones are asked for.
-    return _from_selection(
-        problem, target, select(problem, target, tables_of(target.name, db), generated=True)
-    )
-
-
-def _from_selection(problem: Problem, target: Target, selection: Selection) -> Chosen:
-    record = selection.record
-    assert record.config is not None
-    tuned_here = record.problem == problem and selection.source != "default"
-    return Chosen(
-        problem,
-        target,
-        find_family(record.family),
-        record.config,
-        record.specialization if tuned_here else contiguous_specialization(problem),
-        record if tuned_here else None,
-        selection.source,
-    )
+    selection = select(problem, target, tables_of(target.name, db), generated=True)
+    return _from_record(problem, target, selection.record, selection.source)
 
 
 def _of_family(problem: Problem, target: Target, db: str | None, family_name: str) -> Chosen:
@@ -104,19 +93,32 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
     found = tables_of(target.name, db).find(problem.key)
     if found and found[1].family == family_name:
-        source, record = found
-    else:
-        source = "database"
-        rivals = (rival.record for rival in records_of(problem, target.name, db))
-        best = best_generated(rival for rival in rivals if rival.family == family_name)
-        if best is None:
-            default = family.default(problem, target)
-            return Chosen(
-                problem, target, family, default, contiguous_specialization(problem), None, "default"
-            )
-        record = best
+        return _from_record(problem, target, found[1], found[0])
+    rivals = (rival.record for rival in records_of(problem, target.name, db))
+    best = best_generated(rival for rival in rivals if rival.family == family_name)
+    if best:
+        return _from_record(problem, target, best, "database")
+    specialization = contiguous_specialization(problem)
+    config = family.default(problem, target)
+    return Chosen(problem, target, family, config, specialization, None, "default", None)
+
+
+def _from_record(problem: Problem, target: Target, record: Record, source: str) -> Chosen:
+    """The kernel of a record; its own specialisation and evidence hold at its own problem alone."""
     assert record.config is not None
-    return Chosen(problem, target, family, record.config, record.specialization, record, source)
+    tuned_for = None if source == "default" else record.problem
+    # The same computation may be tuned under another name of its mask.
+    same = tuned_for in same_computation(problem)
+    return Chosen(
+        record.problem if same else problem,
+        target,
+        find_family(record.family),
+        record.config,
+        record.specialization if same else contiguous_specialization(problem),
+        record if same else None,
+        source,
+        tuned_for,
+    )
 
 
 def contiguous_specialization(problem: Problem) -> Specialization:

@@ -77,9 +77,10 @@ class Rival(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """All that `flashtune explain` says of one problem on one target.
 
-    `ms` is the stored time of the chosen kernel, where there is one; `compile_error` says why there
-    are no `resources`, and `occupancy` follows from them. `rivals` are ranked by time; `failures`
-    counts the other stored candidates by outcome.
+    `tuned_for` names the shape that the config was selected for, if it was. `ms` is the stored time
+    of the chosen kernel, where there is one; `compile_error` says why there are no `resources`, and
+    `occupancy` follows from them. `rivals` are ranked by time; `failures` counts the other stored
+    candidates by outcome.
     """
 
     problem: Problem
@@ -87,6 +88,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     config: Config
     source: str
+    tuned_for: str | None
     ms: float | None
     provenance: Provenance | None
     sram: SramBudget
@@ -113,6 +115,7 @@ def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
         family=chosen.family.name,
         config=chosen.config,
         source=chosen.source,
+        tuned_for=chosen.tuned_for.key if chosen.tuned_for else None,
         ms=chosen.record.ms if chosen.record else None,
         provenance=chosen.record.provenance if chosen.record else None,
         sram=sram_budget(chosen, resources),

@@ -119,8 +119,8 @@ def find_model(name: str) -> ModelAttention:
         if model.name == wanted:
             return model
     raise UsageError(
-        f"there is no model {quoted(name)}: {nearest(wanted, (model.name for model in MODELS))} "
-        "Any other model's config.json is taken by --hf-config"
+        f"there is no model {quoted(name)}: pass its config.json by --hf-config, "
+        f"or {nearest(wanted, (model.name for model in MODELS))}"
     )
 
 

@@ -42,7 +42,7 @@ def test_an_encoder_sees_all_keys() -> None:
 
 
 def test_an_unknown_model_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"did you mean 'llama-3\.1-8b'.*--hf-config"):
+    with pytest.raises(UsageError, match=r"--hf-config, or did you mean 'llama-3\.1-8b'"):
         find_model("lama-3.1-8b")
 
 

@@ -53,13 +53,11 @@ def command(
     from flashtune.tuner.stored import records_of
 
     del device  # nothing is launched
-    explanations = [
-        explain(
-            choose(problem, target, db, family, config),
-            tuple(found.record for found in records_of(problem, target.name, db)),
-        )
-        for problem in problems
-    ]
+    explanations = []
+    for problem in problems:
+        chosen = choose(problem, target, db, family, config)
+        rivals = records_of(chosen.problem, target.name, db)
+        explanations.append(explain(chosen, tuple(found.record for found in rivals)))
     if as_json:
         print_json(explanations)
         return

@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 
 from flashtune.errors import KernelError, ProblemError, UsageError
-from flashtune.problem import Problem
+from flashtune.problem import Causal, Problem
 from flashtune.record import Outcome, Provenance, Record, Resources
 from flashtune.standard import standard_hbm_items
 from flashtune.target import find_target
@@ -149,8 +149,16 @@ def test_a_named_family_is_its_best_record_or_its_default(stored: Stored, proble
 def test_a_near_shape_serves_with_its_own_specialization(stored: Stored, problem: Problem, run: Run) -> None:
     near = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
     chosen = choose(near, H200, None)
-    assert (chosen.source, chosen.record) == ("nearest", None)
+    assert (chosen.source, chosen.record, chosen.tuned_for) == ("nearest", None, problem)
     assert chosen.config == stored[1].config
+
+
+def test_another_name_of_the_mask_finds_the_same_selection(
+    stored: Stored, problem: Problem, run: Run
+) -> None:
+    other = msgspec.structs.replace(problem, causal=Causal.TOP_LEFT)
+    chosen = choose(other, H200, None)
+    assert (chosen.source, chosen.record, chosen.problem) == ("database", stored[1], problem)
 
 
 def test_an_impossible_problem_or_family_is_one_sentence(run: Run, shape: str) -> None:
