@@ -18,6 +18,7 @@ from flashtune.problem import Causal, Problem
 from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
 
+TENSORS = ("q", "k", "v", "out")
 # Sides of a tile where a config does not name them.
 DEFAULT_TILE = (128, 128)
 # Blocks of keys that ragged lengths go up to; deeper pipelines than this fill all the same.
@@ -71,11 +72,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def label(self) -> str:
         """The case in a few words, for a verdict."""
         problem = self.problem
-        where = "" if self.far is None else f", {'q k v out'.split()[self.far]} beyond 2^31"
-        return (
-            f"{self.probe} q={problem.seqlen_q} kv={problem.seqlen_kv} heads={problem.heads}x{problem.kv_heads} "
-            f"batch={problem.batch} {self.layout}{where}"
-        )
+        lengths = f"q={problem.seqlen_q} kv={problem.seqlen_kv}"
+        heads = f"heads={problem.heads}x{problem.kv_heads} batch={problem.batch}"
+        far = "" if self.far is None else f" {TENSORS[self.far]} beyond 2^31"
+        return f"{self.probe} {lengths} {heads} {self.layout}{far}"
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     return tuple(_cases(problem, shapes, block_n, FEW_HEADS if reduced else HEADS))
 
 
-def main_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
+def main_cases(problem: Problem) -> tuple[Case, ...]:
     """The tuned shape itself, its batch and heads thinned out where memory would not hold it."""
     if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
         return ()
@@ -131,7 +131,7 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
     )
     return tuple(
         Case(problem=small, probe=Probe.RANDOM, block=block_n, scale=problem.head_dim**-0.5, far=tensor)
-        for tensor in range(4)
+        for tensor in range(len(TENSORS))
     )
 
 

@@ -7,11 +7,7 @@ and little more.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import math
-import secrets
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,14 +17,13 @@ from triton.errors import TritonError
 
 from flashtune.compilation import compile_kernel, first_line, interpreting
 from flashtune.errors import KernelError
-from flashtune.kernel import Alignment, Specialization
+from flashtune.kernel import Specialization
 from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
 from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import Guarded, guarded, guarded_flat, poison, stray_writes
-from flashtune.proof.probes import make_values
-from flashtune.proof.reference import Expected, Sample, expect, sample
+from flashtune.proof.inputs import Guarded, guarded_flat, poison, stray_writes
+from flashtune.proof.prepared import STEPS_PER_SEED, Prepared, next_seed, prepare, prepare_and_keep
 from flashtune.record import Verdict
 from flashtune.templates.rendering import render
 
@@ -44,36 +39,7 @@ if TYPE_CHECKING:
 INTERPRETER = "interpreter"
 # What a verdict says of a result that is not finite; JSON knows no infinity.
 NOT_FINITE = 1e9
-STRICT_SEEDS = 10
 STRICT_REPEATS = 50
-# Checks of one process that share a seed, and so the references of its larger problems.
-CHECKS_PER_SEED = 32
-SMALL_CACHED = 96
-LARGE_CACHED = 4
-LARGE_ELEMENTS = 2**22
-
-_RUN_SEED = secrets.randbits(30)
-_CHECKS = itertools.count()
-
-
-class Prepared(NamedTuple):
-    """A case's tensors and what a right kernel makes of them.
-
-    Attributes:
-        q, k, v: Inputs, each in its poisoned surroundings.
-        out: Where the kernel writes.
-        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
-        chosen: The rows that are compared.
-        expected: What they must be.
-    """
-
-    q: Guarded
-    k: Guarded
-    v: Guarded
-    out: Guarded
-    lse: Guarded
-    chosen: Sample
-    expected: Expected
 
 
 class Finding(NamedTuple):
@@ -108,7 +74,8 @@ def check_kernel(
     """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
 
     Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
-    failure. The strict level also checks the binary with and without the log-sum-exp and the other causal alignment.
+    failure. The strict level also checks the binaries with and without the log-sum-exp, and the
+    other causal alignment.
 
     Args:
         family: The kernel's family.
@@ -148,13 +115,16 @@ def check_rendered(
     Raises:
         KernelError: It does not compile, load or launch.
     """
-    seed = _next_seed() if seed is None else seed
+    seed = next_seed() if seed is None else seed
     compiled = None if interpreting() else compile_kernel(kernel, target)
     findings: list[Finding] = []
     with _on(device):
         try:
             for case, case_seed in _planned(kernel, problem, config, level, seed):
-                found = tuple(_findings(kernel, compiled, case, target, device, case_seed))
+                # A self-check leaves nothing behind in a user's memory.
+                ready = prepare if level is Level.QUICK else prepare_and_keep
+                prepared = ready(case, kernel.specialization.alignment, device, case_seed)
+                found = tuple(_findings(kernel, compiled, case, prepared, target))
                 findings += found
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
@@ -195,13 +165,13 @@ def _planned(
     reduced = interpreting()
     small = companions(problem, config, level, reduced=reduced)
     if level is not Level.QUICK and not reduced:
-        yield from ((case, seed) for case in main_cases(problem, config))
+        yield from ((case, seed) for case in main_cases(problem))
     yield from ((case, seed) for case in small)
     if level is not Level.STRICT or reduced:
         return
-    for step in range(1, STRICT_SEEDS):
+    for step in range(1, STEPS_PER_SEED):
         yield from ((case, seed + step) for case in small)
-    for case in main_cases(problem, config):
+    for case in main_cases(problem):
         yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
     if kernel.specialization.index_bits == 64:
         yield from ((case, seed) for case in far_cases(problem, config))
@@ -211,12 +181,10 @@ def _findings(
     kernel: Kernel,
     compiled: CompiledKernel | None,
     case: Case,
+    prepared: Prepared,
     target: Target,
-    device: torch.device,
-    seed: int,
 ) -> Iterator[Finding]:
     """Launches a kernel on a case, as often as the case asks, and yields what decides."""
-    prepared = _prepare(case, kernel.specialization.alignment, device, seed)
     q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     lse = prepared.lse.view if kernel.specialization.lse else None
     workspaces: list[Guarded] = []
@@ -254,42 +222,6 @@ def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Fin
         lse_rows = lse[batch, head][:, prepared.chosen.rows, None]
         ratio = worst_ratio(lse_rows, expected.lse[..., None], expected.lse_allowed)
         yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
-
-
-def _prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
-    """The tensors of a case. Recent ones are kept, a few of the large and more of the small."""
-    once = msgspec.structs.replace(case, repeats=1)
-    if case.far is not None:
-        return _make(once, alignment, device, seed)
-    large = case.problem.minimal_bytes() // case.problem.dtype.itemsize > LARGE_ELEMENTS
-    return (_large if large else _small)(once, alignment, device, seed)
-
-
-def _make(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
-    problem = case.problem
-    generator = torch.Generator(device=device)
-    generator.manual_seed((seed % 2**31 << 32) | zlib.crc32(msgspec.json.encode(case)))
-    values = make_values(case.probe, problem, case.scale, case.block, generator)
-    out_shape = (*values.q.shape[:3], problem.value_head_dim)
-    # The tensors' rows differ in width, so that one's stride does not serve for another.
-    q, k, v, out = (
-        guarded(shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index)
-        for index, shape in enumerate((values.q.shape, values.k.shape, values.v.shape, out_shape))
-    )
-    for tensor, value in zip((q, k, v), values, strict=True):
-        tensor.view.copy_(value)
-    chosen = sample(problem, generator)
-    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen)
-    return Prepared(q, k, v, out, guarded_flat(tuple(out_shape[:3]), device), chosen, expected)
-
-
-_small = functools.lru_cache(maxsize=SMALL_CACHED)(_make)
-_large = functools.lru_cache(maxsize=LARGE_CACHED)(_make)
-
-
-def _next_seed() -> int:
-    """A seed that other processes do not use, and that this one uses for a few checks only."""
-    return _RUN_SEED + STRICT_SEEDS * (next(_CHECKS) // CHECKS_PER_SEED)
 
 
 def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:

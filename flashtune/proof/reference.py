@@ -62,7 +62,7 @@ class Expected(NamedTuple):
 
 
 def sample(problem: Problem, generator: torch.Generator) -> Sample:
-    """Rows and heads that are compared: all of a small problem, else the last rows, tile borders and some more."""
+    """Rows and heads to compare: all of a small problem, else the last rows, tile borders and more."""
     rows = _sampled_rows(problem.seqlen_q, generator)
     all_heads = problem.batch * problem.heads
     affordable = min(
@@ -80,7 +80,7 @@ def sample(problem: Problem, generator: torch.Generator) -> Sample:
 
 def _sampled_rows(seqlen_q: int, generator: torch.Generator) -> Tensor:
     device = generator.device
-    everything = torch.arange(seqlen_q, device=device)
+    everything: Tensor = torch.arange(seqlen_q, device=device)
     if seqlen_q <= ALL_ROWS:
         return everything
     borders = everything[BORDER::BORDER]
@@ -88,7 +88,8 @@ def _sampled_rows(seqlen_q: int, generator: torch.Generator) -> Tensor:
         borders = borders[torch.randperm(len(borders), generator=generator, device=device)[:MAX_BORDERS]]
     others = torch.randint(seqlen_q, (RANDOM_ROWS,), generator=generator, device=device)
     parts = [everything[:FIRST_ROWS], borders - 1, borders, others, everything[-LAST_ROWS:]]
-    return torch.cat(parts).unique()
+    rows: Tensor = torch.cat(parts).unique()
+    return rows
 
 
 def expect(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Sample) -> Expected:
@@ -126,7 +127,7 @@ def _expect_heads(
     """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...], visible [rows]."""
     wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
     hidden = torch.arange(k.shape[1], device=k.device) >= visible[:, None]
-    # [heads, rows, keys]
+    # Scores are [heads, rows, keys].
     scores = (wide_q @ wide_k.mT).mul_(scale).masked_fill_(hidden, float("-inf"))
     weights, total, lse = _softmax(scores)
     weights.div_(total[..., None])

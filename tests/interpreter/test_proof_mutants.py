@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +32,7 @@ SEED = 7
 
 TAIL_MASK = r"logits = tl\.where\(.*(seqlen_kv|key_exists.*), logits, float\(\"-inf\"\)\)"
 CAUSAL_MASK = r"logits = tl\.where\(.*visible_end\[:, None\], logits, float\(\"-inf\"\)\)"
+ADD_WEIGHTS_AGAIN = r"\1running_sum = running_sum * rescale + tl.sum(weights, 1)"
 ADD_WEIGHTS = r"( +)running_sum = running_sum \* rescale \+ tl\.sum\(weights, 1\)"
 
 
@@ -47,11 +50,13 @@ class Mutant(NamedTuple):
     name: str
     old: str
     new: str
-    config: dict[str, object] = {}
+    config: Mapping[str, object] = MappingProxyType({})
     causal: Causal = Causal.BOTTOM_RIGHT
 
 
-AHEAD: dict[str, object] = {"loads": "descriptor", "qk_ahead": True}
+AHEAD = MappingProxyType({"loads": "descriptor", "qk_ahead": True})
+ONE_PHASE = MappingProxyType({"two_phases": False})
+FORGET = "\\1weights = tl.where((queries % 8 == 3)[:, None] & {}, 0.0, weights)\n" + ADD_WEIGHTS_AGAIN
 
 ANY_LOOP_ORDER = (
     Mutant("diagonal one key too far", r"queries \+ diagonal \+ 1", "queries + diagonal + 2"),
@@ -118,12 +123,12 @@ QUERIES_OUTER = (
     Mutant("stale scores", r"    logits = next_logits", "    pass", AHEAD, Causal.NONE),
     Mutant("scores of this block again", r"start \+ BLOCK_N, 0", "start, 0", AHEAD, Causal.NONE),
     Mutant("padding of descriptors unmasked", TAIL_MASK, "pass", AHEAD, Causal.NONE),
-    Mutant("first block without mask", CAUSAL_MASK, "pass", {"two_phases": False}),
+    Mutant("first block without mask", CAUSAL_MASK, "pass", ONE_PHASE),
     Mutant(
         "one phase, last block skipped",
         r"tl\.range\(0, last_key",
         "tl.range(0, last_key - 1",
-        {"two_phases": False},
+        ONE_PHASE,
     ),
 )
 
@@ -168,7 +173,7 @@ def _problem(causal: Causal) -> Problem:
     )
 
 
-def _config(family: Family, fields: dict[str, object]) -> Config:
+def _config(family: Family, fields: Mapping[str, object]) -> Config:
     small = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 2}
     return msgspec.convert({**small, **fields}, family.config_type)
 

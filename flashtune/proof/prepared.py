@@ -1,0 +1,93 @@
+"""A case's tensors and reference, made on the device and, for the levels of a search, kept a while."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import zlib
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.kernel import Alignment
+from flashtune.proof.cases import Case
+from flashtune.proof.inputs import Guarded, guarded, guarded_flat
+from flashtune.proof.probes import make_values
+from flashtune.proof.reference import Expected, Sample, expect, sample
+
+# Seeds in a row that one check may use: the strict level's.
+STEPS_PER_SEED = 10
+# Checks of one process that share a seed, and so the references of its larger problems.
+CHECKS_PER_SEED = 32
+SMALL_CACHED = 96
+LARGE_CACHED = 2
+LARGE_ELEMENTS = 2**22
+
+_RUN_SEED = secrets.randbits(30)
+_CHECKS = itertools.count()
+
+
+class Prepared(NamedTuple):
+    """A case's tensors and what a right kernel makes of them.
+
+    Attributes:
+        q, k, v: Inputs, each in its poisoned surroundings.
+        out: Where the kernel writes.
+        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
+        chosen: The rows that are compared.
+        expected: What they must be.
+    """
+
+    q: Guarded
+    k: Guarded
+    v: Guarded
+    out: Guarded
+    lse: Guarded
+    chosen: Sample
+    expected: Expected
+
+
+def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
+    """As `prepare`, with recent results kept: a few of the large cases and more of the small."""
+    once = msgspec.structs.replace(case, repeats=1)
+    if case.far is not None:
+        return prepare(once, alignment, device, seed)
+    large = case.problem.minimal_bytes() // case.problem.dtype.itemsize > LARGE_ELEMENTS
+    return (_large if large else _small)(once, alignment, device, seed)
+
+
+def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
+    """Fresh tensors for a case, and the reference of what they give.
+
+    Args:
+        case: Shape, probe and layout.
+        alignment: The alignment class that the tensors must have, and no better one.
+        device: Where to make them, and to work out the reference.
+        seed: With the case, decides every value.
+    """
+    problem = case.problem
+    generator = torch.Generator(device=device)
+    generator.manual_seed((seed % 2**31 << 32) | zlib.crc32(msgspec.json.encode(case)))
+    values = make_values(case.probe, problem, case.scale, case.block, generator)
+    out_shape = (*values.q.shape[:3], problem.value_head_dim)
+    # The tensors' rows differ in width, so that one's stride does not serve for another.
+    q, k, v, out = (
+        guarded(shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index)
+        for index, shape in enumerate((values.q.shape, values.k.shape, values.v.shape, out_shape))
+    )
+    for tensor, value in zip((q, k, v), values, strict=True):
+        tensor.view.copy_(value)
+    chosen = sample(problem, generator)
+    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen)
+    return Prepared(q, k, v, out, guarded_flat(tuple(out_shape[:3]), device), chosen, expected)
+
+
+_small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
+_large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
+
+
+def next_seed() -> int:
+    """A seed that other processes do not use, and that this one uses for a few checks only."""
+    return _RUN_SEED + STEPS_PER_SEED * (next(_CHECKS) // CHECKS_PER_SEED)
