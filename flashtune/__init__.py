@@ -45,17 +45,19 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from flashtune.versions import package_version
+if not TYPE_CHECKING:  # a type checker would take this for leave to misspell names
 
-        value: object = package_version()
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
-        raise AttributeError(f"module 'flashtune' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from flashtune.versions import package_version
+
+            value: object = package_version()
+        elif name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        else:
+            raise AttributeError(f"module 'flashtune' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

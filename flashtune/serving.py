@@ -61,12 +61,14 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
 def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
     assert decision.selection is not None
     assert decision.target is not None
-    _tell_of_fallback(decision.selection, request)
     failure: KernelError | VerificationError
     try:
-        return _generated(decision.selection, decision.target, request, q, k, v)
+        serve = _generated(decision.selection, decision.target, request, q, k, v)
     except (KernelError, VerificationError) as error:
         failure = error
+    else:
+        _tell_of_fallback(decision.selection, request)
+        return serve
     matter, advice = f"failed {request.problem.key}", f"run {search_command(request.problem)}"
     if request.prefer is Prefer.FASTEST:
         tell_once(matter, f"{failure}, so torch's SDPA serves: {advice}")

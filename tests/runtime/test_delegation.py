@@ -12,7 +12,10 @@ from flashtune.request import read_request
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
 
 
-def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> Triple:
     torch.manual_seed(seqlen_q * 100 + seqlen_kv)
     q = torch.randn(2, 4, seqlen_q, 16, dtype=torch.float64)
     k = torch.randn(2, kv_heads, seqlen_kv, 16, dtype=torch.float64)
@@ -34,20 +37,21 @@ def test_masks_groups_and_scales(
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
 def test_gradients_are_finite_and_right(lengths: tuple[int, int], causal: Causal) -> None:
-    leaves = [tensor.requires_grad_() for tensor in tensors(*lengths)]
-    out = sdpa_attention(*leaves, 0.25, causal)  # type: ignore[arg-type]
+    q, k, v = leaves = tensors(*lengths)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = sdpa_attention(q, k, v, 0.25, causal)
     weights = torch.randn_like(out)
     # The expected rows are written one by one, so that they share no mask with what they check.
     got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
-    expected = torch.autograd.grad((_by_rows(*leaves, 0.25, causal) * weights).sum(), leaves, allow_unused=True)  # type: ignore[arg-type]
+    rows = _by_rows(q, k, v, 0.25, causal)
+    expected = torch.autograd.grad((rows * weights).sum(), leaves, allow_unused=True)
     for one, other, leaf in zip(got, expected, leaves, strict=True):
         zeros = torch.zeros_like(leaf)
         torch.testing.assert_close(zeros if one is None else one, zeros if other is None else other)
 
 
-def _by_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: Causal
-) -> torch.Tensor:
+def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: Causal) -> torch.Tensor:
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0

@@ -35,8 +35,9 @@ def test_the_users_record_comes_before_the_shipped_one(problem: Problem, make_re
 
 
 def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make) -> None:
-    near, far = make_record(resized(problem, seqlen_q=1024, seqlen_kv=1024)), make_record(
-        resized(problem, seqlen_q=8192, seqlen_kv=8192)
+    near, far = (
+        make_record(resized(problem, seqlen_q=1024, seqlen_kv=1024)),
+        make_record(resized(problem, seqlen_q=8192, seqlen_kv=8192)),
     )
     selection = select(problem, TARGET, tables((far,), (near,)), generated=True)
     assert (selection.record, selection.source, selection.standing) == (near, "nearest", Standing.VERIFIED)
@@ -48,9 +49,7 @@ def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make)
 def test_other_static_features_are_no_neighbours(
     problem: Problem, make_record: Make, change: dict[str, object]
 ) -> None:
-    selection = select(
-        problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True
-    )
+    selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
     assert (selection.source, selection.standing) == ("default", Standing.UNPROVEN)
     assert selection.record.family == "forward_q_outer"
     assert selection.record.kernel is None

@@ -16,8 +16,8 @@ def tensors(
     k: tuple[int, ...] = (2, 2, 24, 64),
     v: tuple[int, ...] = (2, 2, 24, 32),
     dtype: torch.dtype = torch.float16,
-) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape in (q, k, v)]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.zeros(q, dtype=dtype), torch.zeros(k, dtype=dtype), torch.zeros(v, dtype=dtype)
 
 
 def test_a_request_names_what_the_tensors_pose() -> None:
@@ -35,7 +35,7 @@ def test_a_request_names_what_the_tensors_pose() -> None:
 def test_both_layouts_pose_the_same_problem() -> None:
     q, k, v = tensors()
     first = read_request(q, k, v, False, "bhsd", False, "fastest")
-    moved = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    moved = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     second = read_request(*moved, False, "bshd", False, "fastest")
     assert first.problem == second.problem
     assert second.out_shape == (2, 16, 8, 32)

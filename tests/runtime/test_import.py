@@ -1,0 +1,48 @@
+"""What importing flashtune costs and brings along, asked of fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAVY = ("optuna", "sqlalchemy", "alembic", "click", "jinja2", "rich", "pebble")
+
+
+def run(program: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+def test_the_whole_runtime_is_light() -> None:
+    told = run(
+        f"""
+        import json, sys, torch, triton
+        before = {{name for name in {HEAVY} if name in sys.modules}}
+        import flashtune
+        flashtune.attention, flashtune.plan, flashtune.explain, flashtune.table_hash, flashtune.__version__
+        flashtune.table_hash("nvidia-h200")
+        print(json.dumps(sorted(name for name in {HEAVY} if name in sys.modules and name not in before)))
+        """
+    )
+    assert json.loads(told) == []
+
+
+def test_the_bare_import_loads_nothing_heavy() -> None:
+    told = run("import sys, flashtune; print(*{'torch', 'triton', 'msgspec'} & set(sys.modules))")
+    assert told == ""
+
+
+def test_names_are_listed_and_unknown_ones_refused() -> None:
+    import flashtune
+
+    assert set(flashtune.__all__) <= set(dir(flashtune))
+    assert flashtune.__version__.count(".") == 2
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        flashtune.atention  # type: ignore[attr-defined]  # noqa: B018
