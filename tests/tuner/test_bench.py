@@ -142,11 +142,10 @@ def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
 
 
 @pytest.mark.gpu
-def test_the_command_prints_tables_json_and_markdown(tmp_path: object) -> None:
-    path = f"{tmp_path}/bench.md"
-    result = CliRunner().invoke(
-        main, ["bench", "--shape", SHAPE, "--rounds", "3", "--json", "--markdown", path]
-    )
+def test_the_command_prints_tables_json_and_markdown(tmp_path: Path) -> None:
+    path = tmp_path / "bench.md"
+    options = ["--rounds", "3", "--json", "--markdown", str(path)]
+    result = CliRunner().invoke(main, ["bench", "--shape", SHAPE, *options])
     assert result.exit_code == 0, result.output
     assert '"tflops"' in result.output
     assert OURS in path.read_text(encoding="utf-8")
