@@ -48,7 +48,9 @@ class Failure(click.ClickException):
     """A `FlashtuneError` as the command line reports it: its sentence, and its exit code."""
 
     def __init__(self, error: FlashtuneError) -> None:
-        super().__init__(" ".join(str(error).split()))
+        # A sentence may quote a file's or a database's own words: they must not steer a terminal.
+        sentence = " ".join(str(error).split())
+        super().__init__("".join(sign if sign.isprintable() else "?" for sign in sentence))
         self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
 
     def show(self, file: Any = None) -> None:

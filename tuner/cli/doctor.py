@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.tuner.cli.options import database_option, json_option
-from flashtune.tuner.cli.output import print_json
+from flashtune.tuner.cli.output import print_json, printable
 
 if TYPE_CHECKING:
     from flashtune.tuner.doctor import Finding
@@ -49,4 +49,4 @@ def command(ctx: click.Context, target_name: str | None, db: str | None, as_json
 def _print(finding: Finding) -> None:
     mark = click.style(f"{finding.level.value:<4}", fg=COLOURS[finding.level.value])
     advice = f": {finding.advice}" if finding.advice else ""
-    click.echo(f"{mark}  {finding.name:<13}  {' '.join(finding.said.split())}{advice}")
+    click.echo(f"{mark}  {finding.name:<13}  {printable(finding.said)}{advice}")

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from flashtune.notices import search_command
-from flashtune.tuner.cli.output import quantity
+from flashtune.tuner.cli.output import plain, quantity
 from flashtune.tuner.explain import Explanation, Rival, Roofline, SramBudget, Traffic
 
 
 def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
     """Prints one explanation; `top` is how many rivals to list."""
-    out.rule(escape(f"{explanation.problem.key} on {explanation.target}"), align="left")
-    out.print(escape(f"{explanation.family}: {explanation.config.label()}"))
-    out.print(escape(_origin(explanation)))
+    out.rule(plain(f"{explanation.problem.key} on {explanation.target}"), align="left")
+    out.print(plain(f"{explanation.family}: {explanation.config.label()}"))
+    out.print(plain(_origin(explanation)))
     out.print()
     out.print(_sram_table(explanation.sram))
     out.print(_roofline_line(explanation.roofline))
     out.print()
     out.print(_traffic_table(explanation.traffic))
-    out.print(escape(_occupancy_line(explanation)))
+    out.print(plain(_occupancy_line(explanation)))
     out.print()
     if explanation.rivals or explanation.failures:
         out.print(_rivals_table(explanation.rivals[:top]))
-        out.print(escape(_failures_line(explanation, top)))
+        out.print(plain(_failures_line(explanation, top)))
     else:
-        out.print(escape(f"No candidate of this shape is stored: run {search_command(explanation.problem)}"))
+        out.print(plain(f"No candidate of this shape is stored: run {search_command(explanation.problem)}"))
     out.print()
 
 
@@ -49,7 +48,7 @@ def _origin(explanation: Explanation) -> str:
 def _sram_table(sram: SramBudget) -> Table:
     table = _table("SRAM of one block", "bytes", "of capacity")
     for item in sram.items:
-        table.add_row(escape(item.name), f"{item.bytes:,}", f"{item.bytes / sram.capacity:.1%}")
+        table.add_row(plain(item.name), f"{item.bytes:,}", f"{item.bytes / sram.capacity:.1%}")
     table.add_section()
     table.add_row("model, at the least", f"{sram.modelled:,}", f"{sram.modelled / sram.capacity:.1%}")
     if sram.compiled is not None:
@@ -76,9 +75,9 @@ def _traffic_table(ways: tuple[Traffic, ...]) -> Table:
     table = _table("HBM traffic", "bytes", "of this kernel's")
     least = max(ways[0].bytes, 1)
     for way in ways:
-        table.add_row(f"[bold]{escape(way.name)}[/bold]", quantity(way.bytes), f"{way.bytes / least:,.1f}x")
+        table.add_row(f"[bold]{plain(way.name)}[/bold]", quantity(way.bytes), f"{way.bytes / least:,.1f}x")
         for item in way.items:
-            table.add_row(f"  {escape(item.name)}", quantity(item.bytes), "")
+            table.add_row(f"  {plain(item.name)}", quantity(item.bytes), "")
     return table
 
 
@@ -100,11 +99,11 @@ def _rivals_table(rivals: tuple[Rival, ...]) -> Table:
     table = _table("Rivals", "ms", "of the best", "", "config")
     for rival in rivals:
         table.add_row(
-            escape(rival.family),
+            plain(rival.family),
             f"{rival.ms:.4f}",
             f"{rival.ms / rivals[0].ms:.2f}x" if rivals[0].ms else "",
             rival.provenance.value,
-            escape(rival.config),
+            plain(rival.config),
         )
     return table
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from flashtune.record import Record
+from flashtune.tuner.cli.output import plain
 from flashtune.tuner.listing import Listed
 from flashtune.tuner.stored import Found
 
@@ -22,9 +22,9 @@ def selections_table(rows: Sequence[Listed]) -> Table:
     for row in rows:
         record = row.found.record
         table.add_row(
-            escape(record.target),
+            plain(record.target),
             record.problem.key,
-            escape(record.family),
+            plain(record.family),
             _config(record),
             _number(record.ms, 4),
             _number(row.tflops, 1),
@@ -43,9 +43,9 @@ def records_table(rows: Sequence[Found]) -> Table:
         record, resources, verdict = row.record, row.record.resources, row.record.verdict
         table.add_row(
             str(row.id),
-            escape(record.target),
+            plain(record.target),
             record.problem.key,
-            escape(record.family),
+            plain(record.family),
             _config(record),
             record.outcome.value,
             _number(record.ms, 4),
@@ -54,13 +54,13 @@ def records_table(rows: Sequence[Found]) -> Table:
             str(resources.spill_bytes) if resources else "",
             # Of what the gate allows: above 1 it is refused.
             f"{verdict.worst_ratio:.2g}" if verdict else "",
-            escape(record.message),
+            plain(record.message),
         )
     return table
 
 
 def _config(record: Record) -> str:
-    return escape(record.config.label()) if record.config else ""
+    return plain(record.config.label()) if record.config else ""
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -29,7 +29,10 @@ SHAPE_HELP = (
 )
 MODEL_HELP = "The attention shape of a well-known open model, such as llama-3.1-8b. Repeatable."
 
-_SHAPE_OPTIONS = (
+DEFAULT_SEQLEN = "4096"
+DEFAULT_BATCH = "1"
+
+SHAPE_OPTIONS = (
     click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
     click.option("--model", "models", multiple=True, metavar="NAME", help=MODEL_HELP),
     click.option(
@@ -58,16 +61,14 @@ _SHAPE_OPTIONS = (
     click.option(
         "--seqlen",
         metavar="LENGTHS",
-        default="4096",
-        show_default=True,
-        help="Sequence length for --model and --hf-config; lists and ranges as in --shape.",
+        help="Sequence length for --model and --hf-config; lists and ranges as in --shape. "
+        f"{DEFAULT_SEQLEN} where left out.",
     ),
     click.option(
         "--batch",
         metavar="SIZES",
-        default="1",
-        show_default=True,
-        help="Batch size for --model and --hf-config; lists and ranges as in --shape.",
+        help="Batch size for --model and --hf-config; lists and ranges as in --shape. "
+        f"{DEFAULT_BATCH} where left out.",
     ),
     click.option(
         "--dtype",
@@ -96,8 +97,8 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
         hf_configs: tuple[Path, ...],
         shapes_files: tuple[Path, ...],
         phase: str,
-        seqlen: str,
-        batch: str,
+        seqlen: str | None,
+        batch: str | None,
         dtype: str | None,
         **kwargs: Any,
     ) -> Any:
@@ -107,7 +108,7 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
             raise UsageError("name a shape, by --shape, --model, --hf-config or --shapes-file")
         return command(*args, problems=problems, **kwargs)
 
-    return _apply(_SHAPE_OPTIONS, with_problems)
+    return _apply(SHAPE_OPTIONS, with_problems)
 
 
 def _gather(
@@ -115,7 +116,7 @@ def _gather(
     models: tuple[str, ...],
     hf_configs: tuple[Path, ...],
     shapes_files: tuple[Path, ...],
-    sizes: tuple[str, str, str | None],
+    sizes: tuple[str | None, str | None, str | None],
 ) -> tuple[Problem, ...]:
     from flashtune.tuner.hf_config import read_hf_config
     from flashtune.tuner.models import find_model, prefill
@@ -127,8 +128,13 @@ def _gather(
     for text in shapes:
         found.extend(parse_shape(text))
     attentions = [*map(find_model, models), *map(read_hf_config, hf_configs)]
+    if not attentions and any(size is not None for size in sizes):
+        raise UsageError(
+            "--seqlen, --batch and --dtype go with --model or --hf-config: write them into the --shape"
+        )
     for attention in attentions:
-        found.extend(prefill(attention, seqlen=seqlen, batch=batch, dtype=dtype))
+        lengths, batches = seqlen or DEFAULT_SEQLEN, batch or DEFAULT_BATCH
+        found.extend(prefill(attention, seqlen=lengths, batch=batches, dtype=dtype))
     for path in shapes_files:
         found.extend(read_shapes_file(path))
     return tuple(dict.fromkeys(found))

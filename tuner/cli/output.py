@@ -21,9 +21,21 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
+def printable(text: str) -> str:
+    """A text of whatever origin on one line, without control codes."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+
+
 def note(sentence: str) -> None:
     """Says something beside the data: on stderr, so that stdout stays parseable."""
     click.echo(f"flashtune: {sentence}", err=True)
+
+
+def plain(text: str) -> str:
+    """A stored text as one printable line for rich: neither markup nor a terminal's control codes."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def console() -> Console:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import click
 
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
+from flashtune.tuner.cli.options import optional_problem_options
+from flashtune.tuner.models import MODELS, ModelAttention
 
 TITLE = """# The command line
 
@@ -22,11 +24,24 @@ This page is generated from the commands' own help: `python -m flashtune.tuner.c
 def reference() -> str:
     """The whole page, in Markdown."""
     ctx = click.Context(main, info_name="flashtune")
-    parts = [TITLE, f"{_prose(main.help)}\n", _table(("command", "what it does"), _overview())]
+    parts = [TITLE, f"{_prose(main.help)}\n\n", _table(("command", "what it does"), _overview())]
     parts += ["\n```text\n", inspect.cleandoc(EPILOG.replace("\b\n", "")), "\n```\n"]
     for name, command, inner in commands(ctx):
         parts.append(_section(name, command, inner))
+    parts += ["\n## Shapes\n\nCommands that work on shapes take any mix of these.\n\n", _options(*_shapes())]
+    parts += [
+        "\n## Models\n\nWhat `--model` knows; any other model's `config.json` is taken by `--hf-config`.\n\n"
+    ]
+    parts.append(_table(("model", "heads, KV heads, head dim", "type", "from"), map(_model_row, MODELS)))
     return "".join(parts)
+
+
+def _model_row(model: ModelAttention) -> tuple[str, ...]:
+    width = str(model.head_dim)
+    if model.value_head_dim != model.head_dim:
+        width += f" (values {model.value_head_dim})"
+    mask = "" if model.causal else ", not causal"
+    return model.name, f"{model.heads}, {model.kv_heads}, {width}{mask}", model.dtype.value, model.source
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
@@ -50,14 +65,30 @@ def _overview() -> Iterator[tuple[str, str]]:
 def _section(name: str, command: click.Command, ctx: click.Context) -> str:
     usage = " ".join(command.collect_usage_pieces(ctx))
     text = f"\n## {name}\n\n```text\n{name} {usage}\n```\n\n{_prose(command.help)}\n"
+    shared, _ = _shapes()
+    shared_names = {option.name for option in shared}
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
-    rows = [_option_row(option, ctx) for option in options if option.name != "help"]
-    return text + (f"\n{_table(('option', 'meaning'), rows)}" if rows else "")
+    own = [option for option in options if option.name not in shared_names and "--help" not in option.opts]
+    if len(options) > len(own) + 1:
+        text += "\nTakes [shapes](#shapes).\n"
+    return text + (f"\n{_options(own, ctx)}" if own else "")
 
 
-def _option_row(option: click.Option, ctx: click.Context) -> tuple[str, str]:
-    names, meaning = option.get_help_record(ctx) or ("", "")
-    return f"`{names}`", meaning
+def _shapes() -> tuple[list[click.Option], click.Context]:
+    """The options that name shapes, which many commands share."""
+
+    @click.command(add_help_option=False)
+    @optional_problem_options
+    def bearer() -> None:
+        """Carries the options; never called."""
+
+    options = [param for param in bearer.params if isinstance(param, click.Option)]
+    return options, click.Context(bearer)
+
+
+def _options(options: Iterable[click.Option], ctx: click.Context) -> str:
+    rows = (option.get_help_record(ctx) or ("", "") for option in options)
+    return _table(("option", "meaning"), ((f"`{names}`", meaning) for names, meaning in rows))
 
 
 def _prose(help_text: str | None) -> str:
@@ -66,10 +97,13 @@ def _prose(help_text: str | None) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-def _table(heads: tuple[str, str], rows: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> str:
-    lines = [f"| {heads[0]} | {heads[1]} |", "|---|---|"]
-    lines += [f"| {_cell(left)} | {_cell(right)} |" for left, right in rows]
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [_row(heads), "|" + "---|" * len(heads), *map(_row, rows)]
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(text: str) -> str:

@@ -102,7 +102,9 @@ def stored(run: Run, make_record: MakeRecord, tmp_path: Path) -> tuple[Record, .
         make_record("block_m=128", ms=0.5),
         make_record("block_m=32", ms=0.9),
         make_record("block_m=256", ms=None, outcome=Outcome.INFEASIBLE, message="asks for too much SRAM"),
-        make_record("block_m=16", ms=None, outcome=Outcome.WRONG_RESULT, message="tail of the last [tile]"),
+        make_record(
+            "block_m=16", ms=None, outcome=Outcome.WRONG_RESULT, message="tail of the last [tile]\x1b[2J"
+        ),
     )
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         ids = [store.add(record) for record in records]

@@ -65,6 +65,7 @@ def raising(error: BaseException) -> click.Command:
     [
         (FlashtuneError("the work failed"), 1, "flashtune: the work failed\n"),
         (StoreError("the disk is\nfull"), 1, "flashtune: the disk is full\n"),
+        (StoreError("a row says \x1b[2J"), 1, "flashtune: a row says ?[2J\n"),
         (UsageError("no such thing"), 2, "flashtune: no such thing\n"),
         (KeyboardInterrupt(), 130, "flashtune: interrupted; what was finished is stored\n"),
     ],
@@ -119,6 +120,7 @@ def test_shapes_models_and_files_come_together_once() -> None:
         (("--model", "nope"), "there is no model"),
         (("--model", "phi-2", "--target", "h100", "--device", "0"), "give one of the two"),
         (("--model", "phi-2", "--seqlen", "x"), "whole numbers"),
+        (("--shape", "heads=1,seqlen=1,head_dim=8", "--batch", "2"), "go with --model"),
         (("--hf-config", "missing.json"), "No such file"),
     ],
 )
