@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.errors import FlashtuneError
+from flashtune.errors import FlashtuneError, TargetError
 from flashtune.target import TARGETS, Target, device_target, find_target
 
 OLDEST_TORCH = (2, 10)
@@ -52,7 +52,7 @@ def examine(target: Target | None, db: str | None) -> Iterator[Finding]:
         target: The GPU to work for; None for this machine's, or a stand-in where it has none.
         db: The database, as the user names it.
     """
-    yield python()
+    yield Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
     libraries = [library("torch", OLDEST_TORCH, None), library("triton", OLDEST_TRITON, NEWEST_TRITON)]
     yield from libraries
     yield from caches()
@@ -60,15 +60,10 @@ def examine(target: Target | None, db: str | None) -> Iterator[Finding]:
     if any(finding.level is Level.FAIL for finding in libraries):
         return
     yield from gpus()
-    chosen = target or _first_gpu() or find_target(OFFLINE_TARGET)
+    chosen = target or _target_here()
     yield interpreter()
     yield compiler(chosen)
     yield shipped(chosen)
-
-
-def python() -> Finding:
-    """The interpreter's version."""
-    return Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
 
 
 def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) -> Finding:
@@ -147,10 +142,11 @@ def gpu(index: int, target: Target) -> Finding:
     return Finding(name, Level.OK, facts)
 
 
-def _first_gpu() -> Target | None:
-    import torch
-
-    return device_target(0) if torch.cuda.is_available() else None
+def _target_here() -> Target:
+    try:
+        return device_target(0)
+    except TargetError:
+        return find_target(OFFLINE_TARGET)
 
 
 def interpreter() -> Finding:
