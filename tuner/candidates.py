@@ -1,0 +1,127 @@
+"""`Candidate`: a config of a family; the spaces they come from, and the model that prunes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from flashtune.config import Config, Space
+from flashtune.errors import ProblemError, UsageError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.registry import family_names, find_family
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A config and its family's name."""
+
+    family: str
+    config: Config
+
+    def order(self) -> tuple[str, tuple[object, ...]]:
+        """A total order over candidates."""
+        return self.family, self.config.sort_key()
+
+
+class FamilySpace(msgspec.Struct, frozen=True):
+    """The space that is searched of one family."""
+
+    family: Family
+    space: Space
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every candidate once."""
+        return (Candidate(self.family.name, config) for config in self.space.configs())
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Where one search looks: the problem, the GPU, what tensors are assumed, the families' spaces."""
+
+    problem: Problem
+    target: Target
+    specialization: Specialization
+    spaces: tuple[FamilySpace, ...]
+
+    def contains(self, candidate: Candidate) -> bool:
+        """Whether a candidate lies in one of the spaces."""
+        return any(
+            entry.family.name == candidate.family and entry.space.contains(candidate.config)
+            for entry in self.spaces
+        )
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every candidate of every space once."""
+        for entry in self.spaces:
+            yield from entry.candidates()
+
+    def defaults(self) -> tuple[Candidate, ...]:
+        """Each family's default config, whether or not its space holds it."""
+        return tuple(
+            Candidate(entry.family.name, entry.family.default(self.problem, self.target))
+            for entry in self.spaces
+        )
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What the models say that a candidate asks of the target at the least.
+
+    Attributes:
+        sram_bytes: Shared memory of a block.
+        excess: How far it is over a capacity, as a share of it; 0 where it fits.
+        message: What it exceeds, empty where it fits.
+    """
+
+    sram_bytes: int
+    excess: float
+    message: str
+
+
+def demand(scope: Scope, candidate: Candidate) -> Demand:
+    """Holds a candidate against the target's SRAM and tensor memory, before anything is compiled."""
+    family, target = find_family(candidate.family), scope.target
+    items = family.sram_items(scope.problem, candidate.config, target, scope.specialization)
+    sram = sum(item.bytes for item in items)
+    if sram > target.sram_per_block:
+        message = f"needs at least {sram} B of SRAM, and {target.name} has {target.sram_per_block}"
+        return Demand(sram, sram / target.sram_per_block - 1, message)
+    columns = family.tensor_memory_columns(scope.problem, candidate.config, target)
+    if columns > target.tensor_memory_columns:
+        message = (
+            f"needs at least {columns} columns of tensor memory, "
+            f"and {target.name} has {target.tensor_memory_columns}"
+        )
+        return Demand(sram, columns / max(target.tensor_memory_columns, 1) - 1, message)
+    return Demand(sram, 0.0, "")
+
+
+def open_spaces(
+    problem: Problem, target: Target, families: tuple[str, ...], forced: tuple[tuple[str, Space], ...] = ()
+) -> tuple[FamilySpace, ...]:
+    """The spaces to search: of all families that compute the problem, of the named ones, or as forced.
+
+    Raises:
+        UsageError: There is no family of a name.
+        ProblemError: None of the families computes this problem on this target.
+    """
+    if forced:
+        return tuple(FamilySpace(find_family(name), space) for name, space in forced)
+    unknown = [name for name in families if name not in family_names()]
+    if unknown:
+        raise UsageError(
+            f"there is no kernel family {unknown[0]!r}: choose among {', '.join(family_names())}"
+        )
+    reasons = []
+    spaces = []
+    for name in families or family_names():
+        family = find_family(name)
+        reason = family.supports(problem, target)
+        if reason:
+            reasons.append(reason)
+        else:
+            spaces.append(FamilySpace(family, family.space(problem, target)))
+    if not spaces:
+        raise ProblemError(f"no family computes {problem.key} on {target.name}: {'; '.join(reasons)}")
+    return tuple(spaces)

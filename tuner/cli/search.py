@@ -1,0 +1,107 @@
+"""`flashtune search`: find the fastest right kernel of each shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.errors import KernelError
+from flashtune.tuner.cli.options import database_option, json_option, problem_options, target_options
+from flashtune.tuner.cli.output import print_json
+
+if TYPE_CHECKING:
+    from flashtune.problem import Problem
+    from flashtune.target import Target
+    from flashtune.tuner.request import SearchResult
+
+
+@click.command("search")
+@problem_options
+@target_options
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Stop when N candidates of a shape were compiled, those of earlier searches included.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Stop proposing for a shape after S seconds; a few more go into the finals.",
+)
+@click.option(
+    "--family", "families", multiple=True, metavar="NAME", help="Search only this kernel family. Repeatable."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compiler processes. One per core where left out, less one where there is a GPU to feed.",
+)
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    target: Target,
+    device: int | None,
+    trials: int | None,
+    seconds: float | None,
+    families: tuple[str, ...],
+    seed: int,
+    jobs: int | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest right kernel for shapes on a GPU, or rank candidates without one.
+
+    Candidates are proposed, pruned by the SRAM model, compiled on all cores, verified against a float64
+    reference, measured, and stored one by one; the best are then timed in turn with SDPA's backends,
+    and one is selected. With --target, kernels are compiled for that GPU and their times predicted.
+
+    Without --trials and --seconds a shape takes under a minute. With one of them, that one alone
+    decides. Interrupted at any moment, the same command goes on where it stopped.
+    """
+    from rich.console import Console
+
+    from flashtune.db.location import database_url, describe
+    from flashtune.db.store import open_store
+    from flashtune.tuner.progress import shown
+    from flashtune.tuner.request import Budget, SearchRequest
+    from flashtune.tuner.search import run_search
+    from flashtune.tuner.summary import summary_lines
+
+    given = trials is not None or seconds is not None
+    budget = Budget(trials, seconds, None) if given else Budget()
+    place = describe(database_url(db))
+    results: list[SearchResult] = []
+    with open_store(db) as store, shown(Console(stderr=True), len(problems)) as observer:
+        for problem in problems:
+            request = SearchRequest(
+                problem=problem,
+                target=target,
+                device=device,
+                budget=budget,
+                families=families,
+                seed=seed,
+                jobs=jobs,
+            )
+            result = run_search(request, store, observer)
+            results.append(result)
+            if not as_json:
+                click.echo("\n".join(summary_lines(result, place)))
+    if as_json:
+        print_json(results)
+    _refuse_failures(results)
+
+
+def _refuse_failures(results: list[SearchResult]) -> None:
+    """Ends with exit code 1 where no kernel of a shape was found."""
+    failed = [result.problem.key for result in results if result.best is None]
+    if failed:
+        raise KernelError(
+            f"no candidate of {', '.join(failed)} worked: flashtune show --records lists why, and flashtune doctor "
+            "checks this machine"
+        )

@@ -1,0 +1,163 @@
+"""The finals: the best candidates and the peers timed in turn, in one run; runs where the GPU is."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.kernel import Specialization
+from flashtune.launch import bind
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Measurement, PeerTime
+from flashtune.standard import score_bytes, standard_attention
+from flashtune.target import Target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.measurement import Run, measure_interleaved
+
+ROUNDS = 21
+BACKENDS = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+# The standard computation holds its scores several times over, in float32 too.
+SCORE_COPIES = 8
+MEMORY_SHARE = 0.5
+MAX_MASK_ELEMENTS = 2**28
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """Random inputs of a problem and room for its output, contiguous [batch, heads, seqlen, head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+
+    @property
+    def scale(self) -> float:
+        """The usual softmax scale."""
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def make_tensors(problem: Problem, device: torch.device) -> Tensors:
+    """Fresh random inputs."""
+    make = functools.partial(torch.randn, dtype=DTYPES[problem.dtype], device=device)
+    q = make(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    k = make(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim)
+    v = make(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
+    out = torch.empty(*q.shape[:3], problem.value_head_dim, dtype=q.dtype, device=device)
+    return Tensors(q, k, v, out)
+
+
+def kernel_run(
+    problem: Problem,
+    candidate: Candidate,
+    specialization: Specialization,
+    target: Target,
+    tensors: Tensors,
+) -> Run:
+    """A candidate's launch on these tensors.
+
+    Raises:
+        KernelError: It does not compile or load.
+    """
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    launch = bind(kernel, target, tensors.q, tensors.k, tensors.v, tensors.out)
+    return functools.partial(launch, tensors.q, tensors.k, tensors.v, tensors.out, None, tensors.scale)
+
+
+def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
+    """The other implementations that compute this problem here: SDPA's backends, the standard one."""
+    for name, backend in BACKENDS.items():
+        run = _sdpa_run(problem, tensors, backend)
+        if run is not None and _works(run):
+            yield name, run
+    free, _ = torch.cuda.mem_get_info(tensors.q.device)
+    if SCORE_COPIES * score_bytes(problem) < MEMORY_SHARE * free:
+        run = functools.partial(
+            standard_attention, tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=problem.causal
+        )
+        if _works(run):
+            yield "standard", run
+
+
+def _sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
+    """SDPA by one backend; None where its mask would be too large.
+
+    SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal.
+    """
+    top_left = problem.causal is Causal.TOP_LEFT or problem.seqlen_q == problem.seqlen_kv
+    causal = problem.causal is not Causal.NONE
+    mask = None
+    if causal and not top_left:
+        if problem.seqlen_q * problem.seqlen_kv > MAX_MASK_ELEMENTS:
+            return None
+        ones = torch.ones(problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool, device=tensors.q.device)
+        mask = ones.tril_(problem.diagonal)
+    attend: Callable[[], Tensor] = functools.partial(
+        scaled_dot_product_attention,
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        attn_mask=mask,
+        is_causal=causal and top_left,
+        scale=tensors.scale,
+        enable_gqa=problem.group_size > 1,
+    )
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return attend()
+
+    return run
+
+
+def _works(run: Run) -> bool:
+    """Whether an implementation takes these tensors; SDPA's backends say no by raising."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run()
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
+
+
+def run_finals(
+    problem: Problem,
+    candidates: tuple[Candidate, ...],
+    specialization: Specialization,
+    target: Target,
+    device: torch.device,
+    rounds: int = ROUNDS,
+) -> tuple[Measurement, ...]:
+    """Times candidates and peers in turn on the same inputs.
+
+    Returns:
+        A measurement for each candidate, with the times of all peers in it.
+
+    Raises:
+        KernelError: A candidate does not compile or load.
+        RuntimeError: A launch failed on the device.
+    """
+    with torch.cuda.device(device):
+        tensors = make_tensors(problem, device)
+        runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
+        peers = list(peer_runs(problem, tensors))
+        measured = measure_interleaved([*runs, *(run for _, run in peers)], device, rounds=rounds)
+    times = tuple(
+        PeerTime(name, peer.ms) for (name, _), peer in zip(peers, measured[len(runs) :], strict=True)
+    )
+    return tuple(msgspec.structs.replace(own, peers=times) for own in measured[: len(runs)])

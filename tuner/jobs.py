@@ -1,0 +1,135 @@
+"""What the GPU's own process does: verify a candidate, measure it, time the finalists.
+
+A process whose CUDA context broke is of no more use; it leaves with an exit code that says why, and
+another takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from typing import NoReturn
+
+import torch
+
+from flashtune.compilation import first_line
+from flashtune.errors import KernelError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.proof.cases import Level
+from flashtune.proof.check import check_kernel
+from flashtune.record import Measurement, Outcome
+from flashtune.target import Target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.compile_pool import MAX_MESSAGE
+from flashtune.tuner.evaluation import Evaluation, lost_device
+from flashtune.tuner.finals import kernel_run, make_tensors, run_finals
+from flashtune.tuner.measurement import clock_probe, measure
+
+# Errors after which a CUDA context is of no more use, each with an exit code of its own.
+FATAL_ERRORS = (
+    "illegal memory access",
+    "misaligned address",
+    "unspecified launch failure",
+    "illegal instruction",
+    "device-side assert",
+)
+FATAL_EXIT = 64
+OTHER_FATAL_EXIT = FATAL_EXIT + len(FATAL_ERRORS)
+# The pool learns of a job's start a moment after the worker; an exit must not overtake that news.
+EXIT_DELAY = 0.5
+
+
+def fatal_error(exit_code: int) -> str | None:
+    """What a process that left with an exit code met, if that says so."""
+    index = exit_code - FATAL_EXIT
+    return FATAL_ERRORS[index] if 0 <= index < len(FATAL_ERRORS) else None
+
+
+@functools.cache
+def prepare(device: int) -> None:
+    """Takes the GPU, once per process, and makes what every measurement needs.
+
+    Raises:
+        DeviceLostError: The GPU cannot be used.
+    """
+    try:
+        torch.cuda.set_device(device)
+        clock_probe(device)
+    except (RuntimeError, AssertionError) as error:
+        raise lost_device(device, first_line(error)) from error
+
+
+def evaluate_candidate(
+    problem: Problem,
+    candidate: Candidate,
+    specialization: Specialization,
+    target: Target,
+    index: int,
+    drop_above_ms: float | None,
+) -> Evaluation:
+    """Verifies a candidate and measures it if it is right. Leaves the process if the GPU's context broke.
+
+    Raises:
+        DeviceLostError: The GPU cannot be used.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    family = find_family(candidate.family)
+    verdict = None
+    try:
+        verdict = check_kernel(family, problem, candidate.config, specialization, target, device, Level.FULL)
+        if not verdict.passed:
+            return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
+        tensors = make_tensors(problem, device)
+        measurement = measure(
+            kernel_run(problem, candidate, specialization, target, tensors),
+            device,
+            drop_above_ms=drop_above_ms,
+            throttled=clock_probe(index).is_throttled(),
+        )
+        return Evaluation(Outcome.OK, verdict, measurement)
+    except (KernelError, RuntimeError) as error:
+        _leave_if_broken(device, error)
+        return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
+
+
+def time_finalists(
+    problem: Problem,
+    candidates: tuple[Candidate, ...],
+    specialization: Specialization,
+    target: Target,
+    index: int,
+) -> tuple[Measurement, ...]:
+    """The finals; nothing where they failed. Leaves the process if the GPU's context broke.
+
+    Raises:
+        DeviceLostError: The GPU cannot be used.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    try:
+        return run_finals(problem, candidates, specialization, target, device)
+    except (KernelError, RuntimeError) as error:
+        _leave_if_broken(device, error)
+        return ()
+
+
+def _leave_if_broken(device: torch.device, error: Exception) -> None:
+    """Ends this process if the GPU's context is of no more use after an error."""
+    text = str(error).lower()
+    for code, words in enumerate(FATAL_ERRORS):
+        if words in text:
+            _leave(FATAL_EXIT + code)
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        _leave(OTHER_FATAL_EXIT)
+
+
+def _leave(code: int) -> NoReturn:
+    time.sleep(EXIT_DELAY)
+    os._exit(code)

@@ -1,0 +1,132 @@
+"""The pipeline of one search: many candidates compile while one is verified and measured."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from flashtune.record import Outcome
+from flashtune.tuner.candidates import Candidate, Scope, demand
+from flashtune.tuner.compile_pool import Compiled, Compiler
+from flashtune.tuner.evaluation import Evaluation, Measurer
+from flashtune.tuner.journal import Journal
+from flashtune.tuner.proposals import Proposer
+from flashtune.tuner.request import Budget, Stop
+
+# Candidates that are handed to the GPU's process: one to work on, one to go on with.
+ON_DEVICE = 2
+# Compiled candidates that wait for the GPU. More would be proposed on stale knowledge.
+READY = 6
+# How long to wait for something to finish before the observer hears that time passes, in seconds.
+HEARTBEAT = 0.25
+# Candidates to ask for before looking at the clock again: the model may prune many in a row.
+MOST_ASKED = 64
+# A launch slower than this many times the best so far is dropped after a few samples.
+DROP_FACTOR = 2.0
+
+
+class Pipeline:
+    """Moves candidates from proposal to record, one step at a time."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        proposer: Proposer,
+        compiler: Compiler,
+        measurer: Measurer,
+        journal: Journal,
+        width: int,
+    ) -> None:
+        self._scope = scope
+        self._proposer = proposer
+        self._compiler = compiler
+        self._measurer = measurer
+        self._journal = journal
+        self._width = width
+        self._compiling: dict[Future[Compiled], Candidate] = {}
+        self._ready: deque[tuple[Candidate, Compiled]] = deque()
+        self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
+        self._exhausted = False
+
+    def run(self, budget: Budget, started: float, beat: Callable[[], None]) -> Stop:
+        """Works until a budget is spent or every candidate was tried.
+
+        Args:
+            budget: When to stop.
+            started: When the search started, of `time.monotonic`.
+            beat: Called whenever something finished, and now and then.
+
+        Raises:
+            DeviceLostError: The GPU was taken away.
+        """
+        while True:
+            stop = self._reason_to_stop(budget, started)
+            if stop is not None:
+                return stop
+            self._fill(budget)
+            self._launch()
+            if not self._compiling and not self._running:
+                if self._exhausted:
+                    return Stop.EXHAUSTED
+                continue
+            pending: list[Future[Any]] = [*self._compiling, *self._running]
+            wait(pending, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
+            self._collect_compiled()
+            self._collect_evaluated()
+            beat()
+
+    def _reason_to_stop(self, budget: Budget, started: float) -> Stop | None:
+        if budget.seconds is not None and time.monotonic() - started >= budget.seconds:
+            return Stop.SECONDS
+        if budget.trials is not None and self._journal.tally().tried >= budget.trials:
+            return Stop.TRIALS
+        if budget.patience is not None and self._journal.best and self._journal.stale >= budget.patience:
+            return Stop.PATIENCE
+        return None
+
+    def _in_flight(self) -> int:
+        return len(self._compiling) + len(self._ready) + len(self._running)
+
+    def _fill(self, budget: Budget) -> None:
+        """Starts compiling as many candidates as there is room for; the model prunes on the way."""
+        room = self._width + READY + ON_DEVICE
+        if budget.trials is not None:
+            room = min(room, budget.trials - self._journal.tally().tried)
+        for _ in range(MOST_ASKED):
+            if self._exhausted or self._in_flight() >= room or len(self._compiling) >= self._width:
+                return
+            candidate = self._proposer.ask()
+            if candidate is None:
+                self._exhausted = True
+                return
+            need = demand(self._scope, candidate)
+            if need.excess:
+                self._proposer.tell(candidate, self._journal.prune(candidate, need))
+            else:
+                self._compiling[self._compiler.submit(candidate)] = candidate
+
+    def _launch(self) -> None:
+        """Hands compiled candidates to the GPU's process."""
+        while self._ready and len(self._running) < ON_DEVICE:
+            candidate, compiled = self._ready.popleft()
+            best = self._journal.best_ms
+            job = self._measurer.evaluate(candidate, compiled, DROP_FACTOR * best if best else None)
+            self._running[job] = candidate, compiled
+
+    def _collect_compiled(self) -> None:
+        for job in [job for job in self._compiling if job.done()]:
+            compiled = job.result()
+            candidate = self._compiling.pop(job)
+            if compiled.outcome is Outcome.OK:
+                self._ready.append((candidate, compiled))
+            else:
+                self._proposer.tell(candidate, self._journal.reject(candidate, compiled))
+
+    def _collect_evaluated(self) -> None:
+        for job in [job for job in self._running if job.done()]:
+            evaluation = job.result()
+            candidate, compiled = self._running.pop(job)
+            self._proposer.tell(candidate, self._journal.finish(candidate, compiled, evaluation))

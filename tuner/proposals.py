@@ -1,0 +1,230 @@
+"""What to try next: Optuna's TPE over one study whose first axis is the family, after a start in order.
+
+The sampler learns from every trial: a failed candidate is a completed trial with a violated
+constraint, since trials that are told as failures would be ignored and proposed again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+from flashtune.config import Axis, AxisValue
+from flashtune.record import Resources
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate, Demand, FamilySpace, Scope, demand
+from flashtune.tuner.predict import predict_ms
+
+FAMILY = "family"
+CAPACITY = "capacity"
+RIGHT = "right"
+# What a failed trial is told as its time; constraints rank it, not this.
+FAILED_MS = 1e9
+STARTUP_TRIALS = 10
+# Proposals in a row that are known already before the next one is taken from the ranking.
+MOST_REPEATS = 40
+# A model that ranks more than this would delay the start of the search.
+MOST_RANKED = 4096
+# Predictions closer than this, relatively, count as one.
+SAME_PREDICTION = 1e-4
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a candidate came to, for the sampler.
+
+    Attributes:
+        ms: Its time, None where it failed.
+        excess: How far it was over a capacity, as a share of it.
+    """
+
+    ms: float | None
+    excess: float = 0.0
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """A candidate that fits by the model, and the time that is predicted of it, in ms."""
+
+    candidate: Candidate
+    predicted_ms: float
+
+
+def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
+    """The candidates that fit by the model, fastest predicted first, a seeded draw where they are many.
+
+    The prediction knows no registers here, nothing being compiled. Among equal predictions the
+    order is random, so that a start from the top does not try near copies.
+    """
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    candidates = list(scope.candidates())
+    draw.shuffle(candidates)
+    demands = ((candidate, demand(scope, candidate)) for candidate in candidates[:MOST_RANKED])
+    ranked = [
+        Ranked(candidate, _predict(scope, candidate, need)) for candidate, need in demands if not need.excess
+    ]
+    return tuple(sorted(ranked, key=lambda entry: entry.predicted_ms))
+
+
+def _predict(scope: Scope, candidate: Candidate, need: Demand) -> float:
+    family = find_family(candidate.family)
+    return predict_ms(
+        scope.problem, family, candidate.config, Resources(sram_bytes=need.sram_bytes), scope.target
+    )
+
+
+def varied(ranked: Iterable[Ranked], limit: int) -> tuple[Candidate, ...]:
+    """The fastest predicted candidates, one of each prediction: others differ in what the model ignores."""
+    chosen: list[Candidate] = []
+    last = -math.inf
+    for entry in ranked:
+        if entry.predicted_ms > last * (1 + SAME_PREDICTION) or last < 0:
+            chosen.append(entry.candidate)
+            last = entry.predicted_ms
+        if len(chosen) == limit:
+            break
+    return tuple(chosen)
+
+
+class Proposer:
+    """Proposes candidates one by one, none twice, and learns from what became of them."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        start: Iterable[Candidate],
+        ranked: Iterable[Candidate],
+        known: dict[Candidate, Answer],
+        seed: int,
+    ) -> None:
+        self._scope = scope
+        self._start = iter(start)
+        self._rest = iter(ranked)
+        self._spaces = {entry.family.name: entry for entry in scope.spaces}
+        self._answers = dict(known)
+        self._open: dict[Candidate, list[optuna.Trial]] = {}
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
+        )
+        self._study = optuna.create_study(sampler=sampler)
+        for candidate, answer in known.items():
+            if scope.contains(candidate):
+                self._study.add_trial(self._told(candidate, answer))
+
+    def ask(self) -> Candidate | None:
+        """The next candidate to try, None when there is nothing new. It is open until it is told."""
+        for candidate in self._start:
+            if self._is_new(candidate):
+                return self._propose(candidate)
+        for _ in range(MOST_REPEATS):
+            proposed = self._sample()
+            if proposed is not None:
+                return proposed
+        for candidate in self._rest:
+            if self._is_new(candidate):
+                return self._propose(candidate)
+        return None
+
+    def tell(self, candidate: Candidate, answer: Answer) -> None:
+        """Learns what became of an open candidate."""
+        self._answers[candidate] = answer
+        for trial in self._open.pop(candidate, []):
+            self._tell(trial, answer)
+
+    def _is_new(self, candidate: Candidate) -> bool:
+        return candidate not in self._answers and candidate not in self._open
+
+    def _propose(self, candidate: Candidate) -> Candidate:
+        """Opens a candidate that the sampler did not choose; outside the spaces it stays unknown to it."""
+        self._open[candidate] = []
+        if self._scope.contains(candidate):
+            self._study.enqueue_trial(self._parameters(candidate))
+            trial = self._study.ask()
+            self._suggest(trial)
+            self._open[candidate].append(trial)
+        return candidate
+
+    def _sample(self) -> Candidate | None:
+        """A new candidate of the sampler's, or None where it is known, and answered at once, or open."""
+        trial = self._study.ask()
+        candidate = self._suggest(trial)
+        space = self._spaces[candidate.family].space
+        if not space.admits(candidate.config):
+            self._tell(trial, Answer(None))
+        elif candidate in self._answers:
+            self._tell(trial, self._answers[candidate])
+        elif candidate in self._open:
+            self._open[candidate].append(trial)
+        else:
+            self._open[candidate] = [trial]
+            return candidate
+        return None
+
+    def _tell(self, trial: optuna.Trial, answer: Answer) -> None:
+        for key, value in _constraints(answer).items():
+            trial.set_constraint(key, value)
+        self._study.tell(trial, FAILED_MS if answer.ms is None else answer.ms)
+
+    def _told(self, candidate: Candidate, answer: Answer) -> optuna.trial.FrozenTrial:
+        parameters = self._parameters(candidate)
+        return optuna.trial.create_trial(
+            params=parameters,
+            distributions={name: self._distribution(name) for name in parameters},
+            value=FAILED_MS if answer.ms is None else answer.ms,
+            constraints=_constraints(answer),
+        )
+
+    def _suggest(self, trial: optuna.Trial) -> Candidate:
+        name = next(iter(self._spaces))
+        if len(self._spaces) > 1:
+            name = trial.suggest_categorical(FAMILY, tuple(self._spaces))
+        values: dict[str, AxisValue] = {}
+        for axis in self._spaces[name].space.axes:
+            position = 0
+            if _is_searched(axis, values):
+                position = _suggest_position(trial, f"{name}.{axis.name}", axis)
+            values[axis.name] = axis.values[position]
+        return Candidate(name, self._spaces[name].space.build(values))
+
+    def _parameters(self, candidate: Candidate) -> dict[str, str | int]:
+        entry = self._spaces[candidate.family]
+        positions = dict(_positions(entry, candidate))
+        return ({FAMILY: candidate.family} if len(self._spaces) > 1 else {}) | positions
+
+    def _distribution(self, name: str) -> BaseDistribution:
+        if name == FAMILY:
+            return CategoricalDistribution(tuple(self._spaces))
+        family, field = name.split(".")
+        axis = next(axis for axis in self._spaces[family].space.axes if axis.name == field)
+        last = len(axis.values) - 1
+        return IntDistribution(0, last) if axis.ordered else CategoricalDistribution(tuple(range(last + 1)))
+
+
+def _constraints(answer: Answer) -> dict[str, float]:
+    """Zero where they hold: that a candidate fits, and that it then ran and was right."""
+    failed = answer.ms is None and answer.excess <= 0
+    return {CAPACITY: max(answer.excess, 0.0), RIGHT: 1.0 if failed else 0.0}
+
+
+def _is_searched(axis: Axis, chosen: dict[str, AxisValue]) -> bool:
+    return len(axis.values) > 1 and axis.is_active(chosen)
+
+
+def _suggest_position(trial: optuna.Trial, name: str, axis: Axis) -> int:
+    last = len(axis.values) - 1
+    if axis.ordered:
+        return trial.suggest_int(name, 0, last)
+    return trial.suggest_categorical(name, tuple(range(last + 1)))
+
+
+def _positions(entry: FamilySpace, candidate: Candidate) -> Iterator[tuple[str, int]]:
+    chosen: dict[str, AxisValue] = {}
+    for axis in entry.space.axes:
+        value = getattr(candidate.config, axis.name)
+        if _is_searched(axis, chosen):
+            yield f"{entry.family.name}.{axis.name}", axis.values.index(value)
+        chosen[axis.name] = value

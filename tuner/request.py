@@ -1,0 +1,146 @@
+"""What a search is asked for, what it says while it runs, and what it comes to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import msgspec
+
+from flashtune.config import Space
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.target import Target
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """When to stop; None where something is no reason to stop.
+
+    Attributes:
+        trials: Candidates that were compiled and ran or failed, those of earlier searches included.
+        seconds: Wall clock for one shape, the finals not included.
+        patience: Candidates in a row that did not improve on the best.
+    """
+
+    trials: int | None = 240
+    seconds: float | None = 42.0
+    patience: int | None = 90
+
+
+class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One search.
+
+    Attributes:
+        problem: What must be computed.
+        target: For which GPU.
+        device: Index of that GPU on this machine; None predicts in place of measuring.
+        budget: When to stop.
+        families: Names of the families to search; all that compute the problem where empty.
+        seed: Of the sampler.
+        jobs: Compiler processes; as many as there are cores where None.
+        spaces: Spaces to search in place of the families' own, by family.
+    """
+
+    problem: Problem
+    target: Target
+    device: int | None = None
+    budget: Budget = Budget()
+    families: tuple[str, ...] = ()
+    seed: int = 0
+    jobs: int | None = None
+    spaces: tuple[tuple[str, Space], ...] = ()
+
+
+class Phase(enum.StrEnum):
+    """What a search is doing."""
+
+    STARTING = "starting"
+    SEARCHING = "searching"
+    FINALS = "finals"
+    DONE = "done"
+
+
+class Stop(enum.StrEnum):
+    """Why a search stopped."""
+
+    EXHAUSTED = "every candidate was tried"
+    TRIALS = "the budget of trials is spent"
+    SECONDS = "the budget of seconds is spent"
+    PATIENCE = "nothing better is expected"
+    INTERRUPTED = "interrupted"
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """What became of candidates.
+
+    Attributes:
+        outcomes: How many ended how, those of earlier searches included.
+        pruned: How many of the infeasible the SRAM model ruled out before compiling.
+        reused: How many were answered by earlier searches.
+    """
+
+    outcomes: dict[Outcome, int]
+    pruned: int = 0
+    reused: int = 0
+
+    @property
+    def tried(self) -> int:
+        """Candidates that were worth a compilation."""
+        return sum(self.outcomes.values()) - self.pruned
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A search while it runs.
+
+    Attributes:
+        problem: What is searched.
+        phase: What it is doing.
+        tally: What became of candidates so far.
+        expected: Candidates that will have been tried in the end, at most.
+        best: The best record so far.
+        seconds: Since the start.
+        remaining: Seconds until the end, as far as can be foreseen; None where that is unknown.
+    """
+
+    problem: Problem
+    phase: Phase
+    tally: Tally
+    expected: int
+    best: Record | None
+    seconds: float
+    remaining: float | None
+
+
+Observer = Callable[[Progress], None]
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search came to.
+
+    Attributes:
+        problem: What was searched.
+        target: For which GPU.
+        provenance: Whether times were measured or predicted.
+        stop: Why it stopped.
+        seconds: Wall clock.
+        tally: What became of candidates.
+        candidates: Size of the spaces.
+        best: The record that was chosen, None where nothing works.
+        best_id: Its row in the database.
+        pinned: Whether it was made the selection.
+        default: The default config's record, timed in the same finals where there were any.
+        reasons: Why candidates failed, the most frequent reasons and how often.
+    """
+
+    problem: Problem
+    target: Target
+    provenance: Provenance
+    stop: Stop
+    seconds: float
+    tally: Tally
+    candidates: int
+    best: Record | None
+    best_id: int | None
+    pinned: bool
+    default: Record | None
+    reasons: tuple[tuple[str, int], ...] = ()

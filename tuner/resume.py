@@ -1,0 +1,73 @@
+"""What earlier searches know already: answers for the same problem, configs for a near one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from flashtune.db.store import Store, StoredRecord
+from flashtune.db.table import shipped_table
+from flashtune.nearest import distance
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.target import TARGETS
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.selection import candidate_of
+from flashtune.versions import current_versions
+
+# How a compilation ends does not depend on whether there was a GPU to run its result on.
+COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
+WARM_CONFIGS = 8
+# What another GPU or another mask costs a neighbour, in the steps of `distance`.
+OTHER_TARGET = 3.0
+OTHER_MASK = 1.0
+
+
+def finished(store: Store, scope: Scope, provenance: Provenance) -> dict[Candidate, StoredRecord]:
+    """The stored records that this search need not make again, the latest of each candidate."""
+    stored = store.records(scope.problem, scope.target.name)
+    return {
+        candidate_of(entry.record): entry for entry in stored if _answers(entry.record, scope, provenance)
+    }
+
+
+def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
+    if record.config is None or record.specialization != scope.specialization:
+        return False
+    if record.family not in {entry.family.name for entry in scope.spaces}:
+        return False
+    if record.provenance is not provenance and record.outcome not in COMPILED_WITHOUT_GPU:
+        return False
+    now = current_versions(record.family)
+    return (record.versions.triton, record.versions.template) == (now.triton, now.template)
+
+
+def warm_configs(store: Store, scope: Scope) -> tuple[Candidate, ...]:
+    """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
+    shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
+    known = [entry.record for entry in store.selections()]
+    known += [record for table in shipped for record in table.records]
+    nearest = sorted(known, key=lambda record: remoteness(record, scope.problem, scope.target.name))
+    near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)
+    return _first(filter(scope.contains, map(candidate_of, near)), WARM_CONFIGS)
+
+
+def remoteness(record: Record, problem: Problem, target_name: str) -> float:
+    """How little a record's config says of a problem; infinite where it says nothing."""
+    other = record.problem
+    if record.config is None or record.outcome is not Outcome.OK:
+        return math.inf
+    if (other.direction, other.head_dim, other.value_head_dim, other.dtype.itemsize) != (
+        problem.direction,
+        problem.head_dim,
+        problem.value_head_dim,
+        problem.dtype.itemsize,
+    ):
+        return math.inf
+    apart = distance(other, problem)
+    apart += OTHER_TARGET if record.target != target_name else 0.0
+    return apart + (OTHER_MASK if other.causal is not problem.causal else 0.0)
+
+
+def _first(candidates: Iterable[Candidate], limit: int) -> tuple[Candidate, ...]:
+    return tuple(dict.fromkeys(candidates))[:limit]

@@ -1,0 +1,240 @@
+"""The search: propose, prune, compile, verify, measure, store; then the finals and the selection."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from flashtune.db.store import Store, StoredRecord
+from flashtune.errors import ProblemError
+from flashtune.record import Measurement, Outcome, Provenance, Record
+from flashtune.tuner.candidates import Candidate, Scope, open_spaces
+from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.compile_pool import CompilePool, Compiler
+from flashtune.tuner.evaluation import Measurer
+from flashtune.tuner.journal import Journal
+from flashtune.tuner.pipeline import Pipeline
+from flashtune.tuner.prediction import Predictor
+from flashtune.tuner.processes import usable_cores
+from flashtune.tuner.proposals import Proposer, rank, varied
+from flashtune.tuner.request import (
+    Budget,
+    Observer,
+    Phase,
+    Progress,
+    SearchRequest,
+    SearchResult,
+)
+from flashtune.tuner.resume import warm_configs
+from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, select
+from flashtune.tuner.worker import GpuWorker
+
+__all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
+
+# Candidates that are tried in the order of their predicted times before the sampler takes over.
+START = 24
+FINALISTS = 6
+# The finals take no candidate that is slower than this many times the best.
+FINALS_WITHIN = 1.15
+
+
+def run_search(
+    request: SearchRequest,
+    store: Store,
+    observer: Observer = lambda progress: None,
+    *,
+    compiler: Compiler | None = None,
+    measurer: Measurer | None = None,
+) -> SearchResult:
+    """Searches the kernels for one problem on one GPU; everything that finishes is stored at once.
+
+    What the store knows of the same problem, target, config and versions is not done again, so the
+    same request goes on where an interrupted one stopped.
+
+    Args:
+        request: What to search, and when to stop.
+        store: Where records go and come from.
+        observer: Hears of progress, several times a second.
+        compiler: Compiles; a pool of processes where left out.
+        measurer: Verifies and times; the GPU's own process, or predictions, where left out.
+
+    Raises:
+        ProblemError: No family computes the problem on the target, or there is nothing to compute.
+        UsageError: A named family does not exist.
+        StoreError: The store cannot be read or written.
+        DeviceLostError: The GPU cannot be used, or was taken away.
+        KeyboardInterrupt: Passed on once the best so far is selected.
+    """
+    started = time.monotonic()
+    scope = _scope(request)
+    with _equipment(request, scope, compiler, measurer) as (compiles, measures):
+        journal = Journal(store, scope, measures.provenance)
+        reporter = _Reporter(request, journal, observer, started)
+        reporter.report(Phase.STARTING)
+        size, proposer = _proposer(request, store, scope, journal)
+        pipeline = Pipeline(scope, proposer, compiles, measures, journal, _jobs(request))
+        try:
+            stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
+            reporter.report(Phase.FINALS)
+            final = _finals(scope, journal, measures)
+        except KeyboardInterrupt:
+            # What is right and timed may serve, though the finals never compared it in one run.
+            _pin(store, request, journal, ())
+            raise
+    best, pinned = _pin(store, request, journal, final)
+    reporter.report(Phase.DONE)
+    return SearchResult(
+        problem=request.problem,
+        target=request.target,
+        provenance=measures.provenance,
+        stop=stop,
+        seconds=time.monotonic() - started,
+        tally=journal.tally(),
+        candidates=size,
+        best=best.record if best else None,
+        best_id=best.id if best else None,
+        pinned=pinned,
+        default=_default(scope, journal, final),
+        reasons=journal.reasons(),
+    )
+
+
+def _scope(request: SearchRequest) -> Scope:
+    problem = request.problem
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
+        raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
+    spaces = open_spaces(problem, request.target, request.families, request.spaces)
+    return Scope(problem, request.target, contiguous_specialization(problem), spaces)
+
+
+@contextlib.contextmanager
+def _equipment(
+    request: SearchRequest, scope: Scope, compiler: Compiler | None, measurer: Measurer | None
+) -> Iterator[tuple[Compiler, Measurer]]:
+    """What compiles and what measures: as given, or made for this search and ended with it."""
+    with contextlib.ExitStack() as stack:
+        if measurer is None and request.device is None:
+            measurer = Predictor(scope)
+        elif measurer is None:
+            assert request.device is not None
+            measurer = stack.enter_context(GpuWorker(scope, request.device))
+        if compiler is None:
+            compiler = stack.enter_context(CompilePool(scope, _jobs(request)))
+        yield compiler, measurer
+
+
+def _jobs(request: SearchRequest) -> int:
+    """Compiler processes: the GPU's process wants a core of its own."""
+    if request.jobs is not None:
+        return request.jobs
+    return max(1, usable_cores() - (request.device is not None))
+
+
+def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journal) -> tuple[int, Proposer]:
+    """How many candidates there are, and who proposes them: defaults and winners of near shapes first.
+
+    A space that the budget covers is walked through, fastest predicted first.
+    """
+    ranked = rank(scope, request.seed)
+    everything = tuple(entry.candidate for entry in ranked)
+    defaults = tuple(
+        candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
+    )
+    trials = request.budget.trials
+    few = trials is not None and len(everything) <= trials
+    start = (*defaults, *warm_configs(store, scope), *(everything if few else varied(ranked, START)))
+    size = sum(entry.space.size() for entry in scope.spaces)
+    return size, Proposer(scope, start, everything, journal.answers(), request.seed)
+
+
+def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredRecord, ...]:
+    """Times the best candidates, the defaults and the peers in one run, and stores that."""
+    best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
+    rows = (journal.rows.get(candidate) for candidate in scope.defaults())
+    defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
+    if not best:
+        return ()
+    default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
+    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default))))
+    measured = measurer.finals(entrants).result()
+    return tuple(
+        journal.amend(_measured_again(journal.rows[candidate].record, measurement))
+        for candidate, measurement in zip(entrants, measured, strict=False)
+    )
+
+
+def _measured_again(record: Record, measurement: Measurement) -> Record:
+    return msgspec.structs.replace(record, measurement=measurement)
+
+
+def _pin(
+    store: Store, request: SearchRequest, journal: Journal, final: tuple[StoredRecord, ...]
+) -> tuple[StoredRecord | None, bool]:
+    """Selects among the finalists, or among all where there were no finals, and pins the choice.
+
+    A prediction never takes the place of something measured.
+    """
+    rows = final or tuple(journal.rows.values())
+    chosen = select(row.record for row in rows)
+    if chosen is None:
+        return None, False
+    best = next(row for row in rows if row.record is chosen)
+    if chosen.provenance is Provenance.PREDICTED and _has_measured(store, request):
+        return best, False
+    store.pin(best.id)
+    return best, True
+
+
+def _has_measured(store: Store, request: SearchRequest) -> bool:
+    return any(
+        entry.record.problem == request.problem and entry.record.provenance is Provenance.MEASURED
+        for entry in store.selections(request.target.name)
+    )
+
+
+def _default(scope: Scope, journal: Journal, final: tuple[StoredRecord, ...]) -> Record | None:
+    """The fastest family default, as timed in the finals if it was there."""
+    timed: dict[Candidate, Record] = {candidate_of(row.record): row.record for row in final}
+    for candidate in scope.defaults():
+        row = journal.rows.get(candidate)
+        if candidate not in timed and row is not None and row.record.outcome is Outcome.OK:
+            timed.setdefault(candidate, row.record)
+    found = [timed[candidate] for candidate in scope.defaults() if candidate in timed]
+    return min(found, key=lambda record: record.ms or 0.0, default=None)
+
+
+class _Reporter:
+    """Tells the observer how far a search is."""
+
+    def __init__(self, request: SearchRequest, journal: Journal, observer: Observer, started: float) -> None:
+        self._request = request
+        self._journal = journal
+        self._observer = observer
+        self._started = started
+        self._before = journal.tally().tried
+
+    def report(self, phase: Phase) -> None:
+        tally = self._journal.tally()
+        seconds = time.monotonic() - self._started
+        self._observer(
+            Progress(
+                problem=self._request.problem,
+                phase=phase,
+                tally=tally,
+                expected=self._request.budget.trials or tally.tried,
+                best=self._journal.best,
+                seconds=seconds,
+                remaining=self._remaining(tally.tried, seconds),
+            )
+        )
+
+    def _remaining(self, tried: int, seconds: float) -> float | None:
+        """The sooner of what is left of the seconds, and of the trials at the pace so far."""
+        budget = self._request.budget
+        ends = [] if budget.seconds is None else [budget.seconds - seconds]
+        if budget.trials is not None and tried > self._before:
+            ends.append((budget.trials - tried) * seconds / (tried - self._before))
+        return max(0.0, min(ends)) if ends else None

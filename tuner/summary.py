@@ -1,0 +1,112 @@
+"""The end of a search on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashtune.notices import search_command
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.tuner.request import SearchResult
+
+WIDTH = 10
+
+
+def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
+    """What was found, against what, what was not, and what to do next; one line each.
+
+    Args:
+        result: The search's result.
+        place: Where the records are stored.
+    """
+    labelled = [
+        ("problem", f"{result.problem.key} on {result.target.name}"),
+        *_best(result),
+        *_rivals(result),
+        ("tried", _tried(result)),
+        *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
+        *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
+        ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
+        ("next", next_command(result)),
+    ]
+    return tuple(f"{label:<{WIDTH}}{text}" for label, text in labelled)
+
+
+def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
+    best = result.best
+    if best is None:
+        yield "best", "none: no candidate computed this right"
+        return
+    assert best.config is not None
+    yield "best", f"{describe_time(best)}   {best.family} {best.config.label()}"
+    if best.resources:
+        sram, capacity = best.resources.sram_bytes, result.target.sram_per_block
+        spills = f", {best.resources.spill_bytes} B spilled" if best.resources.spill_bytes else ""
+        registers = best.resources.registers
+        yield "", f"{sram:,} of {capacity:,} B of SRAM, {registers} registers a thread{spills}"
+    if best.measurement and best.measurement.throttled:
+        yield "", "the clock was held down while timing: compare within this run only"
+    if best.provenance is Provenance.PREDICTED:
+        yield "", "predicted by a model, not measured: dispatch will not take it for a measurement"
+
+
+def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:
+    best = result.best
+    if best is None or not best.ms:
+        return
+    if result.default and result.default.ms and result.default.config:
+        yield "default", f"{_against(result.default.ms, best.ms)}   {result.default.config.label()}"
+    for peer in best.measurement.peers if best.measurement else ():
+        yield peer.name, f" {_against(peer.ms, best.ms)}"
+
+
+def _against(ms: float, best_ms: float) -> str:
+    return f"{ms:.4f} ms, the best runs at {ms / best_ms:.2f} of its speed"
+
+
+def describe_time(record: Record) -> str:
+    """A record's time, its rate by the field's convention, and whether it was only predicted."""
+    if not record.ms:
+        return "no time"
+    rate = record.problem.nominal_flops() / record.ms * 1e-9
+    spread = ""
+    measurement = record.measurement
+    if measurement and measurement.samples:
+        spread = f" ({measurement.p20:.4f} to {measurement.p80:.4f})"
+    predicted = " predicted" if record.provenance is Provenance.PREDICTED else ""
+    return f"{record.ms:.4f} ms{spread}{predicted}, {rate:.0f} TFLOP/s"
+
+
+def _tried(result: SearchResult) -> str:
+    outcomes = ", ".join(
+        f"{count} {outcome.value}"
+        for outcome, count in result.tally.outcomes.items()
+        if outcome is Outcome.OK
+    )
+    failed = (
+        sum(result.tally.outcomes.values()) - result.tally.outcomes.get(Outcome.OK, 0) - result.tally.pruned
+    )
+    reused = f", {result.tally.reused} of them known from before" if result.tally.reused else ""
+    return (
+        f"{result.tally.tried} of {result.candidates} candidates in {result.seconds:.0f} s: "
+        f"{outcomes or 'none ok'}, {failed} failed{reused}; stopped because {result.stop.value}"
+    )
+
+
+def _pruned(result: SearchResult) -> str:
+    return (
+        f"{result.tally.pruned} more before compiling: over the SRAM or tensor memory of {result.target.name}"
+    )
+
+
+def _is_pruning(reason: str) -> bool:
+    return "needs at least" in reason
+
+
+def next_command(result: SearchResult) -> str:
+    """The command that makes sense after this result."""
+    search = search_command(result.problem)
+    offline = result.provenance is Provenance.PREDICTED
+    target = f" --target {result.target.name}" if offline else ""
+    if result.best is None:
+        return f"{search}{target} --trials 1000 --seconds 600"
+    return search.replace("flashtune search", "flashtune explain", 1) + target
