@@ -1,0 +1,60 @@
+"""Exported files on a GPU, descriptors among them: those ask for scratch memory as they are launched."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtune.kernel import Specialization
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.target import device_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.config_text import change_config
+from flashtune.tuner.export import kernel_files
+from flashtune.tuner.shapes import parse_shape
+from flashtune.versions import current_versions
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("family_name", "change"),
+    [("forward_q_outer", ""), ("forward_q_outer", "loads=descriptor"), ("forward_kv_outer", "")],
+)
+def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_path: Path) -> None:
+    target = device_target(0)
+    if change and not target.has_descriptors:
+        pytest.skip("this GPU takes no tensor descriptors")
+    (problem,) = parse_shape("heads=8,kv_heads=2,seqlen=1000,head_dim=128,dtype=bf16,causal,batch=2")
+    family = find_family(family_name)
+    record = Record(
+        problem=problem,
+        target=target.name,
+        family=family_name,
+        config=change_config(family.default(problem, target), change),
+        specialization=Specialization(lse=True),
+        kernel=None,
+        outcome=Outcome.OK,
+        provenance=Provenance.PREDICTED,
+        versions=current_versions(family_name),
+    )
+    (file,) = kernel_files((record,))
+    path = tmp_path / file.name
+    path.write_text(file.text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    q = torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, lse = module.attention(q, k, v)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert lse.isfinite().all()
