@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
 Config       block_m 128, block_n 64, 8 warps, 3 stages, descriptor loads, qk_ahead False, two_phases True,
              decomposed False, long_first True, heads_inner True, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 25a170f23260
+Template     forward_q_outer e4e3c66393d3
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.

@@ -2,9 +2,9 @@
 
 Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, qk_ahead False, two_phases True,
-             decomposed False, long_first False, heads_inner False, register cap 0
+             decomposed False, long_first False, heads_inner False, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 25a170f23260
+Template     forward_q_outer e4e3c66393d3
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
