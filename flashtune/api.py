@@ -47,6 +47,18 @@ def attention(
     return_lse: Literal[True],
     prefer: PreferOption = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = ...,
+    scale: float | None = ...,
+    layout: LayoutOption = ...,
+    return_lse: bool,
+    prefer: PreferOption = ...,
+) -> Result: ...
 def attention(
     q: Tensor,
     k: Tensor,

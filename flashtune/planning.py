@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, Literal, TypeVar, cast, overload
+
 from torch import Tensor
 
 from flashtune.api import CausalOption, LayoutOption, PreferOption
@@ -9,8 +11,10 @@ from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
 from flashtune.serving import Result, Serve
 
+Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
-class Plan:
+
+class Plan(Generic[Planned_co]):
     """Attention of tensors like those it was planned for; cheap, and safe to capture in a CUDA graph."""
 
     __slots__ = ("_key", "_negated", "_options", "_scale", "_serve")
@@ -28,7 +32,7 @@ class Plan:
         self._negated = scale is not None and scale < 0
         self._scale = -scale if scale is not None and scale < 0 else scale
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Planned_co:
         """The output, and the log-sum-exp where the plan returns one; as `attention`.
 
         Raises:
@@ -39,9 +43,45 @@ class Plan:
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device or "
                 "grad: call flashtune.plan(...) with them"
             )
-        return self._serve(-q if self._negated else q, k, v, self._scale)
+        return cast("Planned_co", self._serve(-q if self._negated else q, k, v, self._scale))
 
 
+@overload
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = ...,
+    scale: float | None = ...,
+    layout: LayoutOption = ...,
+    return_lse: Literal[False] = ...,
+    prefer: PreferOption = ...,
+) -> Plan[Tensor]: ...
+@overload
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = ...,
+    scale: float | None = ...,
+    layout: LayoutOption = ...,
+    return_lse: Literal[True],
+    prefer: PreferOption = ...,
+) -> Plan[tuple[Tensor, Tensor]]: ...
+@overload
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: CausalOption = ...,
+    scale: float | None = ...,
+    layout: LayoutOption = ...,
+    return_lse: bool,
+    prefer: PreferOption = ...,
+) -> Plan[Result]: ...
 def plan(
     q: Tensor,
     k: Tensor,
@@ -52,7 +92,7 @@ def plan(
     layout: LayoutOption = "bhsd",
     return_lse: bool = False,
     prefer: PreferOption = "fastest",
-) -> Plan:
+) -> Plan[Result]:
     """Resolves a call once: selects, compiles, loads, checks where needed, and runs it once.
 
     Args:
@@ -75,7 +115,7 @@ def plan(
     """
     options = (causal, layout, return_lse, prefer)
     key = call_key(q, k, v, *options)
-    planned = Plan(server_of(key, q, k, v, *options), key, options, scale)
+    planned: Plan[Result] = Plan(server_of(key, q, k, v, *options), key, options, scale)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
     planned(q, k, v)
     return planned

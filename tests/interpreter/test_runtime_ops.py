@@ -1,0 +1,132 @@
+"""The operators as compilers, tracers and autograd see them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import flashtune
+import flashtune.ops as ops
+
+Triple = tuple[Tensor, Tensor, Tensor]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "return_lse": True},
+    {"causal": "top_left", "layout": "bshd", "scale": 0.3},
+    {"causal": True, "scale": -0.3, "prefer": "generated"},
+]
+
+
+def tensors(layout: str = "bhsd", grad: bool = False) -> Triple:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 20, 32), torch.randn(2, 2, 28, 32), torch.randn(2, 2, 28, 16)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
+
+
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[GraphModule]]:
+    """A function under torch.compile, and the graphs that it became."""
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(function, backend=keep, fullgraph=True), graphs
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_compilers_see_one_node(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(options.get("layout", "bhsd"))
+    expected = flashtune.attention(q, k, v, **options)
+    call, graphs = compiled(lambda q, k, v: flashtune.attention(q, k, v, **options))
+    torch.testing.assert_close(call(q, k, v), expected)
+    [graph] = graphs
+    nodes = [
+        node for node in graph.graph.nodes if node.op == "call_function" and "flashtune" in str(node.target)
+    ]
+    assert len(nodes) == 1
+    others = {node.op for node in graph.graph.nodes} - {"placeholder", "output", "call_function"}
+    assert not others
+
+
+def test_lengths_do_not_compile_again() -> None:
+    torch._dynamo.reset()
+    call, graphs = compiled(lambda q, k, v: flashtune.attention(q, k, v, causal=True))
+    q, k, v = tensors()
+    for length in (20, 18, 16, 12):
+        out = call(q[:, :, :length], k, v)
+        torch.testing.assert_close(out, flashtune.attention(q[:, :, :length], k, v, causal=True))
+    assert len(graphs) <= 2, "once for one length, once for all"
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_checks_of_operators(return_lse: bool, layout: str) -> None:
+    op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
+    arguments = (*tensors(layout), "bottom_right", None, layout, "fastest")
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+    torch.library.opcheck(op.default, arguments, test_utils=tests)
+
+
+def test_tracers_see_the_operator() -> None:
+    graph = make_fx(lambda q, k, v: flashtune.attention(q, k, v, causal=True))(*tensors())
+    assert [str(node.target) for node in graph.graph.nodes if node.op == "call_function"] == [
+        "flashtune.attention.default"
+    ]
+
+
+def test_modes_and_subclasses_see_the_operator() -> None:
+    q, k, v = tensors()
+    expected = flashtune.attention(q, k, v)
+    with torch.device("cpu"):
+        assert torch.equal(flashtune.attention(q, k, v), expected)
+    q = torch.nn.Parameter(q, requires_grad=False)
+    assert torch.equal(flashtune.attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("way", ["eager", "operator", "aot_eager"])
+def test_gradients_by_every_way(way: str, return_lse: bool) -> None:
+    torch._dynamo.reset()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if way == "operator":
+            result = ops.call_op(q, k, v, True, None, "bhsd", return_lse, "fastest")
+        else:
+            result = flashtune.attention(q, k, v, causal=True, return_lse=return_lse)
+        out = result if isinstance(result, Tensor) else result[0] + result[1][..., None]
+        return out.square().sum()
+
+    call = torch.compile(loss, backend="aot_eager", fullgraph=True) if way == "aot_eager" else loss
+    q, k, v = tensors(grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        grads = torch.autograd.grad(call(q, k, v), (q, k, v))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT / 32**0.5
+    scores = scores.masked_fill(~torch.ones(20, 28, dtype=torch.bool).tril(8), -torch.inf)
+    out = scores.softmax(-1) @ wide[2].repeat_interleave(2, 1)
+    if return_lse:
+        out = out + scores.logsumexp(-1)[..., None]
+    expected = torch.autograd.grad(out.square().sum(), wide)
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-4, rtol=2e-4)
+
+
+def test_bad_input_is_refused_while_compiling() -> None:
+    torch._dynamo.reset()
+    call, _ = compiled(flashtune.attention)
+    q, k, v = tensors()
+    with pytest.raises(Exception, match="give them one dtype"):
+        call(q.half(), k, v)
