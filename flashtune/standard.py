@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.templates.family import TrafficItem
@@ -40,6 +41,13 @@ def standard_attention(
     if q.numel() == 0 or seqlen_kv == 0:
         lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float32) if return_lse else None
         return q.new_zeros(batch, heads, seqlen_q, value_head_dim), lse
+    if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
+        # The first queries see no key; left out, they put no 0/0 into gradients either.
+        blind = seqlen_q - seqlen_kv
+        out, lse = standard_attention(
+            q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse
+        )
+        return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
     scores = _scores(q, k, scale)
     if causal is not Causal.NONE:
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
@@ -50,11 +58,7 @@ def standard_attention(
         lse = torch.logsumexp(scores, -1).view(batch, heads, seqlen_q)
     weights = torch.softmax(scores, -1).to(v.dtype)
     # The heads of a group lie one after another, so folded rows unfold into heads.
-    out = torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim)
-    if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
-        # The first queries see no key: their softmax is 0/0.
-        out[:, :, : seqlen_q - seqlen_kv] = 0
-    return out, lse
+    return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim), lse
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
