@@ -107,7 +107,9 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     causal = problem.causal is not Causal.NONE
     quick = level is Level.QUICK
     shapes = (_quick if quick else _full)(block_m, block_n, depth, causal)
-    return tuple(_cases(problem, shapes, block_n, FEW_HEADS if reduced else HEADS))
+    cases = _cases(problem, shapes, block_n, FEW_HEADS if reduced else HEADS)
+    # Nothing races in an interpreter.
+    return tuple(msgspec.structs.replace(case, repeats=1) if reduced else case for case in cases)
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:

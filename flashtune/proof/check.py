@@ -22,8 +22,8 @@ from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
 from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import Guarded, guarded_flat, poison, stray_writes
-from flashtune.proof.prepared import STEPS_PER_SEED, Prepared, next_seed, prepare, prepare_and_keep
+from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
+from flashtune.proof.prepared import STEPS_PER_SEED, Prepared, forget, next_seed, prepare, prepare_and_keep
 from flashtune.record import Verdict
 from flashtune.templates.rendering import render
 
@@ -131,8 +131,12 @@ def check_rendered(
                     break
             figures = torch.stack([finding.figure.double() for finding in findings]).tolist()
         except (RuntimeError, TritonError) as error:
+            forget()
             raise KernelError(first_line(error)) from error
-    return _verdict(findings, figures, _device_name(device), seed)
+    verdict = _verdict(findings, figures, _device_name(device), seed)
+    if not verdict.passed:
+        forget()
+    return verdict
 
 
 def interpretable(problem: Problem) -> Problem:
@@ -190,15 +194,14 @@ def _findings(
     workspaces: list[Guarded] = []
 
     def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
-        workspaces.append(guarded_flat(shape, on))
+        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
         return workspaces[-1].view
 
     launch = bind(kernel, target, q, k, v, out, compiled=compiled, allocate=allocate)
     first: Tensor | None = None
     for _ in range(case.repeats):
-        poison(out)
-        if lse is not None:
-            poison(lse)
+        poison(prepared.out)
+        poison(prepared.lse)
         launch(q, k, v, out, lse, case.scale)
         if first is None:
             yield from _compare(case, prepared, lse)
@@ -209,6 +212,8 @@ def _findings(
         yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
     for workspace in workspaces:
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
+    changed = checksum((prepared.q, prepared.k, prepared.v)) != prepared.checksum
+    yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
 
 
 def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:

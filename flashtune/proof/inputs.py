@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
-# A NaN that arithmetic does not produce, so that it is told from a NaN that a kernel wrote.
+# NaNs that arithmetic does not produce, so that they are told from a NaN that a kernel wrote.
 POISON = {torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
 _BITS = {2: torch.int16, 4: torch.int32}
 # Rows of poison on either side: as many as the largest tile could run over.
@@ -27,6 +28,14 @@ GUARD_ROWS = 256
 GRANULE = 64
 # Around a log-sum-exp or a workspace: as much as the tensor itself, up to a large tile.
 MAX_FLAT_GUARD = 2**16
+
+
+class Role(enum.IntEnum):
+    """What a tensor is to a kernel: each has a poison of its own, since arithmetic hands NaNs on."""
+
+    INPUT = 0
+    OUTPUT = 1
+    WORKSPACE = 2
 
 
 class Layout(enum.StrEnum):
@@ -42,10 +51,22 @@ class Guarded(NamedTuple):
     Attributes:
         buffer: The whole allocation, one-dimensional.
         view: [batch, heads, seqlen, head_dim], last dimension contiguous.
+        role: Which poison surrounds it.
     """
 
     buffer: Tensor
     view: Tensor
+    role: Role
+
+    @property
+    def bits(self) -> Tensor:
+        """The buffer as integers."""
+        return self.buffer.view(_BITS[self.buffer.element_size()])
+
+    @property
+    def poison(self) -> int:
+        """The integer that the poison is."""
+        return POISON[self.bits.dtype] - self.role
 
 
 def guarded(
@@ -54,6 +75,7 @@ def guarded(
     alignment: Alignment,
     layout: Layout,
     device: torch.device,
+    role: Role,
     *,
     spare: int = 0,
     far: bool = False,
@@ -66,6 +88,7 @@ def guarded(
         alignment: 16: all strides are multiples of 16; 8: of 8, and not of 16; 1: nothing is aligned.
         layout: Order of heads and positions.
         device: Where it lies.
+        role: What it is to the kernel.
         spare: Widens each row by this many steps of its class, so that tensors differ in strides.
         far: Put batches more than 2^31 elements apart.
     """
@@ -78,8 +101,9 @@ def guarded(
     guard = -(-GUARD_ROWS * stride_s // GRANULE) * GRANULE + (1 if alignment is Alignment.ANY else 0)
     extent = (batch - 1) * stride_b + heads * seqlen * row
     buffer = torch.empty(guard + extent + GUARD_ROWS * stride_s, dtype=TORCH_DTYPES[dtype], device=device)
-    poison(buffer)
-    return Guarded(buffer, buffer.as_strided(shape, (stride_b, stride_h, stride_s, 1), guard))
+    tensor = Guarded(buffer, buffer.as_strided(shape, (stride_b, stride_h, stride_s, 1), guard), role)
+    poison(tensor)
+    return tensor
 
 
 def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
@@ -91,23 +115,27 @@ def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
     return (steps | 1) * step
 
 
-def guarded_flat(shape: tuple[int, ...], device: torch.device) -> Guarded:
+def guarded_flat(shape: tuple[int, ...], device: torch.device, role: Role) -> Guarded:
     """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp or a workspace."""
     size = math.prod(shape)
     guard = -(-min(size + GUARD_ROWS, MAX_FLAT_GUARD) // GRANULE) * GRANULE
     buffer = torch.empty(size + 2 * guard, dtype=torch.float32, device=device)
-    poison(buffer)
-    return Guarded(buffer, buffer[guard : guard + size].view(shape))
+    tensor = Guarded(buffer, buffer[guard : guard + size].view(shape), role)
+    poison(tensor)
+    return tensor
 
 
-def poison(tensor: Tensor) -> None:
-    """Fills a tensor, of whatever strides, with the NaN that nobody computes."""
-    bits = _BITS[tensor.element_size()]
-    tensor.view(bits).fill_(POISON[bits])
+def poison(tensor: Guarded) -> None:
+    """Fills a tensor and its surroundings with the NaN that nobody computes."""
+    tensor.bits.fill_(tensor.poison)
 
 
 def stray_writes(tensor: Guarded) -> Tensor:
-    """How many elements around a tensor were written, a scalar. Poisons the tensor itself again."""
-    poison(tensor.view)
-    bits = _BITS[tensor.buffer.element_size()]
-    return (tensor.buffer.view(bits) != POISON[bits]).sum()
+    """How many elements around a tensor were written, a scalar. Poisons the tensor itself."""
+    tensor.view.view(tensor.bits.dtype).fill_(tensor.poison)
+    return (tensor.bits != tensor.poison).sum()
+
+
+def checksum(tensors: Iterable[Guarded]) -> Tensor:
+    """Sums of the bits of tensors and their surroundings, [tensors] in int64."""
+    return torch.stack([tensor.bits.sum(dtype=torch.int64) for tensor in tensors])

@@ -6,16 +6,19 @@ import functools
 import itertools
 import secrets
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 
 from flashtune.kernel import Alignment
 from flashtune.proof.cases import Case
-from flashtune.proof.inputs import Guarded, guarded, guarded_flat
+from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat
 from flashtune.proof.probes import make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Seeds in a row that one check may use: the strict level's.
 STEPS_PER_SEED = 10
@@ -38,6 +41,7 @@ class Prepared(NamedTuple):
         lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
         chosen: The rows that are compared.
         expected: What they must be.
+        checksum: Sums of the bits of q, k and v.
     """
 
     q: Guarded
@@ -47,6 +51,7 @@ class Prepared(NamedTuple):
     lse: Guarded
     chosen: Sample
     expected: Expected
+    checksum: Tensor
 
 
 def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -73,19 +78,30 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     values = make_values(case.probe, problem, case.scale, case.block, generator)
     out_shape = (*values.q.shape[:3], problem.value_head_dim)
     # The tensors' rows differ in width, so that one's stride does not serve for another.
+    shapes = (values.q.shape, values.k.shape, values.v.shape, out_shape)
+    roles = (Role.INPUT, Role.INPUT, Role.INPUT, Role.OUTPUT)
     q, k, v, out = (
-        guarded(shape, problem.dtype, alignment, case.layout, device, spare=2 * index, far=case.far == index)
-        for index, shape in enumerate((values.q.shape, values.k.shape, values.v.shape, out_shape))
+        guarded(
+            shape, problem.dtype, alignment, case.layout, device, role, spare=2 * index, far=case.far == index
+        )
+        for index, (shape, role) in enumerate(zip(shapes, roles, strict=True))
     )
     for tensor, value in zip((q, k, v), values, strict=True):
         tensor.view.copy_(value)
     chosen = sample(problem, generator)
     expected = expect(problem, q.view, k.view, v.view, case.scale, chosen)
-    return Prepared(q, k, v, out, guarded_flat(tuple(out_shape[:3]), device), chosen, expected)
+    lse = guarded_flat(tuple(out_shape[:3]), device, Role.OUTPUT)
+    return Prepared(q, k, v, out, lse, chosen, expected, checksum((q, k, v)))
 
 
 _small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
 _large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
+
+
+def forget() -> None:
+    """Drops what is kept: a wrong kernel may have written anywhere."""
+    _small.cache_clear()
+    _large.cache_clear()
 
 
 def next_seed() -> int:

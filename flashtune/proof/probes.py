@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashtune.problem import Problem
 
 # Scores of `far_below`: so far under zero that a key of zeros, as padding is, would outweigh all.
-DEPTH = 50.0
+DEPTH = 150.0
 # Scores of `rising` climb by this much from the first key to the last.
 CLIMB = 14.0
 # Scores of the last visible key and of the first hidden one in `diagonal`, over the others'.
@@ -26,7 +26,8 @@ class Probe(enum.StrEnum):
     """What a case is about.
 
     random     Normal q, k and v.
-    far_below  All scores near -50: padding that is not masked takes all the weight.
+    far_below  All scores near -150: padding that is not masked takes all the weight, and weights that
+               are not relative to the maximum vanish.
     needle     Near-equal weights, and one key of each block stands out in V: a block that is
                skipped, masked or taken twice is missing or doubled in a column of every row.
     first, last  As needle, at the first and at the last key of each block.
