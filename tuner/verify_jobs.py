@@ -1,0 +1,142 @@
+"""What `flashtune verify` does in worker processes: compile, run on the GPU, run under the interpreter.
+
+Nothing that imports Triton is imported at the top: an interpreter's worker sets its variable first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pebble import ProcessPool
+
+from flashtune.errors import KernelError, VerificationError
+
+if TYPE_CHECKING:
+    from flashtune.config import Config
+    from flashtune.db.checks import Check
+    from flashtune.kernel import Kernel, Specialization
+    from flashtune.problem import Problem
+    from flashtune.record import Record, Verdict
+    from flashtune.target import Target
+
+COMPILE_SECONDS = 120.0
+GPU_SECONDS = 120.0
+INTERPRETER_SECONDS = 120.0
+BROKEN_CONTEXT = 70
+
+
+class Interpretable(msgspec.Struct, frozen=True):
+    """All that decides what a kernel computes under the interpreter."""
+
+    family: str
+    problem: Problem
+    config: Config
+    specialization: Specialization
+    target: Target
+
+
+def start_interpreters(workers: int) -> ProcessPool:
+    """Workers in which Triton interprets; each is a fresh process, since Triton decides at import."""
+    return ProcessPool(
+        max_workers=workers, context=multiprocessing.get_context("spawn"), initializer=_become_interpreter
+    )
+
+
+def _become_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def why_not_compiled(kernel: Kernel, target: Target) -> str:
+    """Compiles a kernel for a target: why it cannot run there, empty if it can."""
+    from flashtune.tuner.resources import overflow, read_resources
+
+    try:
+        return overflow(read_resources(kernel, target), target) or ""
+    except KernelError as error:
+        return f"does not compile: {error}"
+
+
+def check_interpreted(task: Interpretable) -> Verdict:
+    """Compares a kernel with the reference on the CPU, in float32 and at small sizes.
+
+    Raises:
+        KernelError: It does not run.
+    """
+    import torch
+
+    from flashtune.compilation import interpreting
+    from flashtune.proof.cases import Level
+    from flashtune.proof.check import check_kernel
+    from flashtune.templates.registry import find_family
+
+    if not interpreting():
+        raise VerificationError(
+            "Triton was imported before it was told to interpret: run flashtune verify by itself"
+        )
+    family = find_family(task.family)
+    cpu = torch.device("cpu")
+    return check_kernel(family, task.problem, task.config, task.specialization, task.target, cpu, Level.QUICK)
+
+
+def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
+    """Proves a record's kernel on a GPU at its shape, and its sibling with (or without) the log-sum-exp.
+
+    Returns:
+        The verdict of the record's kernel, then, if that passed, of its sibling.
+
+    Raises:
+        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+    """
+    import torch
+
+    from flashtune.proof.cases import Level
+    from flashtune.target import device_target
+
+    target, device = device_target(index), torch.device("cuda", index)
+    sibling = msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
+    try:
+        first = _check(record, record.specialization, target, device, Level.FULL)
+        if not first.verdict.passed:
+            return (first,)
+        return first, _check(record, sibling, target, device, Level.QUICK)
+    except KernelError:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            os._exit(BROKEN_CONTEXT)
+        raise
+
+
+def _check(record: Record, specialization: Specialization, target: Target, device: Any, level: Any) -> Check:
+    from flashtune.db.checks import Check
+    from flashtune.proof.check import check_rendered
+    from flashtune.templates.registry import find_family
+    from flashtune.templates.rendering import render
+    from flashtune.versions import current_versions
+
+    assert record.config is not None
+    kernel = render(find_family(record.family), record.problem, record.config, specialization)
+    verdict = check_rendered(kernel, record.problem, record.config, target, device, level)
+    return Check(
+        digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
+    )
+
+
+def failure(job: Future[Any]) -> str:
+    """Why a job gave no result, empty if it gave one."""
+    from flashtune.tuner.processes import failure_of
+
+    lost = failure_of(job)
+    if lost is not None:
+        return lost[1]
+    error = job.exception()
+    if error is not None and not isinstance(error, KernelError):
+        raise error
+    return str(error) if error else ""

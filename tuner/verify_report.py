@@ -1,0 +1,63 @@
+"""What verification says of a table: a result for each selected kernel."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from flashtune.db.checks import Check
+
+
+class Means(enum.StrEnum):
+    """How a kernel's results were compared with the reference, best first."""
+
+    GPU = "gpu"
+    INTERPRETER = "interpreter"
+    RECEIPT = "receipt"
+    NONE = "none"
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What verification says of one selected kernel.
+
+    Attributes:
+        problem: The problem's key.
+        target: Name of the GPU.
+        family: The kernel's family.
+        kernel: Digest of the kernel as rendered here, None where it could not be.
+        means: How it was compared.
+        failed: Why it failed, empty if it passed.
+        receipt_triton: Triton's version by the receipt, empty without a good receipt.
+    """
+
+    problem: str
+    target: str
+    family: str
+    kernel: str | None
+    means: Means
+    failed: str = ""
+    receipt_triton: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All results, and what a GPU's checks leave to be remembered.
+
+    Attributes:
+        results: One for each selected kernel, in the table's order.
+        baselines: Selections that are no generated kernel.
+        checks: Verdicts made on a GPU here.
+    """
+
+    results: tuple[Result, ...]
+    baselines: int
+    checks: tuple[Check, ...] = ()
+
+    def count(self, means: Means) -> int:
+        """How many passed by a means."""
+        return sum(not result.failed and result.means is means for result in self.results)
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """What did not pass."""
+        return tuple(result for result in self.results if result.failed)
