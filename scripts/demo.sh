@@ -9,9 +9,12 @@ out=out/demo
 shape="heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal"
 
 flashtune() {
-    printf '\n$ flashtune'
-    printf ' %q' "$@"
-    printf '\n'
+    local word line=""
+    for word; do
+        [[ $word == *=* ]] && word="\"$word\""
+        line+=" $word"
+    done
+    printf '\n$ flashtune%s\n' "$line"
     "$bin/flashtune" "$@"
 }
 
