@@ -65,11 +65,12 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
         selection = default_selection(request.problem, target)
         return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
-    generated = request.prefer is Prefer.GENERATED
+    # No baseline is selected where a log-sum-exp is wanted: SDPA returns none.
+    generated = request.prefer is Prefer.GENERATED or request.return_lse
     try:
         selection = select(request.problem, target, tuned_records(target.name), generated=generated)
     except ProblemError as error:
-        if generated:
+        if request.prefer is Prefer.GENERATED:
             raise
         return Decision(baseline(request), str(error), target)
     return _of_selection(request, selection, target, q, k, v)

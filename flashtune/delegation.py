@@ -54,7 +54,8 @@ def usual_backend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
     causal = problem.causal is not Causal.NONE
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
-    choice = torch._fused_sdp_choice(
+    # There is no public way to ask.
+    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         q, k, v, None, 0.0, causal, scale=None, enable_gqa=problem.heads != problem.kv_heads
     )
     return PEERS.get(int(choice))

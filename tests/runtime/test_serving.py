@@ -214,6 +214,15 @@ def test_the_fastest_serves_unless_generated_is_preferred(
     assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
 
 
+def test_a_selected_baseline_gives_way_to_a_log_sum_exp(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem, family="sdpa", config=None, kernel=None, measurement=None))
+    q, k, v = inputs(problem)
+    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True, return_lse=True).server == "generated"
+
+
 def test_the_standard_computation_may_win_on_short_sequences(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
