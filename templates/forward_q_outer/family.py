@@ -134,7 +134,11 @@ class ForwardQOuter:
             Axis("block_n", (16, 32, 64) if wide else (32, 64, 128)),
             Axis("num_warps", (2, 4, 8) if wide or few_queries else (4, 8, 16)),
             Axis("num_stages", (1, 2, 3) if wide else (2, 3, 4)),
-            Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,), False),
+            Axis(
+                "loads",
+                (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,),
+                False,
+            ),
             Axis("decomposed", (False, True) if odd_width else (False,)),
             Axis("qk_ahead", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
             Axis("two_phases", (True, False) if causal or few_keys else (True,), False),

@@ -3,7 +3,7 @@
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 64, block_n 64, 4 warps, 1 stages, decomposed False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer f1862793eea8
+Template     forward_kv_outer cfd871536f19
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: none
 Config       block_m 128, block_n 64, 8 warps, 3 stages, pointer loads, qk_ahead False, two_phases True,
              decomposed False, long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer e4e3c66393d3
+Template     forward_q_outer 1ca43f6bf14a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -72,10 +72,11 @@ def forward_q_outer(
     o_base = out + batch * stride_ob + head * stride_oh
     columns_64 = tl.arange(0, 64)
 
+    query_exists = queries < seqlen_q
     # [BLOCK_M, 64]
     q_tile = tl.load(
         q_base + queries[:, None] * stride_qs + columns_64[None, :],
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
         other=0.0,
     )
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -138,7 +139,7 @@ def forward_q_outer(
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile,
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
     )
 
 

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
 Config       block_m 128, block_n 64, 8 warps, 3 stages, descriptor loads, qk_ahead False, two_phases True,
              decomposed False, long_first True, heads_inner True, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer e4e3c66393d3
+Template     forward_q_outer 1ca43f6bf14a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -74,18 +74,15 @@ def forward_q_outer(
     o_base = out + batch * stride_ob + head * stride_oh
     # The copy engine reads zeros past the end of a sequence. Queries and outputs pass once: making
     # descriptors of them too costs more than it saves.
-    k_desc = tl.make_tensor_descriptor(
-        k_base, [seqlen_kv, HEAD_DIM], [stride_ks, 1], [BLOCK_N, 64]
-    )
-    v_desc = tl.make_tensor_descriptor(
-        v_base, [seqlen_kv, VALUE_HEAD_DIM], [stride_vs, 1], [BLOCK_N, 64]
-    )
+    k_desc = tl.make_tensor_descriptor(k_base, [seqlen_kv, HEAD_DIM], [stride_ks, 1], [BLOCK_N, 64])
+    v_desc = tl.make_tensor_descriptor(v_base, [seqlen_kv, VALUE_HEAD_DIM], [stride_vs, 1], [BLOCK_N, 64])
     columns_64 = tl.arange(0, 64)
 
+    query_exists = queries < seqlen_q
     # [BLOCK_M, 64]
     q_tile = tl.load(
         q_base + queries[:, None] * stride_qs + columns_64[None, :],
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
         other=0.0,
     )
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -138,7 +135,7 @@ def forward_q_outer(
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile,
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
     )
 
 

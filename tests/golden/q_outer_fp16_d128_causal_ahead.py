@@ -4,7 +4,7 @@ Computes     fp16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 128, block_n 64, 8 warps, 3 stages, descriptor loads, qk_ahead True, two_phases True,
              decomposed False, long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer e4e3c66393d3
+Template     forward_q_outer 1ca43f6bf14a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -72,18 +72,15 @@ def forward_q_outer(
     o_base = out + batch * stride_ob + head * stride_oh
     # The copy engine reads zeros past the end of a sequence. Queries and outputs pass once: making
     # descriptors of them too costs more than it saves.
-    k_desc = tl.make_tensor_descriptor(
-        k_base, [seqlen_kv, HEAD_DIM], [stride_ks, 1], [BLOCK_N, 128]
-    )
-    v_desc = tl.make_tensor_descriptor(
-        v_base, [seqlen_kv, VALUE_HEAD_DIM], [stride_vs, 1], [BLOCK_N, 128]
-    )
+    k_desc = tl.make_tensor_descriptor(k_base, [seqlen_kv, HEAD_DIM], [stride_ks, 1], [BLOCK_N, 128])
+    v_desc = tl.make_tensor_descriptor(v_base, [seqlen_kv, VALUE_HEAD_DIM], [stride_vs, 1], [BLOCK_N, 128])
     columns_128 = tl.arange(0, 128)
 
+    query_exists = queries < seqlen_q
     # [BLOCK_M, 128]
     q_tile = tl.load(
         q_base + queries[:, None] * stride_qs + columns_128[None, :],
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
         other=0.0,
     )
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -160,10 +157,10 @@ def forward_q_outer(
     tl.store(
         o_base + queries[:, None] * stride_os + columns_128[None, :],
         o_tile,
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
     )
     row_lse = (running_max + tl.log2(running_sum)) * LN_2
-    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=queries < seqlen_q)
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
 def launch_plan(q, k, v, out):

@@ -4,7 +4,7 @@ Computes     fp16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, block_n 64, 4 warps, 1 stages, pointer loads, qk_ahead False, two_phases True,
              decomposed True, long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer e4e3c66393d3
+Template     forward_q_outer 1ca43f6bf14a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -74,16 +74,17 @@ def forward_q_outer(
     columns_32 = tl.arange(0, 32)
     columns_64 = tl.arange(0, 64)
 
+    query_exists = queries < seqlen_q
     # [BLOCK_M, 64]
     q_tile_0 = tl.load(
         q_base + queries[:, None] * stride_qs + columns_64[None, :],
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
         other=0.0,
     )
     # [BLOCK_M, 32]
     q_tile_1 = tl.load(
         q_base + queries[:, None] * stride_qs + (columns_32 + 64)[None, :],
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
         other=0.0,
     )
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -171,16 +172,16 @@ def forward_q_outer(
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile_0,
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
     )
     o_tile_1 = (accumulator_1 / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
         o_base + queries[:, None] * stride_os + (columns_16 + 64)[None, :],
         o_tile_1,
-        mask=(queries < seqlen_q)[:, None],
+        mask=query_exists[:, None],
     )
     row_lse = (running_max + tl.log2(running_sum)) * LN_2
-    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=queries < seqlen_q)
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
 def launch_plan(q, k, v, out):

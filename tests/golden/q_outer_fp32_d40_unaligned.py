@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, qk_ahead False, two_phases True,
              decomposed False, long_first False, heads_inner False, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer e4e3c66393d3
+Template     forward_q_outer 1ca43f6bf14a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -72,10 +72,11 @@ def forward_q_outer(
     o_base = out + batch * stride_ob + head * stride_oh
     columns_64 = tl.arange(0, 64)
 
+    query_exists = queries < seqlen_q
     # [BLOCK_M, 64]
     q_tile = tl.load(
         q_base + queries[:, None] * stride_qs + columns_64[None, :],
-        mask=(queries < seqlen_q)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+        mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
         other=0.0,
     )
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -146,10 +147,10 @@ def forward_q_outer(
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile,
-        mask=(queries < seqlen_q)[:, None] & (columns_64 < VALUE_HEAD_DIM)[None, :],
+        mask=query_exists[:, None] & (columns_64 < VALUE_HEAD_DIM)[None, :],
     )
     row_lse = (running_max + tl.log2(running_sum)) * LN_2
-    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=queries < seqlen_q)
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
 def launch_plan(q, k, v, out):
