@@ -20,7 +20,7 @@ PreferOption = Literal["fastest", "generated"]
 _compiling = torch.compiler.is_dynamo_compiling
 _function_mode = torch._C._is_torch_function_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @overload
