@@ -70,7 +70,7 @@ def plain(write: Callable[[str], None], searches: int, interval: float = PLAIN_I
         if phase == last_phase and now - last_time < interval:
             return
         last_phase, last_time = phase, now
-        write("; ".join((place.of(progress), *status_lines(progress))))
+        write("; ".join((place.of(progress), *status_lines(progress)[:2])))
 
     return observe
 
@@ -105,17 +105,20 @@ class _Place:
 
 
 def status_lines(progress: Progress) -> tuple[str, ...]:
-    """The counts, and the best so far."""
+    """The counts; and the best so far, its time and its config on lines of their own."""
     best = progress.best
     if best is None or best.config is None:
         return (counts(progress.tally),)
-    return counts(progress.tally), f"best {describe_time(best)}: {best.family} {best.config.label()}"
+    return (
+        counts(progress.tally),
+        f"best {describe_time(best)}, {best.family}",
+        best.config.label(),
+    )
 
 
 def counts(tally: Tally) -> str:
     """`31 ok, 4 wrong_result, 12 infeasible (9 pruned by the model)`."""
-    parts = [
-        f"{tally.outcomes[outcome]} {outcome.value}" for outcome in Outcome if tally.outcomes.get(outcome)
-    ]
+    present = (outcome for outcome in Outcome if tally.outcomes.get(outcome))
+    parts = [f"{tally.outcomes[outcome]} {outcome.value}" for outcome in present]
     pruned = f" ({tally.pruned} pruned by the model)" if tally.pruned else ""
     return (", ".join(parts) + pruned) if parts else "nothing finished yet"

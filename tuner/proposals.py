@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 
 import msgspec
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
 
 from flashtune.config import Axis, AxisValue
 from flashtune.record import Resources
@@ -107,10 +109,7 @@ class Proposer:
         self._answers = dict(known)
         self._open: dict[Candidate, list[optuna.Trial]] = {}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
-        )
-        self._study = optuna.create_study(sampler=sampler)
+        self._study = optuna.create_study(sampler=_sampler(seed))
         for candidate, answer in known.items():
             if scope.contains(candidate):
                 self._study.add_trial(self._told(candidate, answer))
@@ -202,6 +201,15 @@ class Proposer:
         axis = next(axis for axis in self._spaces[family].space.axes if axis.name == field)
         last = len(axis.values) - 1
         return IntDistribution(0, last) if axis.ordered else CategoricalDistribution(tuple(range(last + 1)))
+
+
+def _sampler(seed: int) -> optuna.samplers.TPESampler:
+    with warnings.catch_warnings():
+        # Grouping, which conditional axes need, is stable in practice and marked as experimental.
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
+        )
 
 
 def _constraints(answer: Answer) -> dict[str, float]:

@@ -8,7 +8,7 @@ from flashtune.notices import search_command
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.tuner.request import SearchResult
 
-WIDTH = 10
+LABEL_WIDTH = 15
 
 
 def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
         ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
         ("next", next_command(result)),
     ]
-    return tuple(f"{label:<{WIDTH}}{text}" for label, text in labelled)
+    return tuple(f"{label:<{LABEL_WIDTH}}{text}" for label, text in labelled)
 
 
 def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
@@ -56,11 +56,11 @@ def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:
     if result.default and result.default.ms and result.default.config:
         yield "default", f"{_against(result.default.ms, best.ms)}   {result.default.config.label()}"
     for peer in best.measurement.peers if best.measurement else ():
-        yield peer.name, f" {_against(peer.ms, best.ms)}"
+        yield peer.name, _against(peer.ms, best.ms)
 
 
 def _against(ms: float, best_ms: float) -> str:
-    return f"{ms:.4f} ms, the best runs at {ms / best_ms:.2f} of its speed"
+    return f"{ms:.4f} ms: the best is {ms / best_ms:.2f} times as fast"
 
 
 def describe_time(record: Record) -> str:
@@ -77,25 +77,17 @@ def describe_time(record: Record) -> str:
 
 
 def _tried(result: SearchResult) -> str:
-    outcomes = ", ".join(
-        f"{count} {outcome.value}"
-        for outcome, count in result.tally.outcomes.items()
-        if outcome is Outcome.OK
-    )
-    failed = (
-        sum(result.tally.outcomes.values()) - result.tally.outcomes.get(Outcome.OK, 0) - result.tally.pruned
-    )
-    reused = f", {result.tally.reused} of them known from before" if result.tally.reused else ""
+    tally = result.tally
+    right = tally.outcomes.get(Outcome.OK, 0)
+    reused = f", {tally.reused} known from before" if tally.reused else ""
     return (
-        f"{result.tally.tried} of {result.candidates} candidates in {result.seconds:.0f} s: "
-        f"{outcomes or 'none ok'}, {failed} failed{reused}; stopped because {result.stop.value}"
+        f"{tally.tried} of {result.candidates} candidates in {result.seconds:.0f} s: {right} ok, "
+        f"{tally.tried - right} failed{reused}; stopped because {result.stop.value}"
     )
 
 
 def _pruned(result: SearchResult) -> str:
-    return (
-        f"{result.tally.pruned} more before compiling: over the SRAM or tensor memory of {result.target.name}"
-    )
+    return f"{result.tally.pruned} more before compiling, for want of SRAM or tensor memory"
 
 
 def _is_pruning(reason: str) -> bool:

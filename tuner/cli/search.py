@@ -102,6 +102,6 @@ def _refuse_failures(results: list[SearchResult]) -> None:
     failed = [result.problem.key for result in results if result.best is None]
     if failed:
         raise KernelError(
-            f"no candidate of {', '.join(failed)} worked: flashtune show --records lists why, and flashtune doctor "
-            "checks this machine"
+            f"no candidate of {', '.join(failed)} worked: flashtune show --records lists why, "
+            "and flashtune doctor checks this machine"
         )

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.store import Store, open_store
+from flashtune.kernel import Specialization
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import FamilySpace, Scope
+
+# Worker processes import the stand-ins by name, as the tests do; last, so that nothing is shadowed.
+ROOT = str(Path(__file__).parents[3])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(str(tmp_path / "search.sqlite")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def scope() -> Scope:
+    from tests.tuner.search.fakes import FAMILY, a_problem, a_space
+
+    return Scope(
+        a_problem(), find_target("h100"), Specialization(), (FamilySpace(find_family(FAMILY), a_space()),)
+    )

@@ -1,0 +1,189 @@
+"""Stand-ins for the compiler, the GPU and its process; importable from worker processes too."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from flashtune.config import Axis, Space
+from flashtune.errors import FlashtuneError
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
+from flashtune.templates.forward_q_outer.family import Loads, QOuterConfig
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.evaluation import Evaluation
+
+Result = TypeVar("Result")
+
+FAMILY = "forward_q_outer"
+KERNEL = "0123456789abcdef" * 2
+PASSED = Verdict(passed=True, worst_ratio=0.5, checks=9, failed="", device="fake")
+
+
+def a_problem(**changes: Any) -> Problem:
+    values: dict[str, Any] = {
+        "dtype": Dtype.FP16,
+        "head_dim": 64,
+        "value_head_dim": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "batch": 1,
+        "seqlen_q": 256,
+        "seqlen_kv": 256,
+        "causal": Causal.NONE,
+    }
+    return Problem(**(values | changes))
+
+
+def a_space(block_ms: tuple[int, ...] = (64, 128), warps: tuple[int, ...] = (4, 8)) -> Space:
+    """A space with a conditional axis: `qk_ahead` is searched with descriptors alone."""
+    axes = (
+        Axis("block_m", block_ms),
+        Axis("block_n", (32, 64)),
+        Axis("num_warps", warps),
+        Axis("num_stages", (2,)),
+        Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR), ordered=False),
+        Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
+    )
+    return Space(QOuterConfig, axes)
+
+
+def a_config(**changes: Any) -> QOuterConfig:
+    values: dict[str, Any] = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
+    return QOuterConfig(**(values | changes))
+
+
+def a_measurement(ms: float, samples: int = 9, spread: float = 0.0) -> Measurement:
+    return Measurement(ms, ms - spread / 2, ms + spread / 2, samples)
+
+
+def done(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
+
+
+class FakeCompiler:
+    """Compiles in no time; what it says of a candidate can be chosen."""
+
+    def __init__(self, judge: Callable[[Candidate], Compiled] | None = None) -> None:
+        self.judge = judge or compiled
+        self.seen: list[Candidate] = []
+
+    def submit(self, candidate: Candidate) -> Future[Compiled]:
+        self.seen.append(candidate)
+        return done(self.judge(candidate))
+
+
+def compiled(candidate: Candidate) -> Compiled:
+    config = candidate.config
+    assert isinstance(config, QOuterConfig)
+    return Compiled(
+        Outcome.OK, KERNEL, Resources(config.block_m * config.block_n, registers=config.num_warps)
+    )
+
+
+class FakeMeasurer:
+    """Answers with chosen times at once, and says what it was asked."""
+
+    provenance = Provenance.MEASURED
+
+    def __init__(self, judge: Callable[[Candidate], Evaluation]) -> None:
+        self.judge = judge
+        self.seen: list[Candidate] = []
+        self.limits: list[float | None] = []
+        self.entrants: list[tuple[Candidate, ...]] = []
+
+    def evaluate(
+        self, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+    ) -> Future[Evaluation]:
+        self.seen.append(candidate)
+        self.limits.append(drop_above_ms)
+        future: Future[Evaluation] = Future()
+        try:
+            future.set_result(self.judge(candidate))
+        except (FlashtuneError, KeyboardInterrupt) as error:
+            future.set_exception(error)
+        return future
+
+    def finals(self, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+        self.entrants.append(candidates)
+        measured = [self.judge(candidate).measurement for candidate in candidates]
+        peers = (PeerTime("sdpa-cudnn", 1.0),)
+        return done(
+            tuple(
+                msgspec.structs.replace(own, samples=21, peers=peers) for own in measured if own is not None
+            )
+        )
+
+
+def right(ms: float) -> Evaluation:
+    return Evaluation(Outcome.OK, PASSED, a_measurement(ms))
+
+
+def by_tile(candidate: Candidate) -> Evaluation:
+    """A landscape with one best point: large tiles, descriptors, QK ahead, four warps."""
+    config = candidate.config
+    assert isinstance(config, QOuterConfig)
+    ms = 4096 / config.block_m / config.block_n + 0.1 * config.num_warps
+    ms *= 0.8 if config.loads is Loads.DESCRIPTOR else 1.0
+    return right(ms * (0.9 if config.qk_ahead else 1.0))
+
+
+# ---- what a worker process is made to do ------------------------------------------------------
+
+
+def crash(*_: object) -> None:
+    time.sleep(0.3)
+    os.abort()
+
+
+def leave_with_illegal_access(*_: object) -> None:
+    time.sleep(0.5)
+    os._exit(64)
+
+
+def hang(*_: object) -> None:
+    time.sleep(600)
+
+
+def succeed(*_: object) -> None:
+    return None
+
+
+def evaluate_right(*_: object) -> Evaluation:
+    return right(1.0)
+
+
+def lose_device(*_: object) -> None:
+    from flashtune.tuner.evaluation import lost_device
+
+    raise lost_device(0, "it was unplugged")
+
+
+def break_context(*_: object) -> Evaluation:
+    """Breaks the GPU's context, as a kernel's stray access does, in the way that a job meets it."""
+    import torch
+
+    from flashtune.tuner.jobs import _leave_if_broken
+
+    device = torch.device("cuda", 0)
+    table = torch.zeros(4, device=device)
+    try:
+        table[torch.tensor([2**30], device=device)].sum().item()
+    except RuntimeError as error:
+        _leave_if_broken(device, error)
+    return Evaluation(Outcome.OK)
+
+
+def hang_on_gpu(*_: object) -> None:
+    import torch
+
+    torch.cuda._sleep(2**40)
+    torch.cuda.synchronize()

@@ -1,0 +1,48 @@
+"""A real search without a GPU, as a program: `predicted_search.py DATABASE`."""
+
+from __future__ import annotations
+
+import sys
+
+from flashtune.config import Axis, Space
+from flashtune.db.store import open_store
+from flashtune.problem import Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.forward_q_outer.family import QOuterConfig
+from flashtune.tuner.request import Budget, SearchRequest
+from flashtune.tuner.search import run_search
+
+SIZE = 8
+
+
+def main() -> None:
+    axes = (
+        Axis("block_m", (16, 32)),
+        Axis("block_n", (16, 32)),
+        Axis("num_warps", (1, 2)),
+        Axis("num_stages", (1,)),
+    )
+    problem = Problem(
+        dtype=Dtype.FP16,
+        head_dim=16,
+        value_head_dim=16,
+        heads=1,
+        kv_heads=1,
+        batch=1,
+        seqlen_q=64,
+        seqlen_kv=64,
+    )
+    request = SearchRequest(
+        problem=problem,
+        target=find_target("a100"),
+        budget=Budget(100, None, None),
+        spaces=(("forward_q_outer", Space(QOuterConfig, axes)),),
+        jobs=1,
+    )
+    with open_store(sys.argv[1]) as store:
+        result = run_search(request, store)
+    sys.stdout.write(f"{result.tally.reused} {result.tally.tried} {result.pinned}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The search on a real GPU: what it accepts is right, what breaks the GPU's context ends no search."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import pytest
+import torch
+
+from flashtune.config import Axis, Space
+from flashtune.db.store import Store
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Dtype
+from flashtune.proof.cases import Level
+from flashtune.proof.check import check_kernel
+from flashtune.record import Outcome, Provenance
+from flashtune.target import device_target
+from flashtune.templates.forward_q_outer.family import Loads, QOuterConfig
+from flashtune.templates.registry import find_family
+from flashtune.tuner import worker
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.finals import make_tensors, peer_runs, run_finals
+from flashtune.tuner.measurement import measure, measure_interleaved
+from flashtune.tuner.request import Budget, SearchRequest
+from flashtune.tuner.search import run_search
+from flashtune.tuner.worker import GpuWorker
+from tests.tuner.search import fakes
+from tests.tuner.search.fakes import FAMILY, a_config, a_problem
+
+pytestmark = pytest.mark.gpu
+WAIT = 180.0
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def test_a_search_selects_a_proven_kernel_with_its_peers(store: Store) -> None:
+    problem = a_problem(
+        dtype=Dtype.BF16, heads=16, kv_heads=8, seqlen_q=1024, seqlen_kv=1024, causal=Causal.TOP_LEFT
+    )
+    request = SearchRequest(problem=problem, target=device_target(0), device=0, budget=Budget(16, None, None))
+    result = run_search(request, store)
+    assert result.provenance is Provenance.MEASURED
+    assert result.best is not None
+    assert result.best.verdict is not None
+    assert result.best.verdict.passed
+    assert result.best.measurement is not None
+    assert result.best.measurement.samples >= 20
+    assert "sdpa-flash" in {peer.name for peer in result.best.measurement.peers}
+    assert result.pinned
+
+
+@pytest.mark.slow
+def test_one_shape_ends_within_a_minute(store: Store) -> None:
+    problem = a_problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=16,
+        kv_heads=16,
+        batch=2,
+        seqlen_q=8192,
+        seqlen_kv=8192,
+    )
+    start = time.monotonic()
+    result = run_search(SearchRequest(problem=problem, target=device_target(0), device=0), store)
+    assert result.best is not None
+    assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.slow
+def test_a_space_of_known_bad_configs_yields_no_wrong_kernel(store: Store, device: torch.device) -> None:
+    # Scores summed over chunks and carried by the loop are miscompiled by some Tritons.
+    axes = (
+        Axis("block_m", (64, 128)),
+        Axis("block_n", (64, 128)),
+        Axis("num_warps", (4, 8)),
+        Axis("num_stages", (2, 3, 4)),
+        Axis("loads", (Loads.DESCRIPTOR,), ordered=False),
+        Axis("decomposed", (True,)),
+        Axis("qk_ahead", (True,)),
+    )
+    problem = a_problem(dtype=Dtype.BF16, head_dim=96, value_head_dim=96, seqlen_q=1024, seqlen_kv=1024)
+    target = device_target(0)
+    request = SearchRequest(
+        problem=problem,
+        target=target,
+        device=0,
+        budget=Budget(100, None, None),
+        spaces=((FAMILY, Space(QOuterConfig, axes)),),
+    )
+    result = run_search(request, store)
+    assert result.tally.tried > 0
+    accepted = [entry.record for entry in store.records() if entry.record.outcome is Outcome.OK]
+    for record in accepted:
+        assert record.config is not None
+        family = find_family(record.family)
+        verdict = check_kernel(
+            family, problem, record.config, record.specialization, target, device, Level.STRICT
+        )
+        assert verdict.passed, record.config.label()
+
+
+def a_scope() -> Scope:
+    return Scope(a_problem(), device_target(0), Specialization(), ())
+
+
+def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = Candidate(FAMILY, a_config())
+    compiled = fakes.compiled(candidate)
+    with GpuWorker(a_scope(), 0, seconds=60.0) as gpu:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "evaluate_candidate", fakes.break_context)
+            broken = gpu.evaluate(candidate, compiled, None)
+        after = gpu.evaluate(candidate, compiled, None)
+        assert broken.result(WAIT).outcome is Outcome.LAUNCH_ERROR
+        assert after.result(WAIT).outcome is Outcome.OK
+
+
+def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = Candidate(FAMILY, a_config())
+    compiled = fakes.compiled(candidate)
+    with GpuWorker(a_scope(), 0, seconds=20.0) as gpu:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "evaluate_candidate", fakes.hang_on_gpu)
+            hung = gpu.evaluate(candidate, compiled, None)
+        after = gpu.evaluate(candidate, compiled, None)
+        assert hung.result(WAIT).outcome is Outcome.TIMEOUT
+        assert after.result(WAIT).outcome is Outcome.OK
+
+
+def test_times_are_of_the_gpu_and_not_of_the_host(device: torch.device) -> None:
+    x = torch.empty(64 * 2**20, dtype=torch.int8, device=device)
+    one = measure(x.zero_, device)
+    two = measure(lambda: (x.zero_(), x.zero_()), device)
+    assert two.ms == pytest.approx(2 * one.ms, rel=0.5)
+    assert one.p20 <= one.ms <= one.p80
+
+
+def test_a_slow_launch_is_dropped_after_a_few_samples(device: torch.device) -> None:
+    x = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
+    assert measure(x.zero_, device, drop_above_ms=1e-6).samples == 3
+    assert measure(x.zero_, device, drop_above_ms=math.inf).samples > 3
+
+
+def test_interleaved_runs_are_told_apart(device: torch.device) -> None:
+    small, large = (torch.empty(size * 2**20, dtype=torch.int8, device=device) for size in (64, 512))
+    first, second = measure_interleaved([small.zero_, large.zero_], device, rounds=9)
+    assert first.samples == second.samples == 9
+    assert first.ms < second.ms
+
+
+@pytest.mark.parametrize(
+    ("causal", "lengths"),
+    [(Causal.NONE, (256, 256)), (Causal.BOTTOM_RIGHT, (256, 256)), (Causal.BOTTOM_RIGHT, (128, 384))],
+)
+def test_peers_compute_the_same_problem(
+    device: torch.device, causal: Causal, lengths: tuple[int, int]
+) -> None:
+    problem = a_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
+    tensors = make_tensors(problem, device)
+    outputs = {}
+    for name, run in peer_runs(problem, tensors):
+        output = run()
+        first = output[0] if isinstance(output, tuple) else output
+        assert isinstance(first, torch.Tensor)
+        outputs[name] = first.float()
+    assert "standard" in outputs
+    assert len(outputs) >= 2
+    for name, output in outputs.items():
+        assert torch.allclose(output, outputs["standard"], atol=2e-2), name
+
+
+def test_finals_time_every_candidate_beside_the_peers(device: torch.device) -> None:
+    problem = a_problem(seqlen_q=1024, seqlen_kv=1024)
+    candidates = (Candidate(FAMILY, a_config()), Candidate(FAMILY, a_config(block_m=128)))
+    run = functools.partial(run_finals, problem, candidates, Specialization(), device_target(0), device)
+    measured = run(rounds=5)
+    assert [measurement.samples for measurement in measured] == [5, 5]
+    assert measured[0].peers == measured[1].peers
+    assert {"standard", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}

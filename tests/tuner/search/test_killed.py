@@ -1,0 +1,82 @@
+"""`kill -9` in mid-search loses nothing that was finished, and the same search goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from flashtune.db.store import open_store
+from flashtune.record import Outcome, Provenance
+from tests.tuner.search.predicted_search import SIZE
+
+PROGRAM = Path(__file__).with_name("predicted_search.py")
+PATIENCE = 120.0
+
+
+def start(database: Path, caches: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(caches)}
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(database)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def stored(database: Path) -> int:
+    if not database.exists():
+        return 0
+    with open_store(str(database)) as store:
+        return len(store.records())
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that still run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    database = tmp_path / "killed.sqlite"
+    process = start(database, tmp_path / "triton")
+    deadline = time.monotonic() + PATIENCE
+    while stored(database) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+    with open_store(str(database)) as store:
+        finished = store.records()
+    assert 2 <= len(finished) < SIZE
+    assert all(entry.record.provenance is Provenance.PREDICTED for entry in finished)
+    assert all(entry.record.outcome is Outcome.OK for entry in finished)
+
+    again = start(database, tmp_path / "triton")
+    output, _ = again.communicate(timeout=PATIENCE)
+    assert again.returncode == 0
+    reused, tried, pinned = output.split()
+    assert int(reused) == len(finished)
+    assert int(tried) == SIZE
+    assert pinned == "True"
+    # The dead search's workers did not outlive it.
+    while members(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashtune.db.store import Store
+from flashtune.errors import ProblemError
+from flashtune.record import Outcome, Provenance, Resources, Verdict
+from flashtune.target import find_target
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.evaluation import DeviceLostError, Evaluation, lost_device
+from flashtune.tuner.prediction import Predictor
+from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop
+from flashtune.tuner.search import run_search
+from tests.tuner.search.fakes import (
+    FAMILY,
+    KERNEL,
+    FakeCompiler,
+    FakeMeasurer,
+    a_config,
+    a_problem,
+    a_space,
+    by_tile,
+    compiled,
+    right,
+)
+
+SPACES = ((FAMILY, a_space()),)
+SIZE = 24
+H100 = find_target("h100")
+WRONG = Verdict(passed=False, worst_ratio=1e9, checks=4, failed="needle q=65 kv=320", device="fake")
+
+
+def a_request(**changes: Any) -> SearchRequest:
+    values: dict[str, Any] = {
+        "problem": a_problem(),
+        "target": H100,
+        "device": 0,
+        "budget": Budget(100, None, None),
+        "spaces": SPACES,
+        "jobs": 2,
+    }
+    return SearchRequest(**(values | changes))
+
+
+def search(
+    store: Store,
+    measurer: Any,
+    compiler: Any = None,
+    seen: list[Progress] | None = None,
+    **changes: Any,
+) -> SearchResult:
+    observer = (lambda progress: None) if seen is None else seen.append
+    return run_search(
+        a_request(**changes), store, observer, compiler=compiler or FakeCompiler(), measurer=measurer
+    )
+
+
+def test_a_small_space_is_walked_through_and_its_best_is_pinned(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+    result = search(store, measurer)
+    assert result.stop is Stop.EXHAUSTED
+    assert result.tally.outcomes == {Outcome.OK: SIZE}
+    assert result.candidates == SIZE
+    assert len(measurer.seen) == len(set(measurer.seen)) == SIZE
+    assert result.best is not None
+    fastest = min(measurer.seen, key=lambda candidate: by_tile(candidate).measurement.ms)  # type: ignore[union-attr]
+    assert result.best.config == fastest.config
+    (pinned,) = store.selections()
+    assert pinned.record == result.best
+    assert pinned.id == result.best_id
+
+
+def test_the_finals_time_the_best_and_the_peers_in_one_run(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+    result = search(store, measurer)
+    (entrants,) = measurer.entrants
+    assert 1 < len(entrants) <= 7
+    assert result.best is not None
+    assert result.best.measurement is not None
+    assert result.best.measurement.samples == 21
+    assert [peer.name for peer in result.best.measurement.peers] == ["sdpa-cudnn"]
+    # Both timings of a finalist are kept.
+    assert len(store.records()) == SIZE + len(entrants)
+
+
+def test_launches_slower_than_twice_the_best_are_cut_short(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+    search(store, measurer)
+    assert measurer.limits[0] is None
+    best = min(by_tile(candidate).measurement.ms for candidate in measurer.seen)  # type: ignore[union-attr]
+    assert measurer.limits[-1] == pytest.approx(2 * best)
+
+
+def test_every_failure_is_a_row_and_the_search_goes_on(store: Store) -> None:
+    def compile_some(candidate: Candidate) -> Compiled:
+        config = candidate.config
+        assert hasattr(config, "block_n")
+        if config.num_warps == 8 and config.block_n == 64:
+            return Compiled(Outcome.INFEASIBLE, KERNEL, Resources(300_000), "asks for 300000 B of SRAM")
+        if config.num_warps == 8:
+            return Compiled(Outcome.COMPILE_ERROR, KERNEL, message="PassManager::run failed")
+        return compiled(candidate)
+
+    def run_some(candidate: Candidate) -> Evaluation:
+        config: Any = candidate.config
+        if config.block_m == 64 and config.block_n == 32:
+            return Evaluation(Outcome.WRONG_RESULT, WRONG, message=WRONG.failed)
+        if config.block_m == 64:
+            return Evaluation(Outcome.LAUNCH_ERROR, message="illegal memory access")
+        return by_tile(candidate)
+
+    result = search(store, FakeMeasurer(run_some), FakeCompiler(compile_some))
+    assert result.tally.outcomes == {
+        Outcome.INFEASIBLE: 6,
+        Outcome.COMPILE_ERROR: 6,
+        Outcome.WRONG_RESULT: 3,
+        Outcome.LAUNCH_ERROR: 3,
+        Outcome.OK: 6,
+    }
+    assert ("infeasible: asks for # B of SRAM", 6) in result.reasons
+    stored = store.records()
+    wrong = [entry.record for entry in stored if entry.record.outcome is Outcome.WRONG_RESULT]
+    assert {record.verdict for record in wrong} == {WRONG}
+    assert result.best is not None
+    assert result.best.config is not None
+    assert result.best.config.num_warps == 4
+
+
+def test_a_fast_wrong_kernel_never_wins(store: Store) -> None:
+    def only_one_is_right(candidate: Candidate) -> Evaluation:
+        if candidate.config == a_config():
+            return right(50.0)
+        return Evaluation(Outcome.WRONG_RESULT, WRONG, message="NaN")
+
+    result = search(store, FakeMeasurer(only_one_is_right))
+    assert result.best is not None
+    assert result.best.config == a_config()
+
+
+def test_where_nothing_is_right_nothing_is_selected(store: Store) -> None:
+    measurer = FakeMeasurer(lambda candidate: Evaluation(Outcome.WRONG_RESULT, WRONG, message="NaN"))
+    result = search(store, measurer)
+    assert result.best is None
+    assert not result.pinned
+    assert store.selections() == []
+    assert measurer.entrants == []
+
+
+def test_what_the_model_says_cannot_fit_is_stored_and_never_compiled(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashtune.templates.family import TrafficItem
+    from flashtune.templates.forward_q_outer.family import ForwardQOuter
+
+    def items(_: object, problem: object, config: Any, *rest: object) -> tuple[TrafficItem, ...]:
+        return (TrafficItem("tiles", 400_000 if config.block_n == 64 else 1000),)
+
+    monkeypatch.setattr(ForwardQOuter, "sram_items", items)
+    compiler = FakeCompiler()
+    # A budget smaller than the space, so that the sampler proposes what the ranking left out.
+    result = search(store, FakeMeasurer(by_tile), compiler, budget=Budget(11, None, None))
+    assert all(getattr(candidate.config, "block_n", 0) == 32 for candidate in compiler.seen)
+    assert result.tally.tried == 11
+    pruned = [entry.record for entry in store.records() if entry.record.kernel is None]
+    assert len(pruned) == result.tally.pruned
+    assert all(record.outcome is Outcome.INFEASIBLE for record in pruned)
+    assert all("needs at least 400000 B of SRAM" in record.message for record in pruned)
+
+
+def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> None:
+    first = FakeMeasurer(by_tile)
+    one = search(store, first, budget=Budget(10, None, None))
+    assert one.stop is Stop.TRIALS
+    assert len(first.seen) == 10
+    second = FakeMeasurer(by_tile)
+    two = search(store, second)
+    assert two.tally.reused == 10
+    assert not set(first.seen) & set(second.seen)
+    assert len(first.seen) + len(second.seen) == SIZE
+    third = FakeMeasurer(by_tile)
+    assert search(store, third).tally.reused == SIZE
+    assert third.seen == []
+
+
+def test_records_of_another_compiler_or_template_are_made_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import msgspec
+
+    from flashtune.tuner import journal, resume
+    from flashtune.versions import current_versions
+
+    search(store, FakeMeasurer(by_tile))
+
+    def other(family: str) -> Any:
+        return msgspec.structs.replace(current_versions(family), triton="9.9.9")
+
+    monkeypatch.setattr(resume, "current_versions", other)
+    monkeypatch.setattr(journal, "current_versions", other)
+    again = FakeMeasurer(by_tile)
+    assert search(store, again).tally.reused == 0
+    assert len(again.seen) == SIZE
+
+
+def test_patience_ends_a_search_that_no_longer_improves(store: Store) -> None:
+    measurer = FakeMeasurer(lambda candidate: right(1.0))
+    result = search(store, measurer, budget=Budget(100, None, 5))
+    assert result.stop is Stop.PATIENCE
+    assert len(measurer.seen) < SIZE
+
+
+def test_seconds_end_a_search(store: Store) -> None:
+    result = search(store, FakeMeasurer(by_tile), budget=Budget(None, 1e-9, None))
+    assert result.stop is Stop.SECONDS
+    assert result.best is None
+
+
+def test_a_gpu_taken_away_ends_the_search_and_keeps_what_was_finished(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+
+    def until_it_is_gone(candidate: Candidate) -> Evaluation:
+        if len(measurer.seen) > 7:
+            raise lost_device(0, "no CUDA-capable device is detected")
+        return by_tile(candidate)
+
+    measurer.judge = until_it_is_gone
+    with pytest.raises(DeviceLostError, match="GPU 0 cannot be used") as caught:
+        search(store, measurer)
+    assert caught.value.exit_code == 1
+    assert len(store.records()) >= 6
+    assert all(entry.record.outcome is Outcome.OK for entry in store.records())
+
+
+def test_an_interrupt_selects_the_best_so_far_and_is_passed_on(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+
+    def until_ctrl_c(candidate: Candidate) -> Evaluation:
+        if len(measurer.seen) > 9:
+            raise KeyboardInterrupt
+        return by_tile(candidate)
+
+    measurer.judge = until_ctrl_c
+    with pytest.raises(KeyboardInterrupt):
+        search(store, measurer)
+    (pinned,) = store.selections()
+    assert pinned.record.ms == min(entry.record.ms or 0.0 for entry in store.records())
+
+
+def test_a_near_shape_lends_its_config_and_not_its_time(store: Store) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (winner,) = store.selections()
+    compiler = FakeCompiler()
+    search(store, FakeMeasurer(by_tile), compiler, problem=a_problem(seqlen_q=512, seqlen_kv=512))
+    # Before it comes nothing but the family's default, where the space holds it.
+    assert winner.record.config in [candidate.config for candidate in compiler.seen[:2]]
+    mine = [entry for entry in store.records() if entry.record.problem.seqlen_q == 512]
+    assert len(mine) >= SIZE
+
+
+def test_without_a_gpu_times_are_predicted_and_say_so(store: Store, scope: Any) -> None:
+    result = search(store, Predictor(scope), device=None)
+    assert result.provenance is Provenance.PREDICTED
+    assert result.best is not None
+    assert result.best.provenance is Provenance.PREDICTED
+    assert result.best.verdict is None
+    assert result.best.measurement is not None
+    assert result.best.measurement.samples == 0
+    assert result.pinned
+
+
+def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, scope: Any) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (measured,) = store.selections()
+    result = search(store, Predictor(scope), device=None)
+    assert not result.pinned
+    assert store.selections() == [measured]
+    # Nor the other way round: what was predicted does not count as done.
+    assert result.tally.reused == 0
+
+
+def test_the_observer_hears_of_every_phase(store: Store) -> None:
+    seen: list[Progress] = []
+    search(store, FakeMeasurer(by_tile), seen=seen)
+    phases = list(dict.fromkeys(progress.phase for progress in seen))
+    assert phases == [Phase.STARTING, Phase.SEARCHING, Phase.FINALS, Phase.DONE]
+    tried = [progress.tally.tried for progress in seen]
+    assert tried == sorted(tried)
+    assert seen[-1].best is not None
+
+
+def test_an_empty_problem_is_refused(store: Store) -> None:
+    with pytest.raises(ProblemError, match="nothing can be searched"):
+        search(store, FakeMeasurer(by_tile), problem=a_problem(seqlen_kv=0))
+    assert store.records() == []

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flashtune.kernel import Specialization
+from flashtune.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
+from flashtune.tuner.measurement import Sampling, summarize
+from flashtune.tuner.selection import finalists, select, standard_error
+from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
+
+
+REFUSED = Verdict(passed=False, worst_ratio=9.0, checks=3, failed="needle", device="fake")
+
+
+def a_record(
+    ms: float,
+    *,
+    spread: float = 0.0,
+    sram: int = 1000,
+    registers: int = 100,
+    warps: int = 4,
+    verdict: Verdict | None = PASSED,
+    outcome: Outcome = Outcome.OK,
+    provenance: Provenance = Provenance.MEASURED,
+) -> Record:
+    samples = 21 if provenance is Provenance.MEASURED else 0
+    return Record(
+        problem=a_problem(),
+        target="nvidia-h100",
+        family=FAMILY,
+        config=a_config(num_warps=warps),
+        specialization=Specialization(),
+        kernel=KERNEL,
+        outcome=outcome,
+        provenance=provenance,
+        versions=Versions("0", "t", "t", "t", "p", "d"),
+        resources=Resources(sram, registers=registers),
+        verdict=verdict,
+        measurement=Measurement(ms, ms - spread / 2, ms + spread / 2, samples),
+    )
+
+
+def test_the_fastest_wins_where_noise_tells_them_apart() -> None:
+    fast, slow = a_record(1.0, spread=0.01, sram=9000), a_record(1.1, spread=0.01)
+    assert select([slow, fast]) is fast
+
+
+def test_within_the_noise_the_least_sram_wins() -> None:
+    fast, frugal = a_record(1.0, spread=0.02, sram=9000), a_record(1.003, spread=0.02, sram=8000)
+    assert select([fast, frugal]) is frugal
+
+
+def test_then_the_fewest_registers_then_the_order_of_configs() -> None:
+    many, few = a_record(1.0, spread=0.02, registers=200), a_record(1.001, spread=0.02, registers=168)
+    assert select([many, few]) is few
+    eight, four = a_record(1.0, spread=0.02, warps=8), a_record(1.001, spread=0.02, warps=4)
+    assert select([eight, four]) is four
+
+
+def test_two_runs_that_time_a_tie_differently_choose_alike() -> None:
+    one = [a_record(1.000, spread=0.02, warps=4), a_record(1.002, spread=0.02, warps=8)]
+    other = [a_record(1.002, spread=0.02, warps=4), a_record(1.000, spread=0.02, warps=8)]
+    first, second = select(one), select(other)
+    assert first is not None
+    assert second is not None
+    assert first.config == second.config
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        a_record(0.1, verdict=None),
+        a_record(
+            0.1, verdict=REFUSED
+        a_record(0.1, outcome=Outcome.WRONG_RESULT),
+    ],
+)
+def test_what_is_not_proven_right_is_never_selected(record: Record) -> None:
+    proven = a_record(1.0)
+    assert select([record, proven]) is proven
+    assert select([record]) is None
+
+
+def test_predictions_tie_only_when_equal() -> None:
+    one = a_record(1.0, provenance=Provenance.PREDICTED, verdict=None, sram=9000)
+    other = a_record(1.0001, provenance=Provenance.PREDICTED, verdict=None, sram=10)
+    assert select([one, other]) is one
+
+
+def test_finalists_are_the_fastest_and_near_the_best() -> None:
+    records = [a_record(ms) for ms in (1.3, 1.0, 1.1, 1.05)]
+    assert [record.ms for record in finalists(records, 3, 1.15)] == [1.0, 1.05, 1.1]
+    assert [record.ms for record in finalists(records, 9, 1.15)] == [1.0, 1.05, 1.1]
+    assert finalists([], 3, 1.15) == ()
+
+
+def test_a_median_of_more_samples_errs_less() -> None:
+    few, many = Measurement(1.0, 0.9, 1.1, 4), Measurement(1.0, 0.9, 1.1, 16)
+    assert standard_error(few) == pytest.approx(2 * standard_error(many))
+
+
+def test_samples_become_a_median_and_percentiles_that_are_samples() -> None:
+    samples = [5.0, 1.0, 4.0, 2.0, 3.0, 100.0]
+    measurement = summarize(samples, throttled=True)
+    assert measurement.ms == 3.5
+    assert measurement.p20 == 2.0
+    assert measurement.p80 == 5.0
+    assert measurement.samples == 6
+    assert measurement.throttled
+
+
+def test_slow_launches_are_sampled_less_but_never_too_little() -> None:
+    sampling = Sampling(least=5, most=20, budget_ms=50.0)
+    assert sampling.count(0.01) == 20
+    assert sampling.count(5.0) == 10
+    assert sampling.count(math.inf) == 5
+    assert sampling.count(0.0) == 20

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from flashtune.db.store import Store, open_store
+from flashtune.record import Outcome, PeerTime, Provenance
+from flashtune.target import find_target
+from flashtune.tuner.cli import main
+from flashtune.tuner.progress import counts, plain, share_done, shown
+from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop, Tally
+from flashtune.tuner.search import run_search
+from flashtune.tuner.summary import summary_lines
+from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_problem, a_space, by_tile
+
+SHAPE = "heads=1,seqlen=64,head_dim=16,dtype=fp16"
+
+
+@pytest.fixture
+def result(store: Store) -> SearchResult:
+    request = SearchRequest(
+        problem=a_problem(),
+        target=find_target("h100"),
+        device=0,
+        budget=Budget(100, None, None),
+        spaces=((FAMILY, a_space()),),
+    )
+    return run_search(request, store, compiler=FakeCompiler(), measurer=FakeMeasurer(by_tile))
+
+
+def some_progress(phase: Phase = Phase.SEARCHING, **changes: object) -> Progress:
+    progress = Progress(
+        problem=a_problem(),
+        phase=phase,
+        tally=Tally({Outcome.OK: 31, Outcome.INFEASIBLE: 12, Outcome.WRONG_RESULT: 4}, pruned=9),
+        expected=100,
+        best=None,
+        seconds=10.0,
+        remaining=30.0,
+    )
+    return msgspec.structs.replace(progress, **changes)
+
+
+def test_the_summary_fits_a_screen_and_says_what_matters(result: SearchResult) -> None:
+    lines = summary_lines(result, "somewhere/flashtune.sqlite")
+    text = "\n".join(lines)
+    assert len(lines) <= 20
+    assert result.best is not None
+    assert result.best.ms is not None
+    assert f"best           {result.best.ms:.4f} ms" in text
+    assert "of 232,448 B of SRAM" in text
+    assert f"sdpa-cudnn     1.0000 ms: the best is {1.0 / result.best.ms:.2f} times as fast" in text
+    assert "24 of 24 candidates" in text
+    assert f"somewhere/flashtune.sqlite, record {result.best_id}" in text
+    assert 'flashtune explain --shape "heads=4' in text
+
+
+def test_the_summary_says_why_nothing_works(result: SearchResult) -> None:
+    failed = msgspec.structs.replace(
+        result,
+        best=None,
+        best_id=None,
+        default=None,
+        tally=Tally({Outcome.INFEASIBLE: 9, Outcome.COMPILE_ERROR: 3}, pruned=9),
+        reasons=(("infeasible: needs at least # B of SRAM", 9), ("compile_error: no compiler", 3)),
+        stop=Stop.EXHAUSTED,
+    )
+    text = "\n".join(summary_lines(failed, "here"))
+    assert "none: no candidate computed this right" in text
+    assert "3 x compile_error: no compiler" in text
+    assert "9 more before compiling" in text
+    assert "flashtune search" in text
+
+
+def test_predictions_are_called_so(result: SearchResult) -> None:
+    assert result.best is not None
+    best = msgspec.structs.replace(result.best, provenance=Provenance.PREDICTED)
+    predicted = msgspec.structs.replace(result, best=best, provenance=Provenance.PREDICTED)
+    text = "\n".join(summary_lines(predicted, "here"))
+    assert re.search(r"best .* predicted", text)
+    assert "--target nvidia-h100" in text
+
+
+def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
+    assert result.best is not None
+    assert result.best.measurement is not None
+    measurement = msgspec.structs.replace(
+        result.best.measurement, throttled=True, peers=(PeerTime("standard", 9.0),)
+    )
+    best = msgspec.structs.replace(result.best, measurement=measurement)
+    text = "\n".join(summary_lines(msgspec.structs.replace(result, best=best), "here"))
+    assert "the clock was held down" in text
+
+
+def test_counts_name_outcomes_in_a_fixed_order() -> None:
+    assert counts(some_progress().tally) == "31 ok, 12 infeasible, 4 wrong_result (9 pruned by the model)"
+    assert counts(Tally({})) == "nothing finished yet"
+
+
+def test_plain_lines_come_with_each_phase_and_then_now_and_then() -> None:
+    written: list[str] = []
+    observe = plain(written.append, searches=3, interval=1000.0)
+    for phase in (Phase.STARTING, Phase.SEARCHING, Phase.SEARCHING, Phase.FINALS, Phase.DONE):
+        observe(some_progress(phase))
+    assert len(written) == 4
+    assert written[0].startswith("[1/3] ")
+    assert "at most 30 s left" in written[1]
+    assert "31 ok, 12 infeasible" in written[1]
+    observe(some_progress(Phase.STARTING, problem=a_problem(batch=2)))
+    assert written[-1].startswith("[2/3] ")
+
+
+def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    with shown(console, 1) as observe:
+        observe(some_progress(best=result.best))
+    assert "━" in screen.getvalue()
+    assert "31 ok" in screen.getvalue()
+
+
+def test_how_much_is_done_follows_the_budget() -> None:
+    assert share_done(some_progress()) == pytest.approx(0.25)
+    assert share_done(some_progress(remaining=None)) == 0.0
+    assert share_done(some_progress(Phase.FINALS)) == 1.0
+
+
+def test_a_search_from_the_command_line_without_a_gpu() -> None:
+    arguments = (
+        "search",
+        "--shape",
+        SHAPE,
+        "--target",
+        "a100",
+        "--family",
+        FAMILY,
+        "--trials",
+        "2",
+        "--json",
+    )
+    done = CliRunner().invoke(main, [*arguments, "--jobs", "2"])
+    assert done.exit_code == 0, done.output
+    (printed,) = json.loads(done.stdout)
+    assert printed["provenance"] == "predicted"
+    assert printed["best"]["resources"]["sram_bytes"] >= 0
+    assert printed["best"]["provenance"] == "predicted"
+    assert "searching" in done.stderr
+    with open_store() as store:
+        (pinned,) = store.selections()
+    assert pinned.id == printed["best_id"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "a100", "--family", "forward_sideways"], "no kernel family 'forward_sideways'"),
+        (["--target", "voodoo-2"], "no target 'voodoo-2'"),
+        (["--target", "a100", "--trials", "0"], "--trials"),
+        (["--target", "a100", "--seconds", "0"], "--seconds"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(main, ["search", "--shape", SHAPE, *arguments])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_a_target_must_be_named() -> None:
+    done = CliRunner().invoke(main, ["search", "--shape", SHAPE])
+    assert done.exit_code == 2
+    assert "--target" in done.output
