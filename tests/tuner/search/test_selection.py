@@ -10,7 +10,6 @@ from flashtune.tuner.measurement import Sampling, summarize
 from flashtune.tuner.selection import finalists, select, standard_error
 from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
 
-
 REFUSED = Verdict(passed=False, worst_ratio=9.0, checks=3, failed="needle", device="fake")
 
 
@@ -72,8 +71,7 @@ def test_two_runs_that_time_a_tie_differently_choose_alike() -> None:
     "record",
     [
         a_record(0.1, verdict=None),
-        a_record(
-            0.1, verdict=REFUSED
+        a_record(0.1, verdict=REFUSED),
         a_record(0.1, outcome=Outcome.WRONG_RESULT),
     ],
 )
