@@ -1,0 +1,123 @@
+"""Tensors have the alignment that they claim, and poison all around."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flashtune.config import Config
+from flashtune.kernel import Alignment, specialization_of
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof.cases import Level, companions, far_cases, main_cases, tile_of
+from flashtune.proof.inputs import Layout, Role, guarded, guarded_flat, poison, stray_writes
+from flashtune.proof.prepared import prepare
+from flashtune.proof.probes import Probe
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+
+CPU = torch.device("cpu")
+FAMILY = find_family("forward_q_outer")
+
+
+def make_problem(causal: Causal = Causal.BOTTOM_RIGHT, head_dim: int = 40) -> Problem:
+    return Problem(
+        dtype=Dtype.FP16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=4,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        causal=causal,
+    )
+
+
+def make_config(problem: Problem) -> Config:
+    return FAMILY.default(problem, find_target("h200"))
+
+
+@pytest.mark.parametrize("alignment", list(Alignment))
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_alignment_is_exactly_the_class(alignment: Alignment, layout: Layout, dtype: Dtype) -> None:
+    for head_dim, spare, heads in itertools.product((1, 8, 40, 64), (0, 1, 4), (1, 3, 4)):
+        tensor = guarded((2, heads, 5, head_dim), dtype, alignment, layout, CPU, Role.INPUT, spare=spare)
+        assert tensor.view.stride(3) == 1
+        assert specialization_of((tensor.view,), lse=False).alignment is alignment
+
+
+def test_everything_is_poison_and_stray_writes_are_counted() -> None:
+    tensor = guarded((1, 2, 5, 8), Dtype.BF16, Alignment.EIGHT, Layout.BSHD, CPU, Role.OUTPUT)
+    assert tensor.buffer.isnan().all()
+    tensor.view.zero_()
+    assert stray_writes(tensor) == 0
+    assert tensor.buffer.isnan().all()
+    tensor.buffer[3] = 0.0
+    tensor.buffer[-1] = 0.0
+    assert stray_writes(tensor) == 2
+    poison(tensor)
+    assert stray_writes(tensor) == 0
+
+
+def test_a_nan_of_the_inputs_is_no_poison_of_the_output() -> None:
+    inside = guarded_flat((4, 5), CPU, Role.INPUT)
+    outside = guarded_flat((4, 5), CPU, Role.OUTPUT)
+    outside.buffer[0] = inside.buffer[0]
+    assert stray_writes(outside) == 1
+
+
+def test_seeds_decide_all_values() -> None:
+    problem = make_problem()
+    case = companions(problem, make_config(problem), Level.QUICK, reduced=True)[0]
+    one, same, other = (prepare(case, Alignment.ANY, CPU, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.k.view, same.k.view)
+    assert not torch.equal(one.k.view, other.k.view)
+    assert torch.equal(one.checksum, same.checksum)
+
+
+@pytest.mark.parametrize("causal", list(Causal))
+def test_full_level_covers_borders_of_the_tile(causal: Causal) -> None:
+    problem = make_problem(causal)
+    config = make_config(problem)
+    cases = companions(problem, config, Level.FULL, reduced=False)
+    block_m, block_n = tile_of(config)
+    keys, queries = ({case.problem.seqlen_kv for case in cases}, {case.problem.seqlen_q for case in cases})
+    for multiple, step in itertools.product((1, 2, 3), (-1, 0, 1)):
+        assert multiple * block_n + step in keys
+    assert {1, block_m - 1, block_m, block_m + 1, 2 * block_m + 1} <= queries
+    assert any(case.problem.seqlen_q > case.problem.seqlen_kv for case in cases)
+    assert any(case.problem.seqlen_q < case.problem.seqlen_kv for case in cases)
+    assert {case.problem.group_size for case in cases} >= {1, 2, 3}
+    probes = {case.probe for case in cases}
+    assert (Probe.DIAGONAL in probes) == (causal is not Causal.NONE)
+    assert len(probes) >= len(Probe) - 1
+    assert any(case.repeats > 1 for case in cases)
+
+
+def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() -> None:
+    problem = make_problem()
+    random, needle = main_cases(problem)
+    assert random.problem == needle.problem == problem
+    assert random.repeats > 1
+    huge = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=64,
+        kv_heads=8,
+        batch=512,
+        seqlen_q=8192,
+        seqlen_kv=8192,
+    )
+    thinned = main_cases(huge)[0].problem
+    assert thinned.minimal_bytes() <= 2**31
+    assert thinned.group_size == huge.group_size
+    assert (thinned.seqlen_q, thinned.seqlen_kv) == (8192, 8192)
+
+
+def test_far_cases_span_each_tensor_in_turn() -> None:
+    problem = make_problem()
+    assert [case.far for case in far_cases(problem, make_config(problem))] == [0, 1, 2, 3]

@@ -1,0 +1,214 @@
+"""`flashtune verify` without a GPU: what compiles, fits, interprets and has a receipt, and what does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.errors import VerificationError
+from flashtune.kernel import Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner import verify, verify_jobs
+from flashtune.tuner.cli import main
+from flashtune.tuner.verify import verify_records
+from flashtune.tuner.verify_report import Means, Report, Result
+from flashtune.versions import current_versions
+
+FAMILY = find_family("forward_q_outer")
+TARGET = find_target("h200")
+GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200")
+
+
+def make_record(seqlen: int = 512, **changes: Any) -> Record:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=4,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+    )
+    config = msgspec.convert(
+        {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type
+    )
+    kernel = render(FAMILY, problem, config, Specialization())
+    plain = Record(
+        problem=problem,
+        target=TARGET.name,
+        family=FAMILY.name,
+        config=config,
+        specialization=Specialization(),
+        kernel=kernel.digest,
+        outcome=Outcome.OK,
+        provenance=Provenance.MEASURED,
+        versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
+        resources=Resources(40000),
+        verdict=GOOD,
+        measurement=Measurement(1.0, 1.0, 1.0, 11),
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+@pytest.fixture
+def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling and interpreting are taken as done, so that only judging is tested."""
+    monkeypatch.setattr(
+        verify, "_compile", lambda subjects, progress: {verify._binary(s): "" for s in subjects}
+    )
+    monkeypatch.setattr(
+        verify, "_interpret", lambda subjects, progress: {verify._source(s): "" for s in subjects}
+    )
+
+
+def only_result(record: Record, *, require_gpu: bool = False, same_triton: bool = False) -> Result:
+    report = verify_records([record], gpu=None, require_gpu=require_gpu, same_triton=same_triton)
+    (result,) = report.results
+    return result
+
+
+@pytest.mark.slow
+def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
+    assert FAMILY.config_type
+    too_large = msgspec.convert(
+        {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 4}, FAMILY.config_type
+    )
+    seen: set[str] = set()
+    report = verify_records(
+        [make_record(512), make_record(1024), make_record(2048, config=too_large)],
+        gpu=None,
+        progress=lambda phase, done, total: seen.add(phase),
+    )
+    good, alike, large = report.results
+    assert not good.failed
+    assert not alike.failed
+    assert good.means is alike.means is Means.INTERPRETER
+    assert good.receipt_triton == "3.6.0"
+    assert "SRAM" in large.failed or "compile" in large.failed
+    assert seen == {"compiling", "under the interpreter"}
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_a_good_receipt_passes() -> None:
+    result = only_result(make_record())
+    assert (result.failed, result.means, result.receipt_triton) == ("", Means.INTERPRETER, "3.6.0")
+
+
+@pytest.mark.usefixtures("quick_jobs")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"verdict": None}, "no receipt"),
+        ({"verdict": msgspec.structs.replace(GOOD, device="interpreter")}, "no receipt"),
+        ({"verdict": msgspec.structs.replace(GOOD, passed=False, failed="needle")}, "needle"),
+        ({"kernel": "0" * 32}, "stale"),
+        ({"versions": msgspec.structs.replace(current_versions(FAMILY.name), template="0" * 32)}, "stale"),
+        ({"target": "nvidia-h2000"}, "there is no target"),
+        ({"family": "forward_none"}, "no kernel family"),
+    ],
+)
+def test_missing_and_stale_receipts_fail(changes: dict[str, Any], words: str) -> None:
+    assert words in only_result(make_record(**changes)).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_another_triton_and_no_gpu_fail_where_that_is_asked() -> None:
+    assert "Triton 3.6.0" in only_result(make_record(), same_triton=True).failed
+    assert "not compared" in only_result(make_record(), require_gpu=True).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_predictions_need_no_receipt_where_the_interpreter_ran() -> None:
+    record = make_record(verdict=None, provenance=Provenance.PREDICTED)
+    assert not only_result(record).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_baselines_are_counted_and_not_checked() -> None:
+    report = verify_records([make_record(family="standard", config=None, kernel=None)], gpu=None)
+    assert report == Report((), 1)
+
+
+def test_what_no_interpreter_runs_passes_by_receipt_alone(
+    quick_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_interpret", lambda subjects, progress: {})
+    assert only_result(make_record()).means is Means.RECEIPT
+    assert "no receipt" in only_result(make_record(verdict=None)).failed
+
+
+def test_failures_of_the_interpreter_fail(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        verify, "_interpret", lambda subjects, progress: {verify._source(s): "needle 7" for s in subjects}
+    )
+    assert only_result(make_record()).failed == "needle 7"
+
+
+def test_only_what_differs_under_the_interpreter_is_interpreted() -> None:
+    def source(record: Record) -> object:
+        subject = verify._subject(record)
+        assert not isinstance(subject, str)
+        return verify._source(subject)
+
+    record = make_record()
+    assert record.config is not None
+    warps = msgspec.structs.replace(record.config, num_warps=8)
+    half = msgspec.structs.replace(record.problem, dtype=Dtype.FP16, heads=32, batch=8)
+    tile = msgspec.structs.replace(record.config, block_n=64)
+    assert source(record) == source(make_record(config=warps)) == source(make_record(problem=half))
+    assert source(record) != source(make_record(config=tile))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Callable[..., Path]:
+    def write(*records: Record) -> Path:
+        path = tmp_path / "table.json"
+        path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=records)))
+        return path
+
+    return write
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_command_prints_counts_and_fails_by_exit_code(table: Callable[..., Path]) -> None:
+    path = table(make_record(512), make_record(1024, kernel="0" * 32))
+    result = CliRunner().invoke(main, ["verify", "--table", str(path)])
+    assert result.exit_code == 1
+    assert "2 selected kernels: 1 numerically checked here (0 on the GPU, 1 under" in result.stdout
+    assert "stale receipt" in result.stdout
+    assert "1 of 2 kernels failed" in result.stderr
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_command_prints_json(table: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(main, ["verify", "--table", str(table(make_record())), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["kernels"], report["interpreter"], report["failed"]) == (1, 1, 0)
+    assert report["results"][0]["receipt_triton"] == "3.6.0"
+
+
+@pytest.mark.parametrize("options", [["--db", "nowhere.sqlite"], ["--table", "x.json", "--db", "y.sqlite"]])
+def test_nothing_to_verify_is_a_usage_error(options: list[str]) -> None:
+    result = CliRunner().invoke(main, ["verify", *options])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_interpreters_refuse_to_run_where_triton_compiles() -> None:
+    subject = verify._subject(make_record())
+    assert not isinstance(subject, str)
+    with pytest.raises(VerificationError, match="by itself"):
+        verify_jobs.check_interpreted(verify._task(subject))
