@@ -77,7 +77,7 @@ def test_strict_level_passes_and_reaches_beyond_2_31_elements(name: str, index_b
     ("old", "new"),
     [
         ("accumulator * rescale[:, None]", "accumulator"),
-        ("(queries < seqlen_q)[:, None]", "(queries < seqlen_q + 1)[:, None]"),
+        ("query_exists = queries < seqlen_q", "query_exists = queries < seqlen_q + 1"),
         ("head // group_size", "head % (heads // group_size)"),
         ("queries + diagonal + 1", "queries + diagonal"),
     ],

@@ -111,12 +111,14 @@ QUERIES_OUTER = (
         "open_end = tl.cdiv(open_keys, BLOCK_N)",
     ),
     Mutant(
-        "a tile of queries not written", r"mask=\(queries < seqlen_q\)", "mask=(queries < seqlen_q - BLOCK_M)"
+        "a tile of queries not written",
+        r"query_exists = queries < seqlen_q",
+        "query_exists = queries < seqlen_q - BLOCK_M",
     ),
     Mutant(
         "rows beyond the last written",
-        r"mask=\(queries < seqlen_q\)\[:, None\]",
-        "mask=(queries >= 0)[:, None]",
+        r"query_exists = queries < seqlen_q",
+        "query_exists = queries >= 0",
     ),
     Mutant("tail of V read", r"mask=\(keys < seqlen_kv\)", "mask=(keys < seqlen_kv + 3)"),
     Mutant("heads swapped in the grid", r"// tiles", "% (all_heads // 2 + 1)"),
