@@ -65,6 +65,7 @@ class Pipeline:
         while True:
             stop = self._reason_to_stop(budget, started)
             if stop is not None:
+                self._drain()
                 return stop
             self._fill(budget)
             self._launch()
@@ -77,6 +78,11 @@ class Pipeline:
             self._collect_compiled()
             self._collect_evaluated()
             beat()
+
+    def _drain(self) -> None:
+        """Lets the GPU end what it has, which is soon over and was paid for."""
+        wait(list(self._running))
+        self._collect_evaluated()
 
     def _reason_to_stop(self, budget: Budget, started: float) -> Stop | None:
         if budget.seconds is not None and time.monotonic() - started >= budget.seconds:

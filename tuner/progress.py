@@ -20,23 +20,23 @@ BAR_WIDTH = 24
 
 
 @contextlib.contextmanager
-def shown(console: Console, searches: int) -> Iterator[Observer]:
-    """An observer that shows each of several searches, one after the other, on a console."""
+def shown(console: Console, place: Place) -> Iterator[Observer]:
+    """An observer that shows one search on a console while the context is open."""
     if console.is_terminal:
-        with _live(console, searches) as observer:
+        with _live(console, place) as observer:
             yield observer
     else:
-        yield plain(lambda line: console.print(line, highlight=False, soft_wrap=True), searches)
+        yield plain(lambda line: console.print(line, highlight=False, soft_wrap=True), place)
 
 
 @contextlib.contextmanager
-def _live(console: Console, searches: int) -> Iterator[Observer]:
+def _live(console: Console, place: Place) -> Iterator[Observer]:
     """A line with a bar and the remaining time, and below it the best so far and the counts."""
     from rich.live import Live
     from rich.text import Text
 
-    place = _Place(searches)
-    with Live(console=console, transient=True, refresh_per_second=8) as live:
+    # What the program prints meanwhile goes where it belongs, which need not be this console.
+    with Live(console=console, transient=True, redirect_stdout=False, refresh_per_second=8) as live:
 
         def observe(progress: Progress) -> None:
             live.update(Text("\n".join((_bar(progress) + place.of(progress), *status_lines(progress)))))
@@ -58,9 +58,8 @@ def share_done(progress: Progress) -> float:
     return progress.seconds / max(progress.seconds + progress.remaining, 1e-9)
 
 
-def plain(write: Callable[[str], None], searches: int, interval: float = PLAIN_INTERVAL) -> Observer:
+def plain(write: Callable[[str], None], place: Place, interval: float = PLAIN_INTERVAL) -> Observer:
     """An observer that writes a line when the phase changes, and now and then."""
-    place = _Place(searches)
     last_phase: tuple[str, Phase] | None = None
     last_time = 0.0
 
@@ -75,8 +74,8 @@ def plain(write: Callable[[str], None], searches: int, interval: float = PLAIN_I
     return observe
 
 
-class _Place:
-    """Which of how many searches this is, and when all will be over at the pace so far."""
+class Place:
+    """Which of how many searches is running, and when all will be over at the pace so far."""
 
     def __init__(self, searches: int) -> None:
         self._searches = searches
@@ -84,6 +83,7 @@ class _Place:
         self._started = time.monotonic()
 
     def of(self, progress: Progress) -> str:
+        """A search's number, name, phase and times."""
         if progress.problem.key not in self._keys:
             self._keys.append(progress.problem.key)
         number = len(self._keys)
@@ -107,10 +107,12 @@ class _Place:
 def status_lines(progress: Progress) -> tuple[str, ...]:
     """The counts; and the best so far, its time and its config on lines of their own."""
     best = progress.best
+    limit = f" of {progress.expected}" if progress.expected else ""
+    tried = f"{progress.tally.tried}{limit} tried: {counts(progress.tally)}"
     if best is None or best.config is None:
-        return (counts(progress.tally),)
+        return (tried,)
     return (
-        counts(progress.tally),
+        tried,
         f"best {describe_time(best)}, {best.family}",
         best.config.label(),
     )

@@ -96,7 +96,7 @@ class Progress(msgspec.Struct, frozen=True):
         problem: What is searched.
         phase: What it is doing.
         tally: What became of candidates so far.
-        expected: Candidates that will have been tried in the end, at most.
+        expected: Candidates that will have been tried in the end, at most; None without such a budget.
         best: The best record so far.
         seconds: Since the start.
         remaining: Seconds until the end, as far as can be foreseen; None where that is unknown.
@@ -105,7 +105,7 @@ class Progress(msgspec.Struct, frozen=True):
     problem: Problem
     phase: Phase
     tally: Tally
-    expected: int
+    expected: int | None
     best: Record | None
     seconds: float
     remaining: float | None

@@ -14,7 +14,7 @@ from flashtune.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
 from flashtune.tuner.compile_pool import CompilePool, Compiler
-from flashtune.tuner.evaluation import Measurer
+from flashtune.tuner.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.prediction import Predictor
@@ -36,6 +36,8 @@ __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
 
 # Candidates that are tried in the order of their predicted times before the sampler takes over.
 START = 24
+# A space of so few candidates is no matter for a sampler.
+ENUMERATED = 96
 FINALISTS = 6
 # The finals take no candidate that is slower than this many times the best.
 FINALS_WITHIN = 1.15
@@ -80,7 +82,7 @@ def run_search(
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
             final = _finals(scope, journal, measures)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, DeviceLostError):
             # What is right and timed may serve, though the finals never compared it in one run.
             _pin(store, request, journal, ())
             raise
@@ -136,7 +138,7 @@ def _jobs(request: SearchRequest) -> int:
 def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journal) -> tuple[int, Proposer]:
     """How many candidates there are, and who proposes them: defaults and winners of near shapes first.
 
-    A space that the budget covers is walked through, fastest predicted first.
+    A small space that the budget covers is walked through, fastest predicted first.
     """
     ranked = rank(scope, request.seed)
     everything = tuple(entry.candidate for entry in ranked)
@@ -144,7 +146,7 @@ def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journ
         candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
     )
     trials = request.budget.trials
-    few = trials is not None and len(everything) <= trials
+    few = len(everything) <= ENUMERATED and (trials is None or len(everything) <= trials)
     start = (*defaults, *warm_configs(store, scope), *(everything if few else varied(ranked, START)))
     size = sum(entry.space.size() for entry in scope.spaces)
     return size, Proposer(scope, start, everything, journal.answers(), request.seed)
@@ -224,7 +226,7 @@ class _Reporter:
                 problem=self._request.problem,
                 phase=phase,
                 tally=tally,
-                expected=self._request.budget.trials or tally.tried,
+                expected=self._request.budget.trials,
                 best=self._journal.best,
                 seconds=seconds,
                 remaining=self._remaining(tally.tried, seconds),

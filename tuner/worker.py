@@ -14,7 +14,7 @@ from flashtune.tuner.evaluation import Evaluation, lost_device
 from flashtune.tuner.jobs import evaluate_candidate, fatal_error, prepare, time_finalists
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
 
-JOB_SECONDS = 60.0
+JOB_SECONDS = 20.0
 FINALS_SECONDS = 180.0
 START_SECONDS = 120.0
 

@@ -68,7 +68,7 @@ def command(
 
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
-    from flashtune.tuner.progress import shown
+    from flashtune.tuner.progress import Place, shown
     from flashtune.tuner.request import Budget, SearchRequest
     from flashtune.tuner.search import run_search
     from flashtune.tuner.summary import summary_lines
@@ -77,7 +77,8 @@ def command(
     budget = Budget(trials, seconds, None) if given else Budget()
     place = describe(database_url(db))
     results: list[SearchResult] = []
-    with open_store(db) as store, shown(Console(stderr=True), len(problems)) as observer:
+    console, progress = Console(stderr=True), Place(len(problems))
+    with open_store(db) as store:
         for problem in problems:
             request = SearchRequest(
                 problem=problem,
@@ -88,7 +89,8 @@ def command(
                 seed=seed,
                 jobs=jobs,
             )
-            result = run_search(request, store, observer)
+            with shown(console, progress) as observer:
+                result = run_search(request, store, observer)
             results.append(result)
             if not as_json:
                 click.echo("\n".join(summary_lines(result, place)))

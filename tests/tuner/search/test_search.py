@@ -232,6 +232,8 @@ def test_a_gpu_taken_away_ends_the_search_and_keeps_what_was_finished(store: Sto
     assert caught.value.exit_code == 1
     assert len(store.records()) >= 6
     assert all(entry.record.outcome is Outcome.OK for entry in store.records())
+    (pinned,) = store.selections()
+    assert pinned.record.ms == min(entry.record.ms or 0.0 for entry in store.records())
 
 
 def test_an_interrupt_selects_the_best_so_far_and_is_passed_on(store: Store) -> None:

@@ -14,7 +14,7 @@ from flashtune.db.store import Store, open_store
 from flashtune.record import Outcome, PeerTime, Provenance
 from flashtune.target import find_target
 from flashtune.tuner.cli import main
-from flashtune.tuner.progress import counts, plain, share_done, shown
+from flashtune.tuner.progress import Place, counts, plain, share_done, shown
 from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop, Tally
 from flashtune.tuner.search import run_search
 from flashtune.tuner.summary import summary_lines
@@ -106,7 +106,7 @@ def test_counts_name_outcomes_in_a_fixed_order() -> None:
 
 def test_plain_lines_come_with_each_phase_and_then_now_and_then() -> None:
     written: list[str] = []
-    observe = plain(written.append, searches=3, interval=1000.0)
+    observe = plain(written.append, Place(3), interval=1000.0)
     for phase in (Phase.STARTING, Phase.SEARCHING, Phase.SEARCHING, Phase.FINALS, Phase.DONE):
         observe(some_progress(phase))
     assert len(written) == 4
@@ -120,7 +120,7 @@ def test_plain_lines_come_with_each_phase_and_then_now_and_then() -> None:
 def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
-    with shown(console, 1) as observe:
+    with shown(console, Place(1)) as observe:
         observe(some_progress(best=result.best))
     assert "━" in screen.getvalue()
     assert "31 ok" in screen.getvalue()
