@@ -41,6 +41,13 @@ def _context() -> ForkServerContext:
 
 
 def _become_worker() -> None:
+    # Ctrl-C is for the search to handle: in the terminal's own group it would reach ptxas too, and
+    # look like a failed compilation.
+    os.setpgid(0, 0)
+    # Triton prints whole programs when a compilation fails; what matters of it is in the error.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     # A worker has nothing to tidy up, and a handler would wait for the compiler to come back.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""`kill -9` in mid-search loses nothing that was finished, and the same search goes on from there."""
+"""`kill -9` and Ctrl-C in mid-search lose nothing that was finished; the same search goes on from there."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def start(database: Path, caches: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(database)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         env=environment,
         start_new_session=True,
@@ -50,14 +51,32 @@ def members(session: int) -> list[int]:
     return found
 
 
-def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    database = tmp_path / "killed.sqlite"
-    process = start(database, tmp_path / "triton")
+def wait_for_records(process: subprocess.Popen[str], database: Path, count: int) -> None:
     deadline = time.monotonic() + PATIENCE
-    while stored(database) < 2:
+    while stored(database) < count:
         assert time.monotonic() < deadline
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.05)
+
+
+def test_ctrl_c_reaches_no_compiler_and_selects_what_is_there(tmp_path: Path) -> None:
+    database = tmp_path / "interrupted.sqlite"
+    process = start(database, tmp_path / "triton")
+    wait_for_records(process, database, 1)
+    # As a terminal does: to every process of the foreground group.
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert output == ""
+    with open_store(str(database)) as store:
+        assert {entry.record.outcome for entry in store.records()} == {Outcome.OK}
+        assert len(store.selections()) == 1
+
+
+def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    database = tmp_path / "killed.sqlite"
+    process = start(database, tmp_path / "triton")
+    wait_for_records(process, database, 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert process.stdout is not None
@@ -77,6 +96,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert int(tried) == SIZE
     assert pinned == "True"
     # The dead search's workers did not outlive it.
+    deadline = time.monotonic() + PATIENCE
     while members(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
