@@ -70,7 +70,7 @@ class Guarded(NamedTuple):
 
 
 def guarded(
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     dtype: Dtype,
     alignment: Alignment,
     layout: Layout,

@@ -89,7 +89,7 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
             "only baselines are selected here, and they have no kernel to write: name another shape"
         )
     if out is None or out.suffix == ".py":
-        if len(files) > 1:
+        if len(files) != 1:
             raise UsageError(
                 f"{len(files)} kernels need a folder: pass --out FOLDER, or name one shape and --target"
             )
