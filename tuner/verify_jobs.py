@@ -55,12 +55,17 @@ def _become_interpreter() -> None:
 
 def why_not_compiled(kernel: Kernel, target: Target) -> str:
     """Compiles a kernel for a target: why it cannot run there, empty if it can."""
-    from flashtune.tuner.resources import overflow, read_resources
+    from flashtune.compilation import compile_kernel
+    from flashtune.record import Resources
+    from flashtune.tuner.resources import overflow
 
     try:
-        return overflow(read_resources(kernel, target), target) or ""
+        metadata = compile_kernel(kernel, target).metadata
     except KernelError as error:
         return f"does not compile: {error}"
+    # Capacity is all that is asked here: registers would cost a tool's run for each kernel.
+    resources = Resources(metadata.shared, getattr(metadata, "tmem_size", None) or 0)
+    return overflow(resources, target) or ""
 
 
 def check_interpreted(task: Interpretable) -> Verdict:
