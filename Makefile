@@ -107,6 +107,10 @@ $(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
 test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	$(PYTEST) -m gpu tests
 
-.PHONY: clean
+.PHONY: reference clean
+reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help
+	$(PY) -m flashtune.tuner.cli.reference > docs/cli.new
+	mv docs/cli.new docs/cli.md
+
 clean: ## Remove what these targets made
 	rm -rf $(VENV) .triton-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

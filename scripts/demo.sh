@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Searches one real shape on whatever is there, shows what was found and where it lies.
-# Usage: scripts/demo.sh FOLDER_WITH_PYTHON_AND_FLASHTUNE
+# Usage: scripts/demo.sh FOLDER, where FOLDER holds the commands python and flashtune
 set -euo pipefail
 
 bin=$1
-out=out/demo
+kernel=out/demo_kernel.py
+# Candidates to compile where there is no GPU: about a minute on two cores.
+trials=${DEMO_TRIALS:-24}
 # Llama 3.1 8B's attention over a prompt of 4096 tokens.
 shape="heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal"
 
@@ -24,12 +26,12 @@ if "$bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 else
     echo "There is no GPU here: working for an H100. Kernels are compiled for it; their times are predicted."
     where=(--target h100)
-    flashtune search --shape "$shape" "${where[@]}" --trials 24
+    flashtune search --shape "$shape" "${where[@]}" --trials "$trials"
 fi
 
 flashtune show "${where[@]}"
 flashtune explain --shape "$shape" "${where[@]}"
-flashtune render --shape "$shape" "${where[@]}" --out "$out"
+flashtune render --shape "$shape" "${where[@]}" --out "$kernel"
 
 if [[ ${#where[@]} -eq 0 ]]; then
     printf '\n$ python -c "...flashtune.attention(q, k, v, causal=True)..."\n'
@@ -46,5 +48,5 @@ print(f"largest difference from torch's attention: {(out - expected).abs().max()
 PYTHON
 fi
 
-printf '\nThe rendered kernel:  %s\n' "$(ls "$out"/*.py | tr '\n' ' ')"
+printf '\nThe rendered kernel:  %s\n' "$kernel"
 printf 'The database:         %s\n' "$("$bin/flashtune" db path)"
