@@ -26,7 +26,7 @@ from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import MAX_MESSAGE
 from flashtune.tuner.evaluation import Evaluation, lost_device
 from flashtune.tuner.finals import kernel_run, make_tensors, run_finals
-from flashtune.tuner.measurement import clock_probe, measure
+from flashtune.tuner.measurement import clock_probe, measure, once
 
 # Errors after which a CUDA context is of no more use, each with an exit code of its own.
 FATAL_ERRORS = (
@@ -72,6 +72,9 @@ def evaluate_candidate(
 ) -> Evaluation:
     """Verifies a candidate and measures it if it is right. Leaves the process if the GPU's context broke.
 
+    What is slower than `drop_above_ms` is proven on small problems alone: it will not be selected,
+    and each launch at full size may take longer than the whole proof of another candidate.
+
     Raises:
         DeviceLostError: The GPU cannot be used.
     """
@@ -80,12 +83,14 @@ def evaluate_candidate(
     family = find_family(candidate.family)
     verdict = None
     try:
-        verdict = check_kernel(family, problem, candidate.config, specialization, target, device, Level.FULL)
+        run = kernel_run(problem, candidate, specialization, target, make_tensors(problem, device))
+        hopeless = drop_above_ms is not None and once(run, device) > drop_above_ms
+        level = Level.QUICK if hopeless else Level.FULL
+        verdict = check_kernel(family, problem, candidate.config, specialization, target, device, level)
         if not verdict.passed:
             return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
-        tensors = make_tensors(problem, device)
         measurement = measure(
-            kernel_run(problem, candidate, specialization, target, tensors),
+            run,
             device,
             drop_above_ms=drop_above_ms,
             throttled=clock_probe(index).is_throttled(),

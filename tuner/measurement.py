@@ -88,6 +88,12 @@ def measure(
     return summarize(samples, throttled=throttled)
 
 
+def once(run: Run, device: torch.device) -> float:
+    """Time of one launch that is not the first, in ms: good enough to tell a kernel that is far off."""
+    with torch.cuda.device(device):
+        return _batch([run, run], device)[-1]
+
+
 def measure_interleaved(
     runs: Sequence[Run], device: torch.device, *, rounds: int, warmups: int = 2
 ) -> tuple[Measurement, ...]:

@@ -7,7 +7,6 @@ constraint, since trials that are told as failures would be ignored and proposed
 from __future__ import annotations
 
 import math
-import random
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -17,10 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.exceptions import ExperimentalWarning
 
 from flashtune.config import Axis, AxisValue
-from flashtune.record import Resources
-from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, Demand, FamilySpace, Scope, demand
-from flashtune.tuner.predict import predict_ms
+from flashtune.tuner.candidates import Candidate, FamilySpace, Scope
 
 FAMILY = "family"
 CAPACITY = "capacity"
@@ -30,10 +26,9 @@ FAILED_MS = 1e9
 STARTUP_TRIALS = 10
 # Proposals in a row that are known already before the next one is taken from the ranking.
 MOST_REPEATS = 40
-# A model that ranks more than this would delay the start of the search.
-MOST_RANKED = 4096
-# Predictions closer than this, relatively, count as one.
-SAME_PREDICTION = 1e-4
+# A family is given up once this many of its candidates ran and none came near the best of all.
+FAMILY_CHANCES = 4
+HOPELESS_FACTOR = 2.0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -48,51 +43,12 @@ class Answer(msgspec.Struct, frozen=True):
     excess: float = 0.0
 
 
-class Ranked(msgspec.Struct, frozen=True):
-    """A candidate that fits by the model, and the time that is predicted of it, in ms."""
-
-    candidate: Candidate
-    predicted_ms: float
-
-
-def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
-    """The candidates that fit by the model, fastest predicted first, a seeded draw where they are many.
-
-    The prediction knows no registers here, nothing being compiled. Among equal predictions the
-    order is random, so that a start from the top does not try near copies.
-    """
-    draw = random.Random(seed)  # noqa: S311 - no secret
-    candidates = list(scope.candidates())
-    draw.shuffle(candidates)
-    demands = ((candidate, demand(scope, candidate)) for candidate in candidates[:MOST_RANKED])
-    ranked = [
-        Ranked(candidate, _predict(scope, candidate, need)) for candidate, need in demands if not need.excess
-    ]
-    return tuple(sorted(ranked, key=lambda entry: entry.predicted_ms))
-
-
-def _predict(scope: Scope, candidate: Candidate, need: Demand) -> float:
-    family = find_family(candidate.family)
-    return predict_ms(
-        scope.problem, family, candidate.config, Resources(sram_bytes=need.sram_bytes), scope.target
-    )
-
-
-def varied(ranked: Iterable[Ranked], limit: int) -> tuple[Candidate, ...]:
-    """The fastest predicted candidates, one of each prediction: others differ in what the model ignores."""
-    chosen: list[Candidate] = []
-    last = -math.inf
-    for entry in ranked:
-        if entry.predicted_ms > last * (1 + SAME_PREDICTION) or last < 0:
-            chosen.append(entry.candidate)
-            last = entry.predicted_ms
-        if len(chosen) == limit:
-            break
-    return tuple(chosen)
-
-
 class Proposer:
-    """Proposes candidates one by one, none twice, and learns from what became of them."""
+    """Proposes candidates one by one, none twice, and learns from what became of them.
+
+    A family that is far behind after a few candidates is proposed no more: on a long problem one of
+    its launches can take longer than a whole trial of another's.
+    """
 
     def __init__(
         self,
@@ -106,36 +62,49 @@ class Proposer:
         self._start = iter(start)
         self._rest = iter(ranked)
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
-        self._answers = dict(known)
+        self._answers: dict[Candidate, Answer] = {}
+        self._times: dict[str, list[float]] = {name: [] for name in self._spaces}
         self._open: dict[Candidate, list[optuna.Trial]] = {}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(sampler=_sampler(seed))
         for candidate, answer in known.items():
+            self._learn(candidate, answer)
             if scope.contains(candidate):
                 self._study.add_trial(self._told(candidate, answer))
 
     def ask(self) -> Candidate | None:
         """The next candidate to try, None when there is nothing new. It is open until it is told."""
         for candidate in self._start:
-            if self._is_new(candidate):
+            if self._is_worth_trying(candidate):
                 return self._propose(candidate)
         for _ in range(MOST_REPEATS):
             proposed = self._sample()
             if proposed is not None:
                 return proposed
         for candidate in self._rest:
-            if self._is_new(candidate):
+            if self._is_worth_trying(candidate):
                 return self._propose(candidate)
         return None
 
     def tell(self, candidate: Candidate, answer: Answer) -> None:
         """Learns what became of an open candidate."""
-        self._answers[candidate] = answer
+        self._learn(candidate, answer)
         for trial in self._open.pop(candidate, []):
             self._tell(trial, answer)
 
-    def _is_new(self, candidate: Candidate) -> bool:
-        return candidate not in self._answers and candidate not in self._open
+    def _learn(self, candidate: Candidate, answer: Answer) -> None:
+        self._answers[candidate] = answer
+        if answer.ms is not None:
+            self._times[candidate.family].append(answer.ms)
+
+    def _is_worth_trying(self, candidate: Candidate) -> bool:
+        is_new = candidate not in self._answers and candidate not in self._open
+        return is_new and not self._is_hopeless(candidate.family)
+
+    def _is_hopeless(self, family: str) -> bool:
+        times = self._times[family]
+        fastest = min((ms for times in self._times.values() for ms in times), default=math.inf)
+        return len(times) >= FAMILY_CHANCES and min(times) > HOPELESS_FACTOR * fastest
 
     def _propose(self, candidate: Candidate) -> Candidate:
         """Opens a candidate that the sampler did not choose; outside the spaces it stays unknown to it."""
@@ -158,6 +127,8 @@ class Proposer:
             self._tell(trial, self._answers[candidate])
         elif candidate in self._open:
             self._open[candidate].append(trial)
+        elif self._is_hopeless(candidate.family):
+            self._tell(trial, Answer(min(self._times[candidate.family])))
         else:
             self._open[candidate] = [trial]
             return candidate

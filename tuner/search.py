@@ -19,7 +19,8 @@ from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.prediction import Predictor
 from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.proposals import Proposer, rank, varied
+from flashtune.tuner.proposals import Proposer
+from flashtune.tuner.ranking import rank, varied
 from flashtune.tuner.request import (
     Budget,
     Observer,

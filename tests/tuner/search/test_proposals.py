@@ -8,7 +8,8 @@ from flashtune.kernel import Specialization
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, open_spaces
-from flashtune.tuner.proposals import Answer, Proposer, rank, varied
+from flashtune.tuner.proposals import FAMILY_CHANCES, Answer, Proposer
+from flashtune.tuner.ranking import rank, varied
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, by_tile
 
 
@@ -133,3 +134,18 @@ def test_the_ranking_holds_what_fits_and_the_start_is_varied() -> None:
 def test_a_family_that_does_not_exist_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="there is no kernel family 'forward_sideways'"):
         open_spaces(a_problem(), find_target("h100"), ("forward_sideways",))
+
+
+def test_a_family_far_behind_is_given_up() -> None:
+    problem, target = a_problem(), find_target("h200")
+    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, ()))
+    slow, fast = "forward_kv_outer", "forward_q_outer"
+    proposer = proposer_of(scope)
+    proposed = []
+    for _ in range(60):
+        candidate = proposer.ask()
+        assert candidate is not None
+        proposed.append(candidate.family)
+        proposer.tell(candidate, Answer(30.0 if candidate.family == slow else 1.0))
+    assert proposed.count(slow) == FAMILY_CHANCES
+    assert proposed.count(fast) == 60 - FAMILY_CHANCES
