@@ -44,16 +44,15 @@ class Compiled(msgspec.Struct, frozen=True):
 class Compiler(Protocol):
     """Compiles candidates, several at once."""
 
-    def submit(self, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling; the future never raises for a candidate's failure."""
         ...
 
 
 class CompilePool:
-    """Compiles the candidates of one search in worker processes."""
+    """Compiles candidates in worker processes, of one search after the other."""
 
-    def __init__(self, scope: Scope, workers: int, seconds: float = COMPILE_SECONDS) -> None:
-        self._scope = scope
+    def __init__(self, workers: int, seconds: float = COMPILE_SECONDS) -> None:
         self._seconds = seconds
         self._workers = workers
         self._pool = start_pool(workers)
@@ -66,13 +65,12 @@ class CompilePool:
     ) -> None:
         stop_pool(self._pool)
 
-    def submit(self, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling; a crash or a hang of the compiler is an outcome like any other."""
         if not self._pool.active:
             # All workers died at once, as by an out-of-memory killer.
             stop_pool(self._pool)
             self._pool = start_pool(self._workers)
-        scope = self._scope
         job = self._pool.schedule(
             compile_candidate,
             args=(scope.problem, candidate, scope.specialization, scope.target),

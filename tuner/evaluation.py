@@ -9,7 +9,7 @@ import msgspec
 
 from flashtune.errors import FlashtuneError
 from flashtune.record import Measurement, Outcome, Provenance, Verdict
-from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 
 
@@ -36,12 +36,12 @@ class Measurer(Protocol):
     provenance: Provenance
 
     def evaluate(
-        self, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Verifies, then measures; the future raises nothing but `DeviceLostError`."""
         ...
 
-    def finals(self, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Times candidates and peers in one run; nothing where that is impossible or came to grief."""
         ...
 

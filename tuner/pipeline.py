@@ -112,14 +112,15 @@ class Pipeline:
             if need.excess:
                 self._proposer.tell(candidate, self._journal.prune(candidate, need))
             else:
-                self._compiling[self._compiler.submit(candidate)] = candidate
+                self._compiling[self._compiler.submit(self._scope, candidate)] = candidate
 
     def _launch(self) -> None:
         """Hands compiled candidates to the GPU's process."""
         while self._ready and len(self._running) < ON_DEVICE:
             candidate, compiled = self._ready.popleft()
             best = self._journal.best_ms
-            job = self._measurer.evaluate(candidate, compiled, DROP_FACTOR * best if best else None)
+            limit = DROP_FACTOR * best if best else None
+            job = self._measurer.evaluate(self._scope, candidate, compiled, limit)
             self._running[job] = candidate, compiled
 
     def _collect_compiled(self) -> None:

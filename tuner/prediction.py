@@ -18,24 +18,21 @@ class Predictor:
 
     provenance = Provenance.PREDICTED
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-
     def evaluate(
-        self, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Predicts from the compiler's own figures; the future is done at once."""
         del drop_above_ms  # there is no launch to cut short
         assert compiled.resources is not None
-        family, scope = find_family(candidate.family), self._scope
+        family = find_family(candidate.family)
         ms = predict_ms(scope.problem, family, candidate.config, compiled.resources, scope.target)
         if math.isinf(ms):
             return _done(Evaluation(Outcome.INFEASIBLE, message="not one block fits a multiprocessor"))
         return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))
 
-    def finals(self, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Nothing: predicting again gives the same."""
-        del candidates
+        del scope, candidates
         done: Future[tuple[Measurement, ...]] = Future()
         done.set_result(())
         return done

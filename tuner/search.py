@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 import msgspec
 
@@ -13,12 +12,10 @@ from flashtune.errors import ProblemError
 from flashtune.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
-from flashtune.tuner.compile_pool import CompilePool, Compiler
+from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
-from flashtune.tuner.prediction import Predictor
-from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.proposals import Proposer
 from flashtune.tuner.ranking import rank, varied
 from flashtune.tuner.request import (
@@ -31,7 +28,6 @@ from flashtune.tuner.request import (
 )
 from flashtune.tuner.resume import warm_configs
 from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, select
-from flashtune.tuner.worker import GpuWorker
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
 
@@ -48,9 +44,7 @@ def run_search(
     request: SearchRequest,
     store: Store,
     observer: Observer = lambda progress: None,
-    *,
-    compiler: Compiler | None = None,
-    measurer: Measurer | None = None,
+    equipment: Equipment | None = None,
 ) -> SearchResult:
     """Searches the kernels for one problem on one GPU; everything that finishes is stored at once.
 
@@ -61,8 +55,7 @@ def run_search(
         request: What to search, and when to stop.
         store: Where records go and come from.
         observer: Hears of progress, several times a second.
-        compiler: Compiles; a pool of processes where left out.
-        measurer: Verifies and times; the GPU's own process, or predictions, where left out.
+        equipment: What compiles and measures; made for this search alone where left out.
 
     Raises:
         ProblemError: No family computes the problem on the target, or there is nothing to compute.
@@ -73,12 +66,13 @@ def run_search(
     """
     started = time.monotonic()
     scope = _scope(request)
-    with _equipment(request, scope, compiler, measurer) as (compiles, measures):
+    given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
+    with given as (compiles, measures, width):
         journal = Journal(store, scope, measures.provenance)
         reporter = _Reporter(request, journal, observer, started)
         reporter.report(Phase.STARTING)
         size, proposer = _proposer(request, store, scope, journal)
-        pipeline = Pipeline(scope, proposer, compiles, measures, journal, _jobs(request))
+        pipeline = Pipeline(scope, proposer, compiles, measures, journal, width)
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
@@ -113,29 +107,6 @@ def _scope(request: SearchRequest) -> Scope:
     return Scope(problem, request.target, contiguous_specialization(problem), spaces)
 
 
-@contextlib.contextmanager
-def _equipment(
-    request: SearchRequest, scope: Scope, compiler: Compiler | None, measurer: Measurer | None
-) -> Iterator[tuple[Compiler, Measurer]]:
-    """What compiles and what measures: as given, or made for this search and ended with it."""
-    with contextlib.ExitStack() as stack:
-        if measurer is None and request.device is None:
-            measurer = Predictor(scope)
-        elif measurer is None:
-            assert request.device is not None
-            measurer = stack.enter_context(GpuWorker(scope, request.device))
-        if compiler is None:
-            compiler = stack.enter_context(CompilePool(scope, _jobs(request)))
-        yield compiler, measurer
-
-
-def _jobs(request: SearchRequest) -> int:
-    """Compiler processes: the GPU's process wants a core of its own."""
-    if request.jobs is not None:
-        return request.jobs
-    return max(1, usable_cores() - (request.device is not None))
-
-
 def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journal) -> tuple[int, Proposer]:
     """How many candidates there are, and who proposes them: defaults and winners of near shapes first.
 
@@ -162,7 +133,7 @@ def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredR
         return ()
     default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
     entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default))))
-    measured = measurer.finals(entrants).result()
+    measured = measurer.finals(scope, entrants).result()
     return tuple(
         journal.amend(_measured_again(journal.rows[candidate].record, measurement))
         for candidate, measurement in zip(entrants, measured, strict=False)

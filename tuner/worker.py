@@ -30,8 +30,7 @@ class GpuWorker:
 
     provenance = Provenance.MEASURED
 
-    def __init__(self, scope: Scope, device: int, seconds: float = JOB_SECONDS) -> None:
-        self._scope = scope
+    def __init__(self, device: int, seconds: float = JOB_SECONDS) -> None:
         self._device = device
         self._seconds = seconds
         self._pool = start_pool(1)
@@ -47,20 +46,18 @@ class GpuWorker:
         stop_pool(self._pool)
 
     def evaluate(
-        self, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Starts verifying and measuring a candidate, once those before it are done."""
         del compiled  # Triton's cache has the binary
-        scope = self._scope
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation] = Future()
         job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), self._seconds)
         job.add_done_callback(lambda done: self._settle(done, settled))
         return settled
 
-    def finals(self, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Starts the finals; if their process is lost they come to nothing."""
-        scope = self._scope
         arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
         settled: Future[tuple[Measurement, ...]] = Future()
         job = self._scheduled(time_finalists, arguments, FINALS_SECONDS)

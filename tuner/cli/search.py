@@ -68,6 +68,7 @@ def command(
 
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
+    from flashtune.tuner.equipment import open_equipment
     from flashtune.tuner.progress import Place, shown
     from flashtune.tuner.request import Budget, SearchRequest
     from flashtune.tuner.search import run_search
@@ -78,7 +79,7 @@ def command(
     place = describe(database_url(db))
     results: list[SearchResult] = []
     console, progress = Console(stderr=True), Place(len(problems))
-    with open_store(db) as store:
+    with open_store(db) as store, open_equipment(device, jobs) as equipment:
         for problem in problems:
             request = SearchRequest(
                 problem=problem,
@@ -90,7 +91,7 @@ def command(
                 jobs=jobs,
             )
             with shown(console, progress) as observer:
-                result = run_search(request, store, observer)
+                result = run_search(request, store, observer, equipment)
             results.append(result)
             if not as_json:
                 click.echo("\n".join(summary_lines(result, place)))

@@ -15,7 +15,7 @@ from flashtune.errors import FlashtuneError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
 from flashtune.templates.forward_q_outer.family import Loads, QOuterConfig
-from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
 
@@ -76,7 +76,7 @@ class FakeCompiler:
         self.judge = judge or compiled
         self.seen: list[Candidate] = []
 
-    def submit(self, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         self.seen.append(candidate)
         return done(self.judge(candidate))
 
@@ -101,7 +101,7 @@ class FakeMeasurer:
         self.entrants: list[tuple[Candidate, ...]] = []
 
     def evaluate(
-        self, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         self.seen.append(candidate)
         self.limits.append(drop_above_ms)
@@ -112,7 +112,7 @@ class FakeMeasurer:
             future.set_exception(error)
         return future
 
-    def finals(self, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         self.entrants.append(candidates)
         measured = [self.judge(candidate).measurement for candidate in candidates]
         peers = (PeerTime("sdpa-cudnn", 1.0),)

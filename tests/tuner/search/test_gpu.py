@@ -112,11 +112,11 @@ def a_scope() -> Scope:
 def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(FAMILY, a_config())
     compiled = fakes.compiled(candidate)
-    with GpuWorker(a_scope(), 0, seconds=60.0) as gpu:
+    with GpuWorker(0, seconds=60.0) as gpu:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "evaluate_candidate", fakes.break_context)
-            broken = gpu.evaluate(candidate, compiled, None)
-        after = gpu.evaluate(candidate, compiled, None)
+            broken = gpu.evaluate(a_scope(), candidate, compiled, None)
+        after = gpu.evaluate(a_scope(), candidate, compiled, None)
         assert broken.result(WAIT).outcome is Outcome.LAUNCH_ERROR
         assert after.result(WAIT).outcome is Outcome.OK
 
@@ -124,11 +124,11 @@ def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -
 def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(FAMILY, a_config())
     compiled = fakes.compiled(candidate)
-    with GpuWorker(a_scope(), 0, seconds=20.0) as gpu:
+    with GpuWorker(0, seconds=20.0) as gpu:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "evaluate_candidate", fakes.hang_on_gpu)
-            hung = gpu.evaluate(candidate, compiled, None)
-        after = gpu.evaluate(candidate, compiled, None)
+            hung = gpu.evaluate(a_scope(), candidate, compiled, None)
+        after = gpu.evaluate(a_scope(), candidate, compiled, None)
         assert hung.result(WAIT).outcome is Outcome.TIMEOUT
         assert after.result(WAIT).outcome is Outcome.OK
 

@@ -20,8 +20,8 @@ WAIT = 60.0
 
 
 def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: Scope) -> None:
-    with CompilePool(scope, 1) as pool:
-        result = pool.submit(CANDIDATE).result(WAIT)
+    with CompilePool(1) as pool:
+        result = pool.submit(scope, CANDIDATE).result(WAIT)
     assert result.outcome is Outcome.OK
     assert result.resources is not None
     assert result.resources.sram_bytes > 0
@@ -30,8 +30,8 @@ def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: Scope) -> None:
 
 def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
     big = Candidate(FAMILY, a_config(block_m=128, block_n=256, num_warps=8, num_stages=4))
-    with CompilePool(scope, 1) as pool:
-        result = pool.submit(big).result(WAIT)
+    with CompilePool(1) as pool:
+        result = pool.submit(scope, big).result(WAIT)
     assert result.outcome is Outcome.INFEASIBLE
     assert "SRAM" in result.message
     assert result.resources is not None
@@ -40,13 +40,13 @@ def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
 def test_a_compiler_that_crashes_or_hangs_is_an_outcome(
     scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CompilePool(scope, 1, seconds=1.0) as pool:
+    with CompilePool(1, seconds=1.0) as pool:
         monkeypatch.setattr(compile_pool, "compile_candidate", fakes.crash)
-        crashed = pool.submit(CANDIDATE).result(WAIT)
+        crashed = pool.submit(scope, CANDIDATE).result(WAIT)
         monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
-        hung = pool.submit(CANDIDATE).result(WAIT)
+        hung = pool.submit(scope, CANDIDATE).result(WAIT)
         monkeypatch.setattr(compile_pool, "compile_candidate", fakes.succeed)
-        assert pool.submit(CANDIDATE).result(WAIT) is None
+        assert pool.submit(scope, CANDIDATE).result(WAIT) is None
     assert crashed == Compiled(
         Outcome.COMPILE_ERROR, message="compiling its process died (killed by signal 6)"
     )
@@ -61,16 +61,16 @@ def healthy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("healthy_gpu")
 def test_a_launch_that_crashes_or_hangs_is_an_outcome(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = fakes.compiled(CANDIDATE)
-    with GpuWorker(scope, 0, seconds=1.5) as gpu:
+    with GpuWorker(0, seconds=1.5) as gpu:
         monkeypatch.setattr(worker, "evaluate_candidate", fakes.leave_with_illegal_access)
-        faulty = gpu.evaluate(CANDIDATE, compiled, None).result(WAIT)
+        faulty = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
         monkeypatch.setattr(worker, "evaluate_candidate", fakes.crash)
-        crashed = gpu.evaluate(CANDIDATE, compiled, None).result(WAIT)
+        crashed = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
         monkeypatch.setattr(worker, "evaluate_candidate", fakes.hang)
-        hung = gpu.evaluate(CANDIDATE, compiled, None)
+        hung = gpu.evaluate(scope, CANDIDATE, compiled, None)
         # What waits behind a job that hangs is done by the next process.
         monkeypatch.setattr(worker, "evaluate_candidate", fakes.evaluate_right)
-        after = gpu.evaluate(CANDIDATE, compiled, None)
+        after = gpu.evaluate(scope, CANDIDATE, compiled, None)
         assert hung.result(WAIT).outcome is Outcome.TIMEOUT
         assert after.result(WAIT).outcome is Outcome.OK
     assert (faulty.outcome, faulty.message) == (Outcome.LAUNCH_ERROR, "illegal memory access")
@@ -85,8 +85,8 @@ def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
 ) -> None:
     monkeypatch.setattr(worker, "prepare", fakes.lose_device)
     monkeypatch.setattr(worker, "evaluate_candidate", fakes.crash)
-    with GpuWorker(scope, 0) as gpu:
-        job = gpu.evaluate(CANDIDATE, fakes.compiled(CANDIDATE), None)
+    with GpuWorker(0) as gpu:
+        job = gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None)
         with pytest.raises(DeviceLostError, match="unplugged"):
             job.result(WAIT)
 
@@ -94,15 +94,15 @@ def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
 @pytest.mark.usefixtures("healthy_gpu")
 def test_finals_whose_process_is_lost_come_to_nothing(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "time_finalists", fakes.crash)
-    with GpuWorker(scope, 0) as gpu:
-        assert gpu.finals((CANDIDATE,)).result(WAIT) == ()
+    with GpuWorker(0) as gpu:
+        assert gpu.finals(scope, (CANDIDATE,)).result(WAIT) == ()
 
 
 def test_a_pool_ends_at_once_whatever_its_workers_do(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
-    with CompilePool(scope, 2) as pool:
-        pool.submit(CANDIDATE)
-        pool.submit(CANDIDATE)
+    with CompilePool(2) as pool:
+        pool.submit(scope, CANDIDATE)
+        pool.submit(scope, CANDIDATE)
         time.sleep(0.5)
         start = time.monotonic()
     assert time.monotonic() - start < 5.0

@@ -10,6 +10,7 @@ from flashtune.record import Outcome, Provenance, Resources, Verdict
 from flashtune.target import find_target
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import DeviceLostError, Evaluation, lost_device
 from flashtune.tuner.prediction import Predictor
 from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop
@@ -54,7 +55,7 @@ def search(
 ) -> SearchResult:
     observer = (lambda progress: None) if seen is None else seen.append
     return run_search(
-        a_request(**changes), store, observer, compiler=compiler or FakeCompiler(), measurer=measurer
+        a_request(**changes), store, observer, Equipment(compiler or FakeCompiler(), measurer, 2)
     )
 
 
@@ -263,7 +264,7 @@ def test_a_near_shape_lends_its_config_and_not_its_time(store: Store) -> None:
 
 
 def test_without_a_gpu_times_are_predicted_and_say_so(store: Store, scope: Any) -> None:
-    result = search(store, Predictor(scope), device=None)
+    result = search(store, Predictor(), device=None)
     assert result.provenance is Provenance.PREDICTED
     assert result.best is not None
     assert result.best.provenance is Provenance.PREDICTED
@@ -276,7 +277,7 @@ def test_without_a_gpu_times_are_predicted_and_say_so(store: Store, scope: Any) 
 def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, scope: Any) -> None:
     search(store, FakeMeasurer(by_tile))
     (measured,) = store.selections()
-    result = search(store, Predictor(scope), device=None)
+    result = search(store, Predictor(), device=None)
     assert not result.pinned
     assert store.selections() == [measured]
     # Nor the other way round: what was predicted does not count as done.

@@ -14,6 +14,7 @@ from flashtune.db.store import Store, open_store
 from flashtune.record import Outcome, PeerTime, Provenance
 from flashtune.target import find_target
 from flashtune.tuner.cli import main
+from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.progress import Place, counts, plain, share_done, shown
 from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop, Tally
 from flashtune.tuner.search import run_search
@@ -32,7 +33,7 @@ def result(store: Store) -> SearchResult:
         budget=Budget(100, None, None),
         spaces=((FAMILY, a_space()),),
     )
-    return run_search(request, store, compiler=FakeCompiler(), measurer=FakeMeasurer(by_tile))
+    return run_search(request, store, equipment=Equipment(FakeCompiler(), FakeMeasurer(by_tile)))
 
 
 def some_progress(phase: Phase = Phase.SEARCHING, **changes: object) -> Progress:
