@@ -35,20 +35,28 @@ class Tiled(Protocol):
     """A config that cuts queries and keys into tiles."""
 
     @property
-    def block_m(self) -> int: ...
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        ...
 
     @property
-    def block_n(self) -> int: ...
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        ...
 
 
-def predict_ms(problem: Problem, family: Family, config: Config, resources: Resources, target: Target) -> float:
+def predict_ms(
+    problem: Problem, family: Family, config: Config, resources: Resources, target: Target
+) -> float:
     """GPU time of one launch, in ms, as the model has it; infinite where the kernel cannot run.
 
     Raises:
         UsageError: The family's configs have no tiles.
     """
     if not isinstance(config, Tiled):
-        raise UsageError(f"times of {family.name} cannot be predicted: its configs name no block_m and block_n")
+        raise UsageError(
+            f"times of {family.name} cannot be predicted: its configs name no block_m and block_n"
+        )
     resident = occupancy(resources, family.options(config), target)
     if resident.blocks == 0:
         return math.inf

@@ -75,8 +75,8 @@ def overflow(resources: Resources, target: Target) -> str | None:
     if resources.sram_bytes > target.sram_per_block:
         return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
     if resources.tensor_memory_columns > target.tensor_memory_columns:
-        columns = resources.tensor_memory_columns
-        return f"asks for {columns} columns of tensor memory, and {target.name} has {target.tensor_memory_columns}"
+        asked, available = resources.tensor_memory_columns, target.tensor_memory_columns
+        return f"asks for {asked} columns of tensor memory, and {target.name} has {available}"
     return None
 
 
@@ -125,7 +125,9 @@ def _amd_usage(compiled: CompiledKernel) -> _Usage:
     try:
         return _Usage(int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"]))
     except KeyError as missing:
-        raise KernelError(f"the compiler's output for this kernel has no {missing.args[0]}: reinstall triton") from None
+        raise KernelError(
+            f"the compiler's output for this kernel has no {missing.args[0]}: reinstall triton"
+        ) from None
 
 
 def _is_serialized(compiled: CompiledKernel) -> bool:
@@ -133,7 +135,9 @@ def _is_serialized(compiled: CompiledKernel) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(compiled.asm["ptx"], encoding="utf-8")
-        report = _run(_tool("ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin")))
+        report = _run(
+            _tool("ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))
+        )
     return SERIALIZED.search(report) is not None
 
 
@@ -148,5 +152,7 @@ def _run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise KernelError(f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton") from error
+        raise KernelError(
+            f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
+        ) from error
     return done.stdout + done.stderr
