@@ -7,9 +7,11 @@ from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.sram import Tiles, accumulator_columns, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
 from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.forward_kv_outer.sram import cycle_items
 
 # What a row carries from one block of keys to the next, in global memory and in float32.
 WORKSPACES = ("carried_max", "carried_sum", "carried_out")
@@ -91,6 +93,32 @@ class ForwardKVOuter:
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, KVOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, KVOuterConfig)
+        tiles = self._tiles(problem, config, target)
+        return cycle_items(tiles) if tiles else ()
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        assert isinstance(config, KVOuterConfig)
+        tiles = self._tiles(problem, config, target)
+        return accumulator_columns(tiles, both=False) if tiles else 0
+
+    def _tiles(self, problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
+        """The tiles of a program, or None where nothing is known of the architecture."""
+        engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+        return engine and Tiles(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
+            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+            itemsize=problem.dtype.itemsize,
+            warps=config.num_warps,
+            warp_size=target.warp_size,
+            engine=engine,
+        )
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None

@@ -9,9 +9,11 @@ from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.sram import Tiles, accumulator_columns, engine_of
 from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
 from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.forward_q_outer.sram import Stream, stream_items
 
 
 class Loads(enum.StrEnum):
@@ -180,6 +182,44 @@ class ForwardQOuter:
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, QOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, QOuterConfig)
+        tiles = self._tiles(problem, config, target)
+        if tiles is None:
+            return ()
+        descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
+        stream = Stream(
+            tiles=tiles,
+            stages=config.num_stages,
+            descriptors=descriptors,
+            ahead=config.qk_ahead and descriptors,
+            aligned_bytes=specialization.alignment * problem.dtype.itemsize,
+            halves=problem.dtype is Dtype.FP32 and config.products is Products.TF32X3,
+        )
+        return stream_items(stream)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        assert isinstance(config, QOuterConfig)
+        tiles = self._tiles(problem, config, target)
+        return accumulator_columns(tiles, both=True) if tiles else 0
+
+    def _tiles(self, problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
+        """The tiles of a program, or None where nothing is known of the architecture."""
+        ieee = config.products is Products.IEEE
+        engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
+        return engine and Tiles(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
+            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+            itemsize=problem.dtype.itemsize,
+            warps=config.num_warps,
+            warp_size=target.warp_size,
+            engine=engine,
+        )
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None

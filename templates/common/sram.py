@@ -1,0 +1,151 @@
+"""What Triton keeps on the chip for the tiles of an attention kernel: facts that families share.
+
+All of it is a lower bound. Triton decides during compilation, and 3.6 to 3.9 decide differently in
+places; where they do, the least of them counts here, and what none needs for certain is left out.
+docs/sram-audit.md says how often these bounds caught what does not fit, and that they never refused
+what does.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from flashtune.problem import Dtype
+from flashtune.target import Target
+from flashtune.templates.common.tiles import Chunk
+
+# Architectures that the audit compiles for. Of others nothing is claimed.
+AUDITED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+HOPPER = 90
+BLACKWELL = 100
+WARPGROUP = 4
+# A matrix instruction of a warp group takes this many rows, one of tensor memory at most twice as many.
+WARPGROUP_ROWS = 64
+TENSOR_MEMORY_ROWS = 128
+# An asynchronous copy moves at least this much per thread; smaller tiles pass through registers.
+ASYNC_BYTES = 4
+VECTOR_BYTES = 16
+
+
+class Engine(enum.Enum):
+    """Which units multiply: they decide where operands must lie.
+
+    `WARPGROUP` is wgmma (sm_90), `TENSOR_MEMORY` tcgen05 (sm_100), `WARP` mma.sync of one warp, `MFMA`
+    AMD's, and `VECTOR` ordinary float32 arithmetic.
+    """
+
+    WARPGROUP = "warpgroup"
+    TENSOR_MEMORY = "tensor memory"
+    WARP = "warp"
+    MFMA = "mfma"
+    VECTOR = "vector"
+
+
+class Tiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiles of one program and who works on them; sizes are in bytes.
+
+    Attributes:
+        block_m: Rows of a tile of queries.
+        block_n: Rows of a tile of keys and values.
+        qk_chunks: The head dim, cut into widths that are powers of two.
+        v_chunks: The value head dim, likewise.
+        itemsize: Bytes of one element.
+        warps: Warps of the block.
+        warp_size: Threads of a warp.
+        engine: Which units multiply.
+    """
+
+    block_m: int
+    block_n: int
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    itemsize: int
+    warps: int
+    warp_size: int
+    engine: Engine
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        return self.warps * self.warp_size
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        """[block_m, width] of each chunk."""
+        return tuple(self.block_m * chunk.width * self.itemsize for chunk in self.qk_chunks)
+
+    @property
+    def k(self) -> tuple[int, ...]:
+        """[block_n, width] of each chunk."""
+        return tuple(self.block_n * chunk.width * self.itemsize for chunk in self.qk_chunks)
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        """[block_n, width] of each chunk."""
+        return tuple(self.block_n * chunk.width * self.itemsize for chunk in self.v_chunks)
+
+    @property
+    def weights(self) -> int:
+        """[block_m, block_n], in the inputs' type."""
+        return self.block_m * self.block_n * self.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether neither head dim is cut into chunks."""
+        return len(self.qk_chunks) == len(self.v_chunks) == 1
+
+    @property
+    def shared_v(self) -> tuple[int, ...]:
+        """Of `v`, the chunks whose rows are too short to give every thread columns of its own.
+
+        Others are loaded straight into the registers that ordinary arithmetic reads.
+        """
+        if self.engine is not Engine.VECTOR:
+            return self.v
+        reach = self.threads * VECTOR_BYTES
+        return tuple(size for size in self.v if size // self.block_n < reach)
+
+    def worth_a_copy(self, tile: int) -> bool:
+        """Whether every thread has something to copy of a tile of this size."""
+        return tile >= ASYNC_BYTES * self.threads
+
+    def crossing_weights(self) -> int:
+        """The weights, where warps split the columns of the output and so need those of all rows."""
+        splits = self.engine is Engine.WARP and len(self.v_chunks) == 1
+        return self.weights if splits and self.block_m < self.v_chunks[0].width else 0
+
+
+def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: bool) -> Engine | None:
+    """The units that multiply tiles of so many rows, or None where the architecture is not audited.
+
+    `ieee` asks for float32 products as such, which NVIDIA's matrix units do not make.
+    """
+    if target.arch not in AUDITED:
+        return None
+    if not target.is_nvidia:
+        return Engine.MFMA
+    wide = dtype is Dtype.FP32
+    if wide and ieee:
+        return Engine.VECTOR
+    if block_m >= WARPGROUP_ROWS:
+        # wgmma takes only K-major float32 operands, which V is not.
+        if target.capability == HOPPER and not wide and num_warps % WARPGROUP == 0:
+            return Engine.WARPGROUP
+        if target.capability == BLACKWELL and num_warps in (WARPGROUP, 2 * WARPGROUP):
+            return Engine.TENSOR_MEMORY
+    return Engine.WARP
+
+
+def accumulator_columns(tiles: Tiles, both: bool) -> int:
+    """Columns of tensor memory that scores and output, both in float32, take at the least.
+
+    `both` says that the output stays there while scores are made.
+    """
+    if tiles.engine is not Engine.TENSOR_MEMORY:
+        return 0
+    output = sum(chunk.width for chunk in tiles.v_chunks)
+    columns = tiles.block_n + output if both else max(tiles.block_n, output)
+    # 64 rows fill half of the 128 lanes, and two such tiles can share their columns.
+    return columns * tiles.block_m // TENSOR_MEMORY_ROWS

@@ -1,0 +1,144 @@
+"""The SRAM that a tile of queries and a stream of K and V need at the least, item by item."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.templates.common.sram import ASYNC_BYTES, Engine, Tiles
+from flashtune.templates.family import TrafficItem
+
+# With four stages AMD's pipeliner keeps one buffer of each and works on both products at once.
+MFMA_SINGLE_BUFFER_STAGES = 4
+MFMA_ROWS = 16
+MFMA_WIDE_ROWS = 64
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """How K and V reach the chip.
+
+    Attributes:
+        tiles: The tiles and who works on them.
+        stages: Depth of the software pipeline.
+        descriptors: Whether the copy engine loads them.
+        ahead: Whether the next block's scores are issued before this block's softmax.
+        aligned_bytes: Bytes that every address is a multiple of.
+        halves: Whether float32 operands are split into halves of tf32.
+    """
+
+    tiles: Tiles
+    stages: int
+    descriptors: bool
+    ahead: bool
+    aligned_bytes: int
+    halves: bool
+
+    def buffered(self, tiles: tuple[int, ...]) -> int:
+        """Bytes of one pipeline stage of these tiles: those that are copied asynchronously."""
+        if self.stages == 1 or not (self.descriptors or self.aligned_bytes >= ASYNC_BYTES):
+            return 0
+        return sum(tile for tile in tiles if self.descriptors or self.tiles.worth_a_copy(tile))
+
+    @property
+    def k(self) -> int:
+        """One pipeline stage of K."""
+        return self.buffered(self.tiles.k)
+
+    @property
+    def v(self) -> int:
+        """One pipeline stage of V."""
+        return self.buffered(self.tiles.v)
+
+
+def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
+    """The items, which are all live at one point of the main loop."""
+    by_engine = {
+        Engine.WARPGROUP: _warpgroup_items,
+        Engine.TENSOR_MEMORY: _tensor_memory_items,
+        Engine.WARP: _warp_items,
+        Engine.VECTOR: _vector_items,
+        Engine.MFMA: _mfma_items,
+    }
+    return tuple(item for item in by_engine[stream.tiles.engine](stream) if item.bytes)
+
+
+def _resident_queries(stream: Stream) -> int:
+    return sum(tile for tile in stream.tiles.q if stream.tiles.worth_a_copy(tile))
+
+
+def _stages(stream: Stream, count: int) -> list[TrafficItem]:
+    return [
+        TrafficItem(f"k, {count} in flight", count * stream.k),
+        TrafficItem(f"v, {count} in flight", count * stream.v),
+    ]
+
+
+def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
+    # Operands are read from shared memory while the instruction runs, so no stage is free early.
+    items = [TrafficItem("q", _resident_queries(stream)), *_stages(stream, stream.stages)]
+    if stream.ahead and stream.tiles.whole:
+        items.append(TrafficItem("k of the block ahead", stream.k))
+    return items
+
+
+def _tensor_memory_items(stream: Stream) -> list[TrafficItem]:
+    # Split operands live in tensor memory or in shared memory, as the Triton version has it.
+    queries = [] if stream.halves else [TrafficItem("q", _resident_queries(stream))]
+    if stream.tiles.whole:
+        return [*queries, *_stages(stream, stream.stages)]
+    # Triton 3.9 frees one of the two early where a head dim is cut into chunks.
+    held = 0 if stream.halves else min(stream.k, stream.v)
+    return [*queries, *_stages(stream, stream.stages - 1), TrafficItem("k or v in use", held)]
+
+
+def _warp_items(stream: Stream) -> list[TrafficItem]:
+    # A tile in use is in registers, so one stage fewer is in flight.
+    tiles = stream.tiles
+    flight = _stages(stream, stream.stages - 1)
+    crossing = TrafficItem("weights that cross warps", tiles.crossing_weights())
+    queries = TrafficItem("q", _resident_queries(stream))
+    if stream.ahead:
+        # Triton 3.9 keeps the queries in registers here, after they passed through shared memory.
+        exchanged = [] if stream.halves else [crossing]
+        return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
+    loop = [*flight, crossing] if stream.k + stream.v else [_unbuffered(stream)]
+    halves = [TrafficItem("q in halves of tf32", queries.bytes)] if stream.halves else []
+    return [queries, *halves, *loop]
+
+
+def _unbuffered(stream: Stream) -> TrafficItem:
+    """The largest of what passes through shared memory one after the other."""
+    tiles = stream.tiles
+    # K may be transposed in registers where nothing is split.
+    k = max(tiles.k) if stream.halves else 0
+    return TrafficItem("k, v or weights in passing", max(k, *tiles.v, tiles.crossing_weights()))
+
+
+def _vector_items(stream: Stream) -> list[TrafficItem]:
+    queries = TrafficItem("q", _resident_queries(stream))
+    weights = TrafficItem("weights", stream.tiles.weights)
+    passing = max((*stream.tiles.k, *stream.tiles.shared_v))
+    loop = [*_stages(stream, stream.stages - 1), weights]
+    return [queries, *_larger([TrafficItem("k or v in passing", passing)], loop)]
+
+
+def _mfma_items(stream: Stream) -> list[TrafficItem]:
+    # Everything rests in registers; shared memory only reorders it, one tile after the other.
+    tiles = stream.tiles
+    single = stream.stages == MFMA_SINGLE_BUFFER_STAGES and tiles.whole
+    flight = _stages(stream, 1 if single else stream.stages - 1)
+    crossing = TrafficItem("weights that cross lanes", _mfma_crossing(stream))
+    passing = max(*tiles.q, 0 if stream.k + stream.v else max(tiles.v))
+    return _larger([TrafficItem("q or v in passing", passing)], [*flight, crossing])
+
+
+def _mfma_crossing(stream: Stream) -> int:
+    """The weights, where the layout of scores is not the one that the second product reads."""
+    tiles = stream.tiles
+    narrow_warps = MFMA_WIDE_ROWS <= tiles.block_m <= MFMA_ROWS * tiles.warps
+    one_row_of_warps = tiles.block_m == MFMA_ROWS and tiles.itemsize == 4
+    return tiles.weights if narrow_warps or one_row_of_warps else 0
+
+
+def _larger(one: list[TrafficItem], other: list[TrafficItem]) -> list[TrafficItem]:
+    """Of two sets of items that are not live together, the one that needs more."""
+    return max(one, other, key=lambda items: sum(item.bytes for item in items))
