@@ -14,7 +14,7 @@ from flashtune.config import Axis, Space
 from flashtune.errors import FlashtuneError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
-from flashtune.templates.forward_q_outer.family import Loads, QOuterConfig
+from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation

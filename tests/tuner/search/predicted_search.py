@@ -8,7 +8,7 @@ from flashtune.config import Axis, Space
 from flashtune.db.store import open_store
 from flashtune.problem import Dtype, Problem
 from flashtune.target import find_target
-from flashtune.templates.forward_q_outer.family import QOuterConfig
+from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.tuner.request import Budget, SearchRequest
 from flashtune.tuner.search import run_search
 

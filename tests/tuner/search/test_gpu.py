@@ -17,7 +17,7 @@ from flashtune.proof.cases import Level
 from flashtune.proof.check import check_kernel
 from flashtune.record import Outcome, Provenance
 from flashtune.target import device_target
-from flashtune.templates.forward_q_outer.family import Loads, QOuterConfig
+from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner import worker
 from flashtune.tuner.candidates import Candidate, Scope

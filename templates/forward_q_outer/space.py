@@ -1,0 +1,121 @@
+"""The space of the q-outer family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import enum
+
+from flashtune.config import Axis, AxisValue, BlockSize, Config, RegisterCap, Space
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import columns, head_chunks, is_exact, power_of_two
+
+
+class Loads(enum.StrEnum):
+    """How tiles reach shared memory."""
+
+    POINTER = "pointer"
+    DESCRIPTOR = "descriptor"
+
+
+class Products(enum.StrEnum):
+    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+
+    IEEE = "ieee"
+    TF32X3 = "tf32x3"
+
+
+class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a tile.
+        block_n: Keys of a tile.
+        loads: Pointer loads, or TMA descriptors made on the device.
+        qk_ahead: Issue the next block's scores before this block's softmax.
+        two_phases: Blocks that no mask touches run in a loop of their own.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        long_first: Start the tiles with the most keys first (causal only).
+        heads_inner: Neighbouring programs work on different heads, not on different tiles.
+        max_registers: Register cap, 0 for none.
+        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    loads: Loads = Loads.POINTER
+    qk_ahead: bool = False
+    two_phases: bool = True
+    decomposed: bool = False
+    long_first: bool = False
+    heads_inner: bool = False
+    max_registers: RegisterCap = 0
+    products: Products = Products.IEEE
+
+
+# Under this many queries small tiles are worth trying; up to this many keys, masking every block.
+FEW_QUERIES = 128
+FEW_KEYS = 512
+# From this width on, issuing QK ahead can pay; up to that one, a register cap can.
+WIDE_HEAD = 256
+NARROW_HEAD = 64
+HOPPER = 90
+MOST_REGISTERS = 255
+# Accumulator and scores of one thread leave this many registers for the rest.
+SPARE_REGISTERS = 15
+# On Hopper the scores are live in 16 bits too. Where fewer registers than these are left, ptxas
+# serialises the matrix instructions: it did for each of 691 such kernels, and for none of 3,467 others.
+SPARE_FOR_WGMMA = 24
+
+
+def q_outer_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying. What no measurement ever chose is left out: see docs/axes.md."""
+    causal = problem.causal is not Causal.NONE
+    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    wide = problem.dtype is Dtype.FP32
+    few_queries = problem.seqlen_q < FEW_QUERIES
+    few_keys = problem.seqlen_kv <= FEW_KEYS
+    axes = (
+        Axis("block_m", (16, 32, 64, 128) if wide or few_queries else (64, 128, 256)),
+        Axis("block_n", (16, 32, 64) if wide else (32, 64, 128)),
+        Axis("num_warps", (2, 4, 8) if wide or few_queries else (4, 8, 16)),
+        Axis("num_stages", (1, 2, 3) if wide else (2, 3, 4)),
+        Axis(
+            "loads",
+            (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,),
+            False,
+        ),
+        Axis("decomposed", (False, True) if odd_width else (False,)),
+        Axis("qk_ahead", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
+        Axis("two_phases", (True, False) if causal or few_keys else (True,), False),
+        Axis("long_first", (False, True) if causal else (False,)),
+        Axis("heads_inner", (False, True)),
+        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+        Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
+    )
+    return Space(QOuterConfig, axes, lambda config: _fits_registers(problem, config, target))
+
+
+def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:
+    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop: wrong
+    # results and illegal accesses on an H200. Searches that test the gate force this pair.
+    return chosen["loads"] is Loads.DESCRIPTOR and not chosen["decomposed"]
+
+
+def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether the tiles fit the registers of their warps, and every warp has rows of its own."""
+    assert isinstance(config, QOuterConfig)
+    if config.num_warps * 16 > max(config.block_m, 64):
+        return False
+    threads = config.num_warps * 32
+    accumulator = config.block_m * columns(head_chunks(problem.value_head_dim, config.decomposed)) // threads
+    scores = config.block_m * config.block_n // threads
+    next_scores = scores if config.qk_ahead else 0
+    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    if config.max_registers:
+        if config.max_registers > room:
+            return False
+        room = config.max_registers
+    if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+        return accumulator + scores + scores // 2 + next_scores + SPARE_FOR_WGMMA <= room
+    return accumulator + scores + next_scores + SPARE_REGISTERS <= room
