@@ -12,7 +12,10 @@ from flashtune.target import TARGETS
 from flashtune.tuner.export import kernel_files
 
 SHIPPED: tuple[Record, ...] = tuple(
-    record for target in TARGETS for table in [shipped_table(target.name)] if table for record in table.records
+    record
+    for target in TARGETS
+    if (table := shipped_table(target.name)) is not None
+    for record in table.records
 )
 
 
