@@ -41,11 +41,11 @@ def json_table(target: str, records: Iterable[Record]) -> bytes:
 def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
     """One file for each kernel among the records, which says for what it was selected.
 
-    Records of baselines have no kernel and give no file.
+    Records of baselines have no kernel and give no file. The order of the records does not matter.
     """
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: (record.target, record.problem.key)):
         if record.config is None:
             continue
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
