@@ -1,19 +1,21 @@
 """What Triton keeps on the chip for the tiles of an attention kernel: facts that families share.
 
 All of it is a lower bound. Triton decides during compilation, and 3.6 to 3.9 decide differently in
-places; where they do, the least of them counts here, and what none needs for certain is left out.
-docs/sram-audit.md says how often these bounds caught what does not fit, and that they never refused
-what does.
+places: there the least of them counts, unless the difference is worth asking which is installed. What
+none needs for certain is left out. docs/sram-audit.md says how often these bounds caught what does
+not fit, and that they never refused what does.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+from importlib import metadata
 
 import msgspec
 
 from flashtune.problem import Dtype
-from flashtune.target import Target
+from flashtune.target import KIB, Target
 from flashtune.templates.common.tiles import Chunk
 
 # Architectures that the audit compiles for. Of others nothing is claimed.
@@ -27,6 +29,18 @@ TENSOR_MEMORY_ROWS = 128
 # An asynchronous copy moves at least this much per thread; smaller tiles pass through registers.
 ASYNC_BYTES = 4
 VECTOR_BYTES = 16
+# From this release on, Triton lets more of what is not live at once share its place.
+SHARING_RELEASE = (3, 8)
+# Until this one, it splits what AMD's units reorder until a part fits their SRAM.
+UNSPLIT_RELEASE = (3, 7)
+AMD_SRAM = 64 * KIB
+
+
+@functools.cache
+def triton_release() -> tuple[int, int]:
+    """Major and minor version of the installed Triton."""
+    major, minor = metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 class Engine(enum.Enum):
@@ -96,16 +110,20 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
         """Whether neither head dim is cut into chunks."""
         return len(self.qk_chunks) == len(self.v_chunks) == 1
 
+    def spread(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some tiles that have an element for every thread: smaller ones are not shared."""
+        return tuple(size for size in sizes if size >= self.threads * self.itemsize)
+
     @property
     def shared_v(self) -> tuple[int, ...]:
-        """Of `v`, the chunks whose rows are too short to give every thread columns of its own.
+        """Of `v`, what is shared: spread tiles, and rows too short to give every thread its columns.
 
         Others are loaded straight into the registers that ordinary arithmetic reads.
         """
         if self.engine is not Engine.VECTOR:
-            return self.v
+            return self.spread(self.v)
         reach = self.threads * VECTOR_BYTES
-        return tuple(size for size in self.v if size // self.block_n < reach)
+        return tuple(size for size in self.spread(self.v) if size // self.block_n < reach)
 
     def worth_a_copy(self, tile: int) -> bool:
         """Whether every thread has something to copy of a tile of this size."""
@@ -113,7 +131,7 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
 
     def crossing_weights(self) -> int:
         """The weights, where warps split the columns of the output and so need those of all rows."""
-        splits = self.engine is Engine.WARP and len(self.v_chunks) == 1
+        splits = self.engine is Engine.WARP and self.whole
         return self.weights if splits and self.block_m < self.v_chunks[0].width else 0
 
 
@@ -138,14 +156,14 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
     return Engine.WARP
 
 
-def accumulator_columns(tiles: Tiles, both: bool) -> int:
-    """Columns of tensor memory that scores and output, both in float32, take at the least.
+def reordered(tile: int) -> int:
+    """Bytes of AMD's SRAM that reordering a tile among lanes takes at the least."""
+    return tile if tile <= AMD_SRAM or triton_release() >= UNSPLIT_RELEASE else 0
 
-    `both` says that the output stays there while scores are made.
-    """
+
+def columns_of(tiles: Tiles, width: int) -> int:
+    """Columns of tensor memory of `block_m` rows of so many float32 values."""
     if tiles.engine is not Engine.TENSOR_MEMORY:
         return 0
-    output = sum(chunk.width for chunk in tiles.v_chunks)
-    columns = tiles.block_n + output if both else max(tiles.block_n, output)
     # 64 rows fill half of the 128 lanes, and two such tiles can share their columns.
-    return columns * tiles.block_m // TENSOR_MEMORY_ROWS
+    return width * tiles.block_m // TENSOR_MEMORY_ROWS

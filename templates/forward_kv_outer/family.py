@@ -7,11 +7,11 @@ from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.sram import Tiles, accumulator_columns, engine_of
+from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
 from flashtune.templates.family import Context, TrafficItem
-from flashtune.templates.forward_kv_outer.sram import cycle_items
+from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 
 # What a row carries from one block of keys to the next, in global memory and in float32.
 WORKSPACES = ("carried_max", "carried_sum", "carried_out")
@@ -104,7 +104,7 @@ class ForwardKVOuter:
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
         assert isinstance(config, KVOuterConfig)
         tiles = self._tiles(problem, config, target)
-        return accumulator_columns(tiles, both=False) if tiles else 0
+        return cycle_columns(tiles) if tiles else 0
 
     def _tiles(self, problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
         """The tiles of a program, or None where nothing is known of the architecture."""

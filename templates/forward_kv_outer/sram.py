@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from flashtune.templates.common.sram import Engine, Tiles
+from flashtune.templates.common.sram import (
+    SHARING_RELEASE,
+    Engine,
+    Tiles,
+    columns_of,
+    reordered,
+    triton_release,
+)
 from flashtune.templates.family import TrafficItem
 
 FLOAT32_BYTES = 4
 # Rows that one warp's matrix instruction covers.
 WARP_ROWS = 16
+MFMA_ROWS = 32
 MANY_WARPS = 8
 
 
@@ -17,27 +25,46 @@ def cycle_items(tiles: Tiles) -> tuple[TrafficItem, ...]:
     A barrier stands in both loops, so nothing is pipelined and alignment changes nothing.
     """
     if tiles.engine is Engine.MFMA:
-        # Everything rests in registers; shared memory only reorders it, one tile after the other.
-        weights = tiles.weights if tiles.block_m <= WARP_ROWS * tiles.warps else 0
-        largest = max(*tiles.q, *tiles.k, *tiles.v, weights, _reordered_output(tiles))
-        return (TrafficItem("the largest tile in passing", largest),)
+        return (TrafficItem("the largest tile in passing", _largest_reordered(tiles)),)
     weights = tiles.weights if tiles.engine is Engine.VECTOR else tiles.crossing_weights()
+    passing = max(*tiles.q, weights, _spread_output(tiles))
     return (
-        TrafficItem("k", sum(tiles.k)),
+        TrafficItem("k", sum(tiles.spread(tiles.k))),
         TrafficItem("v", sum(tiles.shared_v)),
-        TrafficItem("q, weights or output in passing", max(*tiles.q, weights, _reordered_output(tiles))),
+        TrafficItem("q, weights or output in passing", passing),
     )
 
 
-def _reordered_output(tiles: Tiles) -> int:
+def cycle_columns(tiles: Tiles) -> int:
+    """Columns of tensor memory: of scores and output, which is there only while it is added to."""
+    scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+    if triton_release() >= SHARING_RELEASE:
+        return columns_of(tiles, max(scores, output))
+    # Weights are half as wide as scores; scores that are summed over chunks are held twice.
+    twice = min(len(tiles.qk_chunks), 2)
+    return columns_of(tiles, scores * twice + scores // 2 + output)
+
+
+def _largest_reordered(tiles: Tiles) -> int:
+    # Everything rests in registers; shared memory only reorders it, one tile after the other.
+    largest = max((0, *tiles.spread((*tiles.q, *tiles.k, *tiles.v))))
+    if tiles.block_m <= WARP_ROWS * tiles.warps:
+        largest = max(largest, reordered(tiles.weights))
+    if tiles.block_m <= MFMA_ROWS * tiles.warps and tiles.spread(tiles.v):
+        largest = max(largest, reordered(_output(tiles)))
+    return largest
+
+
+def _spread_output(tiles: Tiles) -> int:
     """The carried output: loaded row by row, then spread over warps as matrix units have it."""
-    widest = max(chunk.width for chunk in tiles.v_chunks)
-    output = tiles.block_m * widest * FLOAT32_BYTES
-    if tiles.block_m > WARP_ROWS * tiles.warps:
+    if tiles.warps < MANY_WARPS or tiles.block_m > WARP_ROWS * tiles.warps:
         return 0
-    by_engine = {
-        Engine.MFMA: True,
-        Engine.WARPGROUP: tiles.warps >= MANY_WARPS,
-        Engine.WARP: tiles.warps >= MANY_WARPS and tiles.block_m >= widest and tiles.itemsize < FLOAT32_BYTES,
-    }
-    return output if by_engine.get(tiles.engine, False) else 0
+    tall = tiles.block_m >= max(chunk.width for chunk in tiles.v_chunks)
+    small = tiles.itemsize < FLOAT32_BYTES
+    spread = tiles.engine is Engine.WARPGROUP or (tiles.engine is Engine.WARP and tall and small)
+    return _output(tiles) if spread else 0
+
+
+def _output(tiles: Tiles) -> int:
+    """The widest chunk of the carried output."""
+    return tiles.block_m * max(chunk.width for chunk in tiles.v_chunks) * FLOAT32_BYTES

@@ -7,12 +7,12 @@ from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.sram import Tiles, accumulator_columns, engine_of
+from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
-from flashtune.templates.forward_q_outer.sram import Stream, stream_items
+from flashtune.templates.forward_q_outer.sram import Stream, stream_columns, stream_items
 
 SMALL_SRAM = 128 * 1024
 
@@ -111,7 +111,8 @@ class ForwardQOuter:
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
         assert isinstance(config, QOuterConfig)
         tiles = self._tiles(problem, config, target)
-        return accumulator_columns(tiles, both=True) if tiles else 0
+        halves = problem.dtype is Dtype.FP32
+        return stream_columns(tiles, config.num_stages, halves) if tiles else 0
 
     def _tiles(self, problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
         """The tiles of a program, or None where nothing is known of the architecture."""

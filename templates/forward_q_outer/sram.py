@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from flashtune.templates.common.sram import ASYNC_BYTES, Engine, Tiles
+from flashtune.templates.common.sram import (
+    ASYNC_BYTES,
+    SHARING_RELEASE,
+    Engine,
+    Tiles,
+    columns_of,
+    reordered,
+    triton_release,
+)
 from flashtune.templates.family import TrafficItem
 
 # With four stages AMD's pipeliner keeps one buffer of each and works on both products at once.
@@ -61,6 +69,28 @@ def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
     return tuple(item for item in by_engine[stream.tiles.engine](stream) if item.bytes)
 
 
+def stream_columns(tiles: Tiles, stages: int, halves: bool) -> int:
+    """Columns of tensor memory: of output and scores, and of operands that are kept there.
+
+    Args:
+        tiles: The tiles and who works on them.
+        stages: Depth of the software pipeline.
+        halves: Whether float32 operands are split into halves of tf32.
+    """
+    scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+    # In 16 bits they are half as wide as scores.
+    weights = scores // 2
+    if triton_release() >= SHARING_RELEASE:
+        # Weights take the place of scores, unless several products read them.
+        reread = len(tiles.v_chunks) > 1 and stages > 1 and not halves
+        return columns_of(tiles, output + scores + (weights if reread else 0))
+    if halves:
+        queries = sum(chunk.width for chunk in tiles.qk_chunks)
+        return columns_of(tiles, output + 3 * scores + 3 * queries)
+    # Scores that are summed over chunks are held twice.
+    return columns_of(tiles, output + scores * min(len(tiles.qk_chunks), 2) + weights)
+
+
 def _resident_queries(stream: Stream) -> int:
     return sum(tile for tile in stream.tiles.q if stream.tiles.worth_a_copy(tile))
 
@@ -83,11 +113,25 @@ def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
 def _tensor_memory_items(stream: Stream) -> list[TrafficItem]:
     # Split operands live in tensor memory or in shared memory, as the Triton version has it.
     queries = [] if stream.halves else [TrafficItem("q", _resident_queries(stream))]
+    if not (stream.k or stream.v or stream.halves):
+        return [*queries, *_stored_operands(stream)]
     if stream.tiles.whole:
         return [*queries, *_stages(stream, stream.stages)]
     # Triton 3.9 frees one of the two early where a head dim is cut into chunks.
     held = 0 if stream.halves else min(stream.k, stream.v)
     return [*queries, *_stages(stream, stream.stages - 1), TrafficItem("k or v in use", held)]
+
+
+def _stored_operands(stream: Stream) -> list[TrafficItem]:
+    """K and V where threads load and store them: pipelined, V of the next block is stored early."""
+    k, v = stream.tiles.k, stream.tiles.v
+    if stream.stages == 1:
+        return [TrafficItem("v in use", max(v))]
+    return [
+        TrafficItem("k", max(k)),
+        TrafficItem("v", sum(v)),
+        TrafficItem("v of the next block", sum(v)),
+    ]
 
 
 def _warp_items(stream: Stream) -> list[TrafficItem]:
@@ -97,8 +141,10 @@ def _warp_items(stream: Stream) -> list[TrafficItem]:
     crossing = TrafficItem("weights that cross warps", tiles.crossing_weights())
     queries = TrafficItem("q", _resident_queries(stream))
     if stream.ahead:
-        # Triton 3.9 keeps the queries in registers here, after they passed through shared memory.
         exchanged = [] if stream.halves else [crossing]
+        if triton_release() < SHARING_RELEASE and not stream.halves:
+            return [queries, *flight, *exchanged]
+        # The queries pass through shared memory, then stay in registers.
         return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
     loop = [*flight, crossing] if stream.k + stream.v else [_unbuffered(stream)]
     halves = [TrafficItem("q in halves of tf32", queries.bytes)] if stream.halves else []
@@ -107,18 +153,20 @@ def _warp_items(stream: Stream) -> list[TrafficItem]:
 
 def _unbuffered(stream: Stream) -> TrafficItem:
     """The largest of what passes through shared memory one after the other."""
+    # K may be transposed in registers, V is not.
     tiles = stream.tiles
-    # K may be transposed in registers where nothing is split.
-    k = max(tiles.k) if stream.halves else 0
-    return TrafficItem("k, v or weights in passing", max(k, *tiles.v, tiles.crossing_weights()))
+    return TrafficItem("v or weights in passing", max(*tiles.v, tiles.crossing_weights()))
 
 
 def _vector_items(stream: Stream) -> list[TrafficItem]:
+    tiles = stream.tiles
     queries = TrafficItem("q", _resident_queries(stream))
-    weights = TrafficItem("weights", stream.tiles.weights)
-    passing = max((*stream.tiles.k, *stream.tiles.shared_v))
-    loop = [*_stages(stream, stream.stages - 1), weights]
-    return [queries, *_larger([TrafficItem("k or v in passing", passing)], loop)]
+    weights = TrafficItem("weights", tiles.weights)
+    if stream.k + stream.v:
+        loop = [*_stages(stream, stream.stages - 1), weights]
+    else:
+        loop = [TrafficItem("v in passing", max((0, *tiles.shared_v))), weights]
+    return [queries, *_larger([TrafficItem("k in passing", max(tiles.k))], loop)]
 
 
 def _mfma_items(stream: Stream) -> list[TrafficItem]:
@@ -127,7 +175,7 @@ def _mfma_items(stream: Stream) -> list[TrafficItem]:
     single = stream.stages == MFMA_SINGLE_BUFFER_STAGES and tiles.whole
     flight = _stages(stream, 1 if single else stream.stages - 1)
     crossing = TrafficItem("weights that cross lanes", _mfma_crossing(stream))
-    passing = max(*tiles.q, 0 if stream.k + stream.v else max(tiles.v))
+    passing = max(tiles.q[0] if tiles.whole else 0, 0 if stream.k + stream.v else max(tiles.v))
     return _larger([TrafficItem("q or v in passing", passing)], [*flight, crossing])
 
 
@@ -136,7 +184,7 @@ def _mfma_crossing(stream: Stream) -> int:
     tiles = stream.tiles
     narrow_warps = MFMA_WIDE_ROWS <= tiles.block_m <= MFMA_ROWS * tiles.warps
     one_row_of_warps = tiles.block_m == MFMA_ROWS and tiles.itemsize == 4
-    return tiles.weights if narrow_warps or one_row_of_warps else 0
+    return reordered(tiles.weights) if narrow_warps or one_row_of_warps else 0
 
 
 def _larger(one: list[TrafficItem], other: list[TrafficItem]) -> list[TrafficItem]:

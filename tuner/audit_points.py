@@ -1,0 +1,118 @@
+"""Random points to hold the SRAM models against: shapes, configs of the families' spaces, alignments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+
+from flashtune.config import AxisValue, Space
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import power_of_two
+from flashtune.templates.family import Family
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.predict import Tiled
+
+HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
+HEADS = 8
+BATCH = 2
+LENGTHS = (64, 512, 4096)
+# float32 is rarer than it could be, and its tiles smaller: its products are unrolled into so many
+# instructions that compiling takes minutes beyond this many multiply-adds of a thread.
+MOST_UNROLLED = 4096
+DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
+# Of this many points, one has values of another head dim than its queries.
+EVERY_UNLIKE = 4
+# Of this many points, all but one lie near the capacity by a plain count of tiles. That count is no
+# model: which points are in the band is decided by what the compiler asked for.
+EVERY_UNSTEERED = 4
+STEERED = (0.6, 2.0)
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One config of one problem, and what is assumed of the tensors."""
+
+    problem: Problem
+    candidate: Candidate
+    specialization: Specialization
+
+    @property
+    def unaligned(self) -> bool:
+        """Whether strides are promised to be multiples of less than 16 elements."""
+        return self.specialization.alignment is not Alignment.SIXTEEN
+
+
+def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
+    """Points without end and without repetition, the same for the same seed."""
+    draw = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
+    drawn: set[Point] = set()
+    while True:
+        steered = draw.randrange(EVERY_UNSTEERED) > 0
+        point = _draw(draw, family, target)
+        if point is None or point in drawn or _unrolled(point, target) > MOST_UNROLLED:
+            continue
+        if steered and not STEERED[0] <= _plain_count(point) / target.sram_per_block <= STEERED[1]:
+            continue
+        drawn.add(point)
+        yield point
+
+
+def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
+    """A point, or None where the family or its space has no such."""
+    problem = _draw_problem(draw)
+    if family.supports(problem, target):
+        return None
+    space = family.space(problem, target)
+    values: dict[str, AxisValue] = {}
+    for axis in space.axes:
+        values[axis.name] = draw.choice(axis.values) if axis.is_active(values) else axis.values[0]
+    return _admitted(space, values, family, problem, _draw_specialization(draw))
+
+
+def _admitted(
+    space: Space, values: dict[str, AxisValue], family: Family, problem: Problem, assumed: Specialization
+) -> Point | None:
+    config = space.build(values)
+    return Point(problem, Candidate(family.name, config), assumed) if space.contains(config) else None
+
+
+def _draw_problem(draw: random.Random) -> Problem:
+    head_dim = draw.choice(HEAD_DIMS)
+    length = draw.choice(LENGTHS)
+    return Problem(
+        dtype=draw.choice(DTYPES),
+        head_dim=head_dim,
+        value_head_dim=head_dim if draw.randrange(EVERY_UNLIKE) else draw.choice(HEAD_DIMS),
+        heads=HEADS,
+        kv_heads=HEADS,
+        batch=BATCH,
+        seqlen_q=length,
+        seqlen_kv=length,
+        causal=draw.choice(tuple(Causal)),
+    )
+
+
+def _draw_specialization(draw: random.Random) -> Specialization:
+    return Specialization(draw.choice(tuple(Alignment)), draw.choice((32, 64)), draw.random() < 0.5)
+
+
+def _unrolled(point: Point, target: Target) -> int:
+    """Multiply-adds of one thread in one product of tiles, where no matrix unit makes it."""
+    problem, config = point.problem, point.candidate.config
+    if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
+        return 0
+    width = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    return config.block_m * config.block_n * width // (config.num_warps * target.warp_size)
+
+
+def _plain_count(point: Point) -> int:
+    """Bytes of a tile of queries and of one tile of keys and values for each stage."""
+    problem, config = point.problem, point.candidate.config
+    qk, v = power_of_two(problem.head_dim), power_of_two(problem.value_head_dim)
+    if not isinstance(config, Tiled):
+        return 0
+    rows = config.block_m * qk + config.num_stages * config.block_n * (qk + v)
+    return rows * problem.dtype.itemsize
