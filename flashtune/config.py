@@ -97,7 +97,8 @@ class Space(msgspec.Struct, frozen=True):
             if value not in allowed:
                 return False
             chosen[axis.name] = value
-        return self.admits(config)
+        # Fields without an axis have their defaults.
+        return config == self.build(chosen) and self.admits(config)
 
     def configs(self) -> Iterator[Config]:
         """Every config once, in axis order."""

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.errors import ProblemError
+from flashtune.problem import Causal, Dtype, Problem
+
+PROBLEMS = st.builds(
+    Problem,
+    dtype=st.sampled_from(Dtype),
+    head_dim=st.integers(1, 256),
+    value_head_dim=st.integers(1, 256),
+    heads=st.sampled_from([4, 8]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    batch=st.integers(0, 3),
+    seqlen_q=st.integers(0, 40),
+    seqlen_kv=st.integers(0, 40),
+    causal=st.sampled_from(Causal),
+)
+
+
+def counted_pairs(problem: Problem) -> int:
+    if problem.causal is Causal.NONE:
+        return problem.seqlen_q * problem.seqlen_kv
+    seen = (query + problem.diagonal + 1 for query in range(problem.seqlen_q))
+    return sum(min(max(keys, 0), problem.seqlen_kv) for keys in seen)
+
+
+@given(PROBLEMS)
+def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
+    assert problem.visible_pairs() == counted_pairs(problem)
+
+
+@given(PROBLEMS)
+def test_a_problem_survives_json(problem: Problem) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(problem), type=Problem) == problem
+
+
+@given(PROBLEMS, PROBLEMS)
+def test_keys_are_equal_for_equal_problems_alone(one: Problem, other: Problem) -> None:
+    assert (one.key == other.key) == (one == other)
+
+
+def test_nominal_flops_halve_when_causal() -> None:
+    full = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=16,
+        kv_heads=16,
+        batch=2,
+        seqlen_q=8192,
+        seqlen_kv=8192,
+    )
+    assert full.nominal_flops() == 4 * 2 * 16 * 8192**2 * 128
+    assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
+
+
+def test_query_heads_must_divide_among_kv_heads() -> None:
+    with pytest.raises(ProblemError, match="5 query heads do not divide among 2 KV heads"):
+        Problem(
+            dtype=Dtype.FP16,
+            head_dim=64,
+            value_head_dim=64,
+            heads=5,
+            kv_heads=2,
+            batch=1,
+            seqlen_q=1,
+            seqlen_kv=1,
+        )
