@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flashtune.config import Axis, Space
+from flashtune.config import Axis, Config, Space
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import TARGETS, Target
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
@@ -20,7 +20,12 @@ def a_space() -> Space:
         Axis("loads", tuple(Loads), ordered=False),
         Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
     )
-    return Space(QOuterConfig, axes, lambda config: config.block_m != config.block_n * 4)
+    return Space(QOuterConfig, axes, _is_admitted)
+
+
+def _is_admitted(config: Config) -> bool:
+    assert isinstance(config, QOuterConfig)
+    return config.block_m != 4 * config.block_n
 
 
 def test_a_space_enumerates_each_admitted_config_once_and_contains_them() -> None:
