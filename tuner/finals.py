@@ -30,8 +30,8 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
-# The standard computation holds its scores several times over, in float32 too.
-SCORE_COPIES = 8
+# The standard computation holds its scores two and a half times over; the rest is the mask and the like.
+SCORE_COPIES = 3
 MEMORY_SHARE = 0.5
 MAX_MASK_ELEMENTS = 2**28
 

@@ -135,8 +135,8 @@ def spill_factor(resources: Resources) -> float:
 
 
 def memory_seconds(problem: Problem, family: Family, config: Config, target: Target) -> float:
-    """Time to move the family's HBM traffic at the target's bandwidth."""
-    traffic = sum(item.bytes for item in family.hbm_items(problem, config))
+    """Time to move the family's HBM traffic at the target's bandwidth; what its L2 holds is read once."""
+    traffic = sum(item.bytes for item in family.hbm_items(problem, config, target))
     return traffic / (target.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)
 
 
