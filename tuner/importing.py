@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashtune.db.table import load_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from flashtune.db.store import MergeCounts
 
@@ -28,11 +27,5 @@ def import_tables(paths: Iterable[Path], db: str | None) -> MergeCounts:
     from flashtune.db.store import open_store
 
     tables = [load_table(path) for path in paths]
-    with tempfile.TemporaryDirectory(prefix="flashtune-import-") as folder:
-        staging = Path(folder, "tables.sqlite")
-        with open_store(str(staging)) as staged:
-            for table in tables:
-                for record in table.records:
-                    staged.pin(staged.add(record))
-        with open_store(db) as store:
-            return store.merge_from(str(staging))
+    with open_store(db) as store:
+        return store.merge_tables(*tables)

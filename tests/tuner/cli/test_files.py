@@ -22,7 +22,7 @@ from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.export import file_name, kernel_files, triton_configs, write_file
+from flashtune.tuner.export import file_name, json_table, kernel_files, triton_configs, write_file
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
@@ -98,6 +98,19 @@ def test_a_table_goes_out_and_comes_in_again(run: Run, stored: Stored, tmp_path:
     run("export", "--db", other, "--out", again)
     assert again.read_bytes() == table.read_bytes()
     assert "1 were known" in run("import", table, "--db", other).stdout
+
+
+def test_of_tables_of_one_shape_the_fastest_record_serves(
+    run: Run, make_record: MakeRecord, tmp_path: Path
+) -> None:
+    tables, records = [], [make_record("block_m=64", ms=0.5), make_record("block_m=128", ms=0.7)]
+    for number, record in enumerate(records):
+        tables.append(tmp_path / f"{number}.json")
+        tables[-1].write_bytes(json_table(record.target, [record]))
+    fresh = tmp_path / "fresh.sqlite"
+    assert run("import", *tables, "--db", fresh).exit_code == 0
+    with open_store(str(fresh)) as store:
+        assert [entry.record for entry in store.selections()] == records[:1]
 
 
 def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
