@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
@@ -68,7 +69,8 @@ class GpuWorker:
         self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
     ) -> Future[Result]:
         if not self._pool.active:
-            stop_pool(self._pool)
+            # A job's callback runs in a thread of its own pool, which cannot wait for itself to end.
+            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
             self._pool = start_pool(1)
         return self._pool.schedule(function, args=arguments, timeout=seconds)
 

@@ -157,6 +157,10 @@ def succeed(*_: object) -> None:
     return None
 
 
+def process_id(*_: object) -> int:
+    return os.getpid()
+
+
 def evaluate_right(*_: object) -> Evaluation:
     return right(1.0)
 

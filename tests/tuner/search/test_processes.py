@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -89,6 +92,24 @@ def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
         job = gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None)
         with pytest.raises(DeviceLostError, match="unplugged"):
             job.result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+def test_a_process_that_dies_before_it_takes_a_job_is_an_outcome(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "evaluate_candidate", fakes.process_id)
+    compiled = fakes.compiled(CANDIDATE)
+    with GpuWorker(0) as gpu:
+        process: Any = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
+        # Stopped, it cannot say that it took the job; the pool then breaks as a whole.
+        os.kill(process, signal.SIGSTOP)
+        monkeypatch.setattr(worker, "evaluate_candidate", fakes.evaluate_right)
+        lost = gpu.evaluate(scope, CANDIDATE, compiled, None)
+        time.sleep(0.5)
+        os.kill(process, signal.SIGKILL)
+        assert lost.result(WAIT).outcome is Outcome.LAUNCH_ERROR
+        assert gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT).outcome is Outcome.OK
 
 
 @pytest.mark.usefixtures("healthy_gpu")
