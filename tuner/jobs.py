@@ -38,6 +38,8 @@ FATAL_ERRORS = (
 )
 FATAL_EXIT = 64
 OTHER_FATAL_EXIT = FATAL_EXIT + len(FATAL_ERRORS)
+# What a record says that was too slow for the full proof.
+UNPROVEN = "right on small problems, and too slow to be proven at this size"
 # The pool learns of a job's start a moment after the worker; an exit must not overtake that news.
 EXIT_DELAY = 0.5
 
@@ -72,8 +74,9 @@ def evaluate_candidate(
 ) -> Evaluation:
     """Verifies a candidate and measures it if it is right. Leaves the process if the GPU's context broke.
 
-    What is slower than `drop_above_ms` is proven on small problems alone: it will not be selected,
-    and each launch at full size may take longer than the whole proof of another candidate.
+    What is slower than `drop_above_ms` is held against the reference on small problems alone, since
+    each launch at full size may take longer than the whole proof of another candidate. That is no
+    proof at its own size: it keeps its time and no verdict, so that nothing ever selects it.
 
     Raises:
         DeviceLostError: The GPU cannot be used.
@@ -93,7 +96,9 @@ def evaluate_candidate(
             return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
         throttled = clock_probe(index).is_throttled()
         measurement = measure(run, device, drop_above_ms=drop_above_ms, throttled=throttled)
-        if hopeless and drop_above_ms is not None and measurement.ms <= drop_above_ms:
+        if hopeless and drop_above_ms is not None:
+            if measurement.ms > drop_above_ms:
+                return Evaluation(Outcome.OK, None, measurement, UNPROVEN)
             # The first launch was a hiccup: a kernel that can be selected owes the full proof.
             verdict = prove(Level.FULL)
             if not verdict.passed:

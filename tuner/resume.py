@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from flashtune.db.store import Store, StoredRecord
 from flashtune.db.table import shipped_table
+from flashtune.dispatch import same_makers
 from flashtune.nearest import distance
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.target import TARGETS
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.selection import candidate_of
+from flashtune.tuner.selection import candidate_of, may_be_selected
 from flashtune.versions import current_versions
 
 # How a compilation ends does not depend on whether there was a GPU to run its result on.
@@ -24,10 +27,22 @@ OTHER_MASK = 1.0
 
 
 def finished(store: Store, scope: Scope, provenance: Provenance) -> dict[Candidate, StoredRecord]:
-    """The stored records that this search need not make again, the latest of each candidate."""
+    """The stored records that this search need not make again, the latest of each candidate.
+
+    What was too slow to be proven is left alone only beside something faster that may be selected.
+    """
     stored = store.records(scope.problem, scope.target.name)
-    return {
+    latest = {
         candidate_of(entry.record): entry for entry in stored if _answers(entry.record, scope, provenance)
+    }
+    selectable = (entry.record for entry in latest.values() if may_be_selected(entry.record))
+    fastest = min((record.ms for record in selectable if record.ms), default=math.inf)
+    return {
+        candidate: entry
+        for candidate, entry in latest.items()
+        if entry.record.outcome is not Outcome.OK
+        or may_be_selected(entry.record)
+        or fastest < (entry.record.ms or math.inf)
     }
 
 
@@ -39,7 +54,10 @@ def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
     if record.provenance is not provenance and record.outcome not in COMPILED_WITHOUT_GPU:
         return False
     now = current_versions(record.family)
-    return (record.versions.triton, record.versions.template) == (now.triton, now.template)
+    if record.provenance is Provenance.PREDICTED or record.outcome in COMPILED_WITHOUT_GPU:
+        # No driver had a part in it.
+        now = msgspec.structs.replace(now, driver=record.versions.driver)
+    return same_makers(record.versions, now)
 
 
 def warm_configs(store: Store, scope: Scope) -> tuple[Candidate, ...]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashtune.db.store import Store
@@ -186,23 +187,46 @@ def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> 
     assert third.seen == []
 
 
-def test_records_of_another_compiler_or_template_are_made_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", ["triton", "template", "ptxas", "driver"])
+def test_records_of_other_makers_are_made_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    import msgspec
-
     from flashtune.tuner import journal, resume
     from flashtune.versions import current_versions
 
     search(store, FakeMeasurer(by_tile))
 
     def other(family: str) -> Any:
-        return msgspec.structs.replace(current_versions(family), triton="9.9.9")
+        return msgspec.structs.replace(current_versions(family), **{changed: "9.9.9"})
 
     monkeypatch.setattr(resume, "current_versions", other)
     monkeypatch.setattr(journal, "current_versions", other)
     again = FakeMeasurer(by_tile)
     assert search(store, again).tally.reused == 0
+    assert len(again.seen) == SIZE
+
+
+def test_what_was_too_slow_to_be_proven_is_never_selected(store: Store) -> None:
+    def slow_is_unproven(candidate: Candidate) -> Evaluation:
+        timed = by_tile(candidate)
+        hopeless = getattr(candidate.config, "block_m", 0) == 64
+        return msgspec.structs.replace(timed, verdict=None) if hopeless else timed
+
+    measurer = FakeMeasurer(slow_is_unproven)
+    search(store, measurer)
+    assert all(getattr(candidate.config, "block_m", 0) == 128 for candidate in measurer.entrants[0])
+    # Beside something faster it is not tried again; in a search without that, it is.
+    again = FakeMeasurer(slow_is_unproven)
+    search(store, again)
+    assert again.seen == []
+
+
+def test_what_was_too_slow_to_be_proven_is_tried_again_where_nothing_faster_is_known(store: Store) -> None:
+    unproven = FakeMeasurer(lambda candidate: msgspec.structs.replace(by_tile(candidate), verdict=None))
+    assert search(store, unproven).best is None
+    assert store.selections() == []
+    again = FakeMeasurer(by_tile)
+    assert search(store, again).best is not None
     assert len(again.seen) == SIZE
 
 
