@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 import msgspec
 
 from flashtune.db.store import Store, StoredRecord
+from flashtune.dispatch import same_makers
 from flashtune.errors import ProblemError
 from flashtune.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
@@ -28,6 +30,7 @@ from flashtune.tuner.request import (
 )
 from flashtune.tuner.resume import warm_configs
 from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, select
+from flashtune.versions import current_versions
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
 
@@ -149,24 +152,32 @@ def _pin(
 ) -> tuple[StoredRecord | None, bool]:
     """Selects among the finalists, or among all where there were no finals, and pins the choice.
 
-    A prediction never takes the place of something measured.
+    A prediction never takes the place of something measured, nor does the best of some families that
+    of a faster one that was not searched.
     """
     rows = final or tuple(journal.rows.values())
     chosen = select(row.record for row in rows)
     if chosen is None:
         return None, False
     best = next(row for row in rows if row.record is chosen)
-    if chosen.provenance is Provenance.PREDICTED and _has_measured(store, request):
+    stored = (entry.record for entry in store.selections(request.target.name))
+    if any(_stands(present, chosen, request) for present in stored if present.problem == request.problem):
         return best, False
     store.pin(best.id)
     return best, True
 
 
-def _has_measured(store: Store, request: SearchRequest) -> bool:
-    return any(
-        entry.record.problem == request.problem and entry.record.provenance is Provenance.MEASURED
-        for entry in store.selections(request.target.name)
-    )
+def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
+    """Whether the present selection stays in place of what a search chose."""
+    if present.provenance is Provenance.PREDICTED:
+        return False
+    if chosen.provenance is Provenance.PREDICTED:
+        return True
+    # What was searched too was compared in this search's own run, which tells more than stored times.
+    if present.config is None or not request.families or present.family in request.families:
+        return False
+    installed = same_makers(present.versions, current_versions(present.family))
+    return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
 
 
 def _default(scope: Scope, journal: Journal, final: tuple[StoredRecord, ...]) -> Record | None:

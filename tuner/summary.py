@@ -43,6 +43,8 @@ def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
         spills = f", {best.resources.spill_bytes} B spilled" if best.resources.spill_bytes else ""
         registers = best.resources.registers
         yield "", f"{sram:,} of {capacity:,} B of SRAM, {registers} registers a thread{spills}"
+    if not result.pinned:
+        yield "", "not selected: what was selected before is faster, or was measured"
     if best.measurement and best.measurement.throttled:
         yield "", "the clock was held down while timing: compare within this run only"
     if best.provenance is Provenance.PREDICTED:

@@ -308,6 +308,24 @@ def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, sco
     assert result.tally.reused == 0
 
 
+def test_a_slower_family_searched_alone_does_not_take_the_place_of_a_faster_one(store: Store) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (fastest,) = store.selections()
+    other: dict[str, Any] = {"families": ("forward_kv_outer",), "spaces": (), "budget": Budget(3, None, None)}
+    slower = search(store, FakeMeasurer(lambda candidate: right(50.0)), FakeCompiler(fits), **other)
+    assert slower.best is not None
+    assert not slower.pinned
+    assert store.selections() == [fastest]
+    faster = search(
+        store, FakeMeasurer(lambda candidate: right(0.1)), FakeCompiler(fits), **other | {"budget": Budget(6)}
+    )
+    assert faster.pinned
+
+
+def fits(candidate: Candidate) -> Compiled:
+    return Compiled(Outcome.OK, KERNEL, Resources(1000, registers=100))
+
+
 def test_the_observer_hears_of_every_phase(store: Store) -> None:
     seen: list[Progress] = []
     search(store, FakeMeasurer(by_tile), seen=seen)
