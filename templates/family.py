@@ -55,6 +55,10 @@ class Family(Protocol):
         """Columns of tensor memory that a config takes at the least (0 without such memory)."""
         ...
 
+    def programs(self, problem: Problem, config: Config) -> int:
+        """Programs of one launch: the size of the kernel's grid."""
+        ...
+
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:

@@ -11,10 +11,11 @@ from typing import Protocol, runtime_checkable
 
 from flashtune.config import Config
 from flashtune.errors import UsageError
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Dtype, Problem
 from flashtune.record import Resources
 from flashtune.target import Target
 from flashtune.templates.common.tiles import columns, head_chunks
+from flashtune.templates.common.traffic import streamed_keys
 from flashtune.templates.family import Family
 from flashtune.tuner.resources import Occupancy, occupancy
 
@@ -22,12 +23,20 @@ from flashtune.tuner.resources import Occupancy, occupancy
 EXPONENTIALS_PER_CLOCK = 16
 # fp32 instructions around each exponential: scale, subtract, maximum, sum, conversion, rescale.
 VECTOR_FLOPS_PER_PAIR = 8
-# Share of the datasheet's rates that real kernels reach.
+# Shares of the datasheet's rates that real kernels reach.
 MATRIX_SHARE = 0.85
 BANDWIDTH_SHARE = 0.9
+# Rows and columns of a tile whose loads and set-up cost as much time as computing that many would.
+ROW_OVERHEAD = 24
+COLUMN_OVERHEAD = 12
+# The matrix units multiply tf32 at half of their rate for 16 bits, and three products make one.
+TF32X3_RATE = 1 / 6
 LAUNCH_MS = 0.003
-SPILL_PENALTY = 1 / 256
+# A spilled byte costs this much of the inner loop's time; some lie outside of it.
+SPILL_PENALTY = 1 / 1024
 SERIALIZED_PENALTY = 1.6
+# Warps that hide as much of the softmax as one more resident block does.
+WARPS_LIKE_A_BLOCK = 8
 
 
 @runtime_checkable
@@ -60,71 +69,73 @@ def predict_ms(
     resident = occupancy(resources, family.options(config), target)
     if resident.blocks == 0:
         return math.inf
-    seconds = max(
-        compute_seconds(problem, config, resources, resident, target),
-        memory_seconds(problem, family, config, target),
-    )
-    return LAUNCH_MS + 1e3 * seconds
-
-
-def compute_seconds(
-    problem: Problem, config: Tiled, resources: Resources, resident: Occupancy, target: Target
-) -> float:
-    """Time of the arithmetic: work of one multiprocessor, times how unevenly work is spread."""
     pairs = computed_pairs(problem, config)
-    matrix = matrix_seconds(pairs, problem, config, target)
-    softmax = softmax_seconds(pairs, target)
-    # Warps of other blocks, or of the same one, do softmax while some wait for the matrix units.
-    hidden = overlap(resident)
-    together = max(matrix, softmax) + (1 - hidden) * min(matrix, softmax)
-    return together * imbalance(problem, config, resident, target) * spill_factor(resources)
+    loop = loop_seconds(pairs, problem, config, resident, target) * spill_factor(resources)
+    compute = loop * imbalance(family.programs(problem, config), resident, target)
+    # The first reads and the last writes of a program wait for HBM; the rest runs beside the loop.
+    exposed = transfer_seconds(problem.minimal_bytes(), target)
+    return LAUNCH_MS + 1e3 * max(compute + exposed, memory_seconds(problem, family, config, target))
 
 
-def computed_pairs(problem: Problem, config: Tiled) -> int:
-    """(query, key) pairs of all heads that tiles cover, masked ones included."""
-    tiles = range(0, problem.seqlen_q, config.block_m)
-    if problem.causal is Causal.NONE:
-        keys = len(tiles) * _padded(problem.seqlen_kv, config.block_n)
-    else:
-        ends = (min(start + config.block_m + problem.diagonal, problem.seqlen_kv) for start in tiles)
-        keys = sum(_padded(max(end, 0), config.block_n) for end in ends)
-    return problem.batch * problem.heads * config.block_m * keys
+def computed_pairs(problem: Problem, config: Tiled) -> float:
+    """(query, key) pairs of all heads that tiles cover, masked and padded ones included."""
+    if not problem.seqlen_kv:
+        return 0.0
+    keys = streamed_keys(problem, config.block_m, config.block_n)
+    padding = math.ceil(problem.seqlen_kv / config.block_n) * config.block_n / problem.seqlen_kv
+    return problem.batch * problem.heads * config.block_m * keys * padding
 
 
-def matrix_seconds(pairs: int, problem: Problem, config: Tiled, target: Target) -> float:
+def loop_seconds(pairs: float, problem: Problem, config: Tiled, resident: Occupancy, target: Target) -> float:
+    """Time of products and softmax, with all multiprocessors busy."""
+    matrix, softmax = matrix_seconds(pairs, problem, config, target), softmax_seconds(pairs, target)
+    return max(matrix, softmax) + (1 - overlap(resident)) * min(matrix, softmax)
+
+
+def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target) -> float:
     """Time of the two products, head dims padded as the config pads them."""
     decomposed = bool(getattr(config, "decomposed", False))
     width = sum(columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
-    peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
-    return 2 * pairs * width / (peak * 1e12 * MATRIX_SHARE * tile_share(config))
+    rate = matrix_rate(problem, config, target) * MATRIX_SHARE * tile_share(config)
+    return 2 * pairs * width / rate
+
+
+def matrix_rate(problem: Problem, config: Tiled, target: Target) -> float:
+    """Peak FLOP/s of the units that make the products."""
+    if problem.dtype is not Dtype.FP32:
+        return target.peak.half * 1e12
+    thirds = getattr(config, "products", None) == "tf32x3"
+    return (target.peak.half * TF32X3_RATE if thirds else target.peak.fp32) * 1e12
 
 
 def tile_share(config: Tiled) -> float:
     """Share of the matrix units' rate that a tile's shape allows: operands are re-read per tile."""
-    return config.block_m / (config.block_m + 24) * config.block_n / (config.block_n + 12)
+    rows = config.block_m / (config.block_m + ROW_OVERHEAD)
+    return rows * config.block_n / (config.block_n + COLUMN_OVERHEAD)
 
 
-def softmax_seconds(pairs: int, target: Target) -> float:
+def softmax_seconds(pairs: float, target: Target) -> float:
     """Time of the exponentials on the special function units, and of the fp32 work around them."""
     exponentials = pairs / (EXPONENTIALS_PER_CLOCK * target.sm_count * target.clock_mhz * 1e6)
     return max(exponentials, VECTOR_FLOPS_PER_PAIR * pairs / (target.peak.fp32 * 1e12))
 
 
 def overlap(resident: Occupancy) -> float:
-    """Share of the shorter of products and softmax that hides behind the longer."""
-    return 1 - 1 / (1 + resident.blocks + resident.warps / 8)
+    """Share of the shorter of products and softmax that hides behind the longer.
+
+    Warps of other blocks, or of the same one, do softmax while some wait for the matrix units.
+    """
+    return 1 - 1 / (1 + resident.blocks + resident.warps / WARPS_LIKE_A_BLOCK)
 
 
-def imbalance(problem: Problem, config: Tiled, resident: Occupancy, target: Target) -> float:
-    """Time with whole waves of blocks over time with all multiprocessors busy to the end."""
-    programs = problem.batch * problem.heads * math.ceil(problem.seqlen_q / config.block_m)
+def imbalance(programs: int, resident: Occupancy, target: Target) -> float:
+    """Time with whole waves of programs over time with all multiprocessors busy to the end."""
     if programs == 0:
         return 1.0
-    slots = target.sm_count * resident.blocks
-    waves = programs / slots
+    waves = programs / (target.sm_count * resident.blocks)
     if waves >= 1:
         return math.ceil(waves) / waves
-    # Fewer programs than slots: they spread over the multiprocessors first.
+    # Fewer programs than places: they spread over the multiprocessors first.
     return math.ceil(programs / target.sm_count) * target.sm_count / programs
 
 
@@ -135,10 +146,10 @@ def spill_factor(resources: Resources) -> float:
 
 
 def memory_seconds(problem: Problem, family: Family, config: Config, target: Target) -> float:
-    """Time to move the family's HBM traffic at the target's bandwidth; what its L2 holds is read once."""
-    traffic = sum(item.bytes for item in family.hbm_items(problem, config, target))
-    return traffic / (target.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)
+    """Time to move the family's HBM traffic at the target's bandwidth; what L2 holds moves once."""
+    return transfer_seconds(sum(item.bytes for item in family.hbm_items(problem, config, target)), target)
 
 
-def _padded(extent: int, block: int) -> int:
-    return -(-extent // block) * block
+def transfer_seconds(size: int, target: Target) -> float:
+    """Time to move so many bytes at the target's bandwidth."""
+    return size / (target.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)

@@ -32,7 +32,8 @@ SRAM_GRANULE = 128
 REGISTER_GRANULE = 8
 TENSOR_MEMORY_GRANULE = 32
 TOOL_SECONDS = 120
-# ptxas says C7510 to C7519 where it had to wait after each asynchronous matrix instruction.
+# ptxas says C7510 to C7519 where it has to wait after each asynchronous matrix instruction.
+WARPGROUP_INSTRUCTION = "wgmma.mma_async"
 SERIALIZED = re.compile(r"\(C751\d\)|wgmma\.mma_async instructions are serialized")
 
 
@@ -65,7 +66,8 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
         tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         registers=usage.registers,
         spill_bytes=usage.spill_bytes,
-        serialized_wgmma=target.capability == 90 and _is_serialized(compiled),
+        # ptxas serialises for want of registers, and then it spills as well.
+        serialized_wgmma=usage.spill_bytes > 0 and _is_serialized(compiled),
         compile_seconds=seconds,
     )
 
@@ -132,6 +134,8 @@ def _amd_usage(compiled: CompiledKernel) -> _Usage:
 
 def _is_serialized(compiled: CompiledKernel) -> bool:
     """Asks ptxas once more, for the remarks that Triton throws away (about half a second)."""
+    if WARPGROUP_INSTRUCTION not in compiled.asm.get("ptx", ""):
+        return False
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(compiled.asm["ptx"], encoding="utf-8")

@@ -120,6 +120,10 @@ class ForwardKVOuter:
             engine=engine,
         )
 
+    def programs(self, problem: Problem, config: Config) -> int:
+        # Programs on the same rows would race: one to a head.
+        return problem.batch * problem.heads
+
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:

@@ -129,6 +129,10 @@ class ForwardQOuter:
             engine=engine,
         )
 
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, QOuterConfig)
+        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
+
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
