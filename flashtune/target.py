@@ -168,7 +168,7 @@ def device_target(index: int = 0) -> Target:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise TargetError("no GPU is visible here: pass --target NAME to work for one offline")
     properties = torch.cuda.get_device_properties(index)
-    name = _canonical_name(properties.name)
+    name = canonical_name(properties.name)
     arch = (
         getattr(properties, "gcnArchName", "").split(":")[0]
         if torch.version.hip
@@ -191,8 +191,8 @@ def device_target(index: int = 0) -> Target:
     )
 
 
-def _canonical_name(device_name: str) -> str:
-    """`NVIDIA H100 80GB HBM3` becomes the table's `nvidia-h100`; unknown names are only slugged."""
+def canonical_name(device_name: str) -> str:
+    """A device's name as a target's: `NVIDIA H100 80GB HBM3` is `nvidia-h100`; unknown ones are slugged."""
     slug = "-".join(device_name.lower().replace("geforce", "").replace("instinct", "").split())
     for target in sorted(TARGETS, key=lambda target: -len(target.name)):
         if slug == target.name or slug.startswith(target.name + "-"):

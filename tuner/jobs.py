@@ -19,13 +19,14 @@ from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_kernel
+from flashtune.proof.prepared import forget
 from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import MAX_MESSAGE
 from flashtune.tuner.evaluation import Evaluation, lost_device
-from flashtune.tuner.finals import kernel_run, make_tensors, run_finals
+from flashtune.tuner.finals import Tensors, kernel_run, make_tensors, run_finals
 from flashtune.tuner.measurement import clock_probe, measure, once
 
 # Errors after which a CUDA context is of no more use, each with an exit code of its own.
@@ -84,9 +85,10 @@ def evaluate_candidate(
     prepare(index)
     device = torch.device("cuda", index)
     family = find_family(candidate.family)
+    tensors = _roomy_tensors(problem, device)
     verdict = None
     try:
-        run = kernel_run(problem, candidate, specialization, target, make_tensors(problem, device))
+        run = kernel_run(problem, candidate, specialization, target, tensors)
         prove = functools.partial(
             check_kernel, family, problem, candidate.config, specialization, target, device
         )
@@ -107,6 +109,23 @@ def evaluate_candidate(
     except (KernelError, RuntimeError) as error:
         _leave_if_broken(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
+
+
+def _roomy_tensors(problem: Problem, device: torch.device) -> Tensors:
+    """Tensors of a problem; what earlier proofs kept gives way to them.
+
+    Raises:
+        DeviceLostError: The GPU's memory cannot hold them: no candidate's fault.
+    """
+    try:
+        return make_tensors(problem, device)
+    except torch.OutOfMemoryError:
+        forget()
+        torch.cuda.empty_cache()
+    try:
+        return make_tensors(problem, device)
+    except torch.OutOfMemoryError as error:
+        raise lost_device(device.index, "its memory cannot hold the problem's tensors") from error
 
 
 def time_finalists(

@@ -22,8 +22,8 @@ MIB = 1024 * 1024
 # Writing this many times the last-level cache leaves nothing of the inputs in it.
 FLUSH_FACTOR = 2
 LEAST_FLUSH_BYTES = 64 * MIB
-# Clock cycles of the pause: about half a millisecond, in which the host queues a batch.
-PAUSE_CYCLES = 1_000_000
+# Clock cycles of the pause for each launch of a batch: 0.1 ms, in which the host queues it.
+PAUSE_CYCLES = 200_000
 FIRST_SAMPLES = 3
 BATCH = 8
 # The reference workload is this much slower when the clock is held down.
@@ -125,7 +125,7 @@ def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:
     """One cold sample of each launch, in ms, in order."""
     flush = _flush_buffer(device.index or 0)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
-    torch.cuda._sleep(PAUSE_CYCLES)
+    torch.cuda._sleep(PAUSE_CYCLES * len(runs))
     for run, (start, end) in zip(runs, events, strict=True):
         flush.zero_()
         start.record()

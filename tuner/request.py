@@ -67,7 +67,6 @@ class Stop(enum.StrEnum):
     TRIALS = "the budget of trials is spent"
     SECONDS = "the budget of seconds is spent"
     PATIENCE = "nothing better is expected"
-    INTERRUPTED = "interrupted"
 
 
 class Tally(msgspec.Struct, frozen=True):
