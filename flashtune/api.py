@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashtune.calls import serve
-from flashtune.errors import ProblemError
 from flashtune.ops import call_op
+from flashtune.request import require_tensors
 from flashtune.serving import Result
 
 CausalOption = bool | Literal["none", "top_left", "bottom_right"]
@@ -104,7 +104,5 @@ def attention(
         _function_mode() or _dispatch_modes() or _transforms() is not None
     ):
         return serve(q, k, v, causal, scale, layout, return_lse, prefer)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ProblemError(f"{name} is a {type(tensor).__name__}: pass a torch tensor")
+    require_tensors(q, k, v)
     return call_op(q, k, v, causal, scale, layout, return_lse, prefer)

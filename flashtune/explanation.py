@@ -14,7 +14,7 @@ from flashtune.notices import search_command
 from flashtune.problem import Problem
 from flashtune.record import Selection, Standing
 from flashtune.rendered import kernel_of
-from flashtune.request import Prefer, Request, read_request
+from flashtune.request import Prefer, Request, read_request, require_tensors
 from flashtune.self_check import known_verdict
 
 
@@ -79,6 +79,7 @@ def explain(
         StoreError: The user's database cannot be read.
     """
     del scale  # any scale is served alike
+    require_tensors(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad)
     decision = decide(request, q, k, v)

@@ -99,6 +99,7 @@ def read_request(
         ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
             an option has a value that it does not know.
     """
+    require_tensors(q, k, v)
     order = _option("layout", layout, Layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, order)
@@ -117,6 +118,17 @@ def read_request(
         causal=read_causal(causal),
     )
     return Request(problem, q.device, order, bool(return_lse), _option("prefer", prefer, Prefer), needs_grad)
+
+
+def require_tensors(q: object, k: object, v: object) -> None:
+    """Checks that there is anything to ask for.
+
+    Raises:
+        ProblemError: One of them is no tensor.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise ProblemError(f"{name} is a {type(value).__name__}: pass a torch tensor")
 
 
 def read_causal(causal: bool | str) -> Causal:
@@ -144,8 +156,6 @@ def _check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
     order = (
         "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
     )
-    if not isinstance(tensor, Tensor):
-        raise ProblemError(f"{name} is a {type(tensor).__name__}: pass a torch tensor {order}")
     if tensor.layout is not torch.strided or tensor.dim() != 4:
         kind = f"{tensor.dim()} dimensions" if tensor.layout is torch.strided else f"layout {tensor.layout}"
         raise ProblemError(f"{name} has {kind}: pass a dense tensor {order}")
