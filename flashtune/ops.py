@@ -61,6 +61,8 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, prefer: str
     ) -> Result:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if scale is not None and scale < 0.0:
+                q, scale = -q, -scale
             request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad=True)
             return _contiguous(prepare(request, q, k, v)(q, k, v, scale))
         with torch._C._AutoDispatchBelowAutograd():

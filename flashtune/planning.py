@@ -9,6 +9,7 @@ from torch import Tensor
 from flashtune.api import CausalOption, LayoutOption, PreferOption
 from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
+from flashtune.request import require_tensors
 from flashtune.serving import Result, Serve
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
@@ -113,9 +114,13 @@ def plan(
         ProblemError: As `attention`.
         KernelError: As `attention`; plan before a capture, not in it.
     """
+    require_tensors(q, k, v)
     options = (causal, layout, return_lse, prefer)
     key = call_key(q, k, v, *options)
-    planned: Plan[Result] = Plan(server_of(key, q, k, v, *options), key, options, scale)
+    # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
+    served = -q if scale is not None and scale < 0 else q
+    server = server_of(call_key(served, k, v, *options), served, k, v, *options)
+    planned: Plan[Result] = Plan(server, key, options, scale)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
     planned(q, k, v)
     return planned

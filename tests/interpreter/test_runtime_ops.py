@@ -32,6 +32,17 @@ def tensors(layout: str = "bhsd", grad: bool = False) -> Triple:
     return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
 
 
+def test_gradients_of_a_negative_scale() -> None:
+    q, k, v = tensors(grad=True)
+    parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in (q, k, v)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
+        flashtune.attention(*parameters, scale=-0.3).sum().backward()
+        flashtune.attention(-q, k, v, scale=0.3).sum().backward()
+    for parameter, tensor in zip(parameters, (q, k, v), strict=True):
+        torch.testing.assert_close(parameter.grad, tensor.grad)
+
+
 def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[GraphModule]]:
     """A function under torch.compile, and the graphs that it became."""
     graphs: list[GraphModule] = []

@@ -135,6 +135,17 @@ def test_a_negative_scale_negates_the_queries(machine: Machine, problem: Problem
     torch.testing.assert_close(planned(q, k, v), expected(q, k, v, scale=-0.3))
 
 
+def test_a_plan_of_views_with_gaps_negates_them_where_they_lie(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem))
+    q, k, v = inputs(problem)
+    # Negated, a view with gaps lies without: its strides are others than the call's.
+    gaps = torch.stack([q, -q], 3)[:, :, :, 0]
+    planned = flashtune.plan(gaps, k, v, causal=True, scale=-0.3)
+    torch.testing.assert_close(planned(gaps, k, v), expected(q, k, v, scale=-0.3))
+
+
 def test_alignment_is_part_of_the_kind_of_call(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
