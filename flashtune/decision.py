@@ -96,7 +96,7 @@ def _of_selection(
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
         usual = usual_backend(*request.views(q, k, v), request.problem)
-        peer = faster_peer(selection.record, usual)
+        peer = faster_peer(selection.record, request.problem, usual)
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
             return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)

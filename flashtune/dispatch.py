@@ -12,6 +12,7 @@ from flashtune.kernel import Specialization
 from flashtune.nearest import nearest_record, same_computation
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
+from flashtune.standard import score_bytes
 from flashtune.tables import Tables
 from flashtune.target import Target
 from flashtune.templates.registry import families
@@ -75,11 +76,15 @@ def default_selection(problem: Problem, target: Target) -> Selection:
     raise ProblemError(f"no kernel family computes {problem.key} on {target.name}: {'; '.join(reasons)}")
 
 
-def faster_peer(record: Record, usual_sdpa: str | None) -> str | None:
+def faster_peer(record: Record, problem: Problem, usual_sdpa: str | None) -> str | None:
     """The baseline that was measured as faster than the record beyond noise, or None.
+
+    The standard computation counts only where the problem has no more scores than the record's:
+    they are held in memory, and what was cheap on a short neighbour may not fit here.
 
     Args:
         record: A tuned record with its peers' times.
+        problem: What it is to serve.
         usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
             `sdpa-cudnn`; None where SDPA could serve only by another way than was measured.
     """
@@ -89,7 +94,10 @@ def faster_peer(record: Record, usual_sdpa: str | None) -> str | None:
         return None
     limit = min(record.measurement.p20, record.measurement.ms * (1 - NOISE))
     times = {peer.name: peer.ms for peer in record.measurement.peers}
-    ms, name = min((times.get(name or "", math.inf), name or "") for name in (usual_sdpa, STANDARD))
+    names = [usual_sdpa or ""]
+    if score_bytes(problem) <= score_bytes(record.problem):
+        names.append(STANDARD)
+    ms, name = min((times.get(name, math.inf), name) for name in names)
     return name if ms < limit else None
 
 

@@ -125,7 +125,7 @@ def test_nearness_is_in_octaves_and_ties_are_settled_by_key(problem: Problem, ma
 
 def test_sdpa_serves_only_where_it_won_beyond_noise(problem: Problem, make_record: Make) -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
-        return faster_peer(make_record(problem, ms=1.0, peers={name: ms}), usual)
+        return faster_peer(make_record(problem, ms=1.0, peers={name: ms}), problem, usual)
 
     assert peer(0.9) == "sdpa-cudnn"
     assert peer(0.985) is None
@@ -133,14 +133,24 @@ def test_sdpa_serves_only_where_it_won_beyond_noise(problem: Problem, make_recor
     assert peer(0.5, "sdpa-flash") is None, "SDPA by itself would take another backend here"
     assert peer(0.5, usual=None) is None
     assert peer(0.5, "standard", None) == "standard"
-    assert faster_peer(make_record(problem, measurement=None), "sdpa-cudnn") is None
+    assert faster_peer(make_record(problem, measurement=None), problem, "sdpa-cudnn") is None
+
+
+def test_scores_of_a_long_problem_are_not_held_because_a_short_one_was_fast(
+    problem: Problem, make_record: Make
+) -> None:
+    record = make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9})
+    longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
+    assert faster_peer(record, problem, "sdpa-cudnn") == "standard"
+    assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
+    assert faster_peer(record, longer, None) is None
 
 
 def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_record: Make) -> None:
     baseline = make_record(problem, family="sdpa", config=None, kernel=None)
     tuned = tables((baseline,))
     assert select(problem, TARGET, tuned, generated=False).record is baseline
-    assert faster_peer(baseline, None) == "sdpa"
+    assert faster_peer(baseline, problem, None) == "sdpa"
     assert select(problem, TARGET, tuned, generated=True).source == "default"
 
 
