@@ -6,13 +6,14 @@ Search, verification and runtime all come through here, so that what was proven 
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.errors import KernelError
@@ -49,24 +50,33 @@ def load_module(kernel: Kernel) -> ModuleType:
             return sys.modules[name]
         path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
         _write_once(path, kernel.source)
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = _SourceLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         sys.modules[name] = module
         return module
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Reads and leaves no bytecode: what runs is the source that the digest names."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.get_filename(fullname)), self.path)
+
+
 def _write_once(path: Path, source: str) -> None:
     """Leaves exactly `source` at `path`; safe with many processes."""
+    content = source.encode()
     try:
-        if path.exists() and path.read_text(encoding="utf-8") == source:
+        if path.exists() and path.read_bytes() == content:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(source)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            draft = Path(folder) / path.name
+            draft.write_bytes(content)
+            draft.replace(path)
     except OSError as error:
         raise KernelError(
             f"cannot write the kernel cache {path.parent}: {error.strerror}; set FLASHTUNE_CACHE_DIR"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 import subprocess
 import sys
 import warnings
@@ -62,10 +64,32 @@ def test_a_copy_that_was_changed_is_rendered_again(problem: Problem, make_record
     path = copy_of(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode(errors="surrogateescape"))
+    sys.modules.pop(f"flashtune_kernel_{record.kernel}", None)
     kernel = kernel_of(record, record.specialization)
     assert kernel.digest == record.kernel
     assert "tampered" not in kernel.source
+    assert load_module(kernel).launch_plan
+    assert path.read_text() == kernel.source
     path.unlink()
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
+
+
+def test_bytecode_beside_a_copy_is_not_run(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    kernel = kernel_of(record, record.specialization)
+    path = copy_of(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of the size and the time that Python's loader would compare.
+    path.write_text("raise SystemExit('tampered')".ljust(len(kernel.source)))
+    compiled = Path(py_compile.compile(str(path), doraise=True) or "")
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_text(kernel.source)
+    os.utime(path, ns=times)
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}", None)
+    assert load_module(kernel).launch_plan
+    compiled.unlink()
+    path.unlink()
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
 def test_another_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
