@@ -112,7 +112,11 @@ def forget_servers() -> None:
 
 
 def _refuse_capture(q: Tensor) -> None:
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not q.is_cuda:
+        return
+    with torch.cuda.device(q.device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         raise KernelError(
             "a CUDA graph is being captured and this shape is new, so that its kernel cannot be compiled and "
             "loaded now: call flashtune.plan(...) with tensors of this shape before the capture"

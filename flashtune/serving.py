@@ -53,7 +53,8 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
     if request.needs_grad:
         tell_once(
             "gradients",
-            "an input requires grad and flashtune generates no backward pass yet: torch's SDPA serves",
+            "an input requires grad and flashtune generates no backward pass yet: "
+            f"{_in_words(decision.server)} serves",
         )
     return _baseline(decision.server, request)
 
@@ -71,8 +72,9 @@ def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: T
         return serve
     matter, advice = f"failed {request.problem.key}", f"run {search_command(request.problem)}"
     if request.prefer is Prefer.FASTEST:
-        tell_once(matter, f"{failure}, so torch's SDPA serves: {advice}")
-        return _baseline(baseline(request), request)
+        instead = baseline(request)
+        tell_once(matter, f"{failure}, so {_in_words(instead)} serves: {advice}")
+        return _baseline(instead, request)
     if decision.selection.source == "default":
         raise failure
     tell_once(matter, f"{failure}, so a default config serves: {advice}")
@@ -165,6 +167,10 @@ def _interpreted(
     launch = bind(kernel, decision.target, *views, out_view)
     launch(*views, out_view, lse, request.default_scale if scale is None else scale)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def _in_words(server: Server) -> str:
+    return "torch's SDPA" if server is Server.SDPA else "the unfused computation"
 
 
 def _baseline(server: Server, request: Request) -> Serve:
