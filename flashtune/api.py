@@ -96,7 +96,8 @@ def attention(
     Raises:
         ProblemError: The tensors do not fit one another, or nobody can serve them.
         KernelError: The shape is new and a CUDA graph is being captured (see `flashtune.plan`), or
-            only generated kernels may serve and they fail on this GPU.
+            only generated kernels may serve and none compiles or loads on this GPU.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
     if _compiling():
         return call_op(q, k, v, causal, scale, layout, return_lse, prefer)

@@ -65,7 +65,8 @@ def serve(
 
     Raises:
         ProblemError: The call is invalid, or nobody can serve it.
-        KernelError: It is new, and a CUDA graph is being captured.
+        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
     if scale is not None and scale < 0.0:
         q, scale = -q, -scale
@@ -90,7 +91,8 @@ def server_of(
 
     Raises:
         ProblemError: The call is invalid, or nobody can serve it.
-        KernelError: A CUDA graph is being captured, or only generated kernels may serve and fail.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
     with _preparing:
         server = _servers.get(key)

@@ -23,7 +23,6 @@ DEFAULT_FAMILY = "forward_q_outer"
 
 # SDPA must win by more than two runs of one measurement differ.
 NOISE = 0.02
-SDPA = "sdpa"
 STANDARD = "standard"
 
 

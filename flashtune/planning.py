@@ -113,6 +113,7 @@ def plan(
     Raises:
         ProblemError: As `attention`.
         KernelError: As `attention`; plan before a capture, not in it.
+        VerificationError: As `attention`.
     """
     require_tensors(q, k, v)
     options = (causal, layout, return_lse, prefer)

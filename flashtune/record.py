@@ -149,7 +149,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The record that dispatch uses for a problem on a target, and how well it is known there.
 
-    `source` says where it was found: `memo`, `database`, `shipped`, `nearest`, `default`.
+    `source` says where it was found: `database`, `shipped`, `nearest`, `default`.
     """
 
     record: Record

@@ -41,7 +41,8 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
 
     Raises:
         ProblemError: Nobody can serve it.
-        KernelError: Only generated kernels may serve, and none compiles or none is right here.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
     decision = decide(request, q, k, v)
     if decision.server is Server.GENERATED:
