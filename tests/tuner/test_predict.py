@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import msgspec
 import pytest
 
-from flashtune.problem import Dtype, Problem
+from flashtune.config import Config
+from flashtune.errors import UsageError
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Resources
 from flashtune.target import find_target
+from flashtune.templates.forward_kv_outer.family import KVOuterConfig
+from flashtune.templates.forward_q_outer.space import Products, QOuterConfig
 from flashtune.templates.registry import find_family
-from flashtune.tuner.predict import BANDWIDTH_SHARE, memory_seconds
+from flashtune.tuner.predict import (
+    BANDWIDTH_SHARE,
+    LAUNCH_MS,
+    computed_pairs,
+    imbalance,
+    matrix_rate,
+    memory_seconds,
+    predict_ms,
+    spill_factor,
+)
+from flashtune.tuner.resources import Occupancy
+
+H200 = find_target("h200")
+Q_OUTER, KV_OUTER = find_family("forward_q_outer"), find_family("forward_kv_outer")
+LEAN = Resources(sram_bytes=64 * 1024, registers=128)
 
 
-def test_what_the_cache_holds_is_moved_once() -> None:
+def a_problem(**changes: Any) -> Problem:
     problem = Problem(
         dtype=Dtype.BF16,
         head_dim=128,
@@ -21,8 +44,87 @@ def test_what_the_cache_holds_is_moved_once() -> None:
         seqlen_q=4096,
         seqlen_kv=4096,
     )
-    family, target = find_family("forward_q_outer"), find_target("h200")
-    seconds = memory_seconds(problem, family, family.default(problem, target), target)
+    return msgspec.structs.replace(problem, **changes)
+
+
+def a_config(**changes: Any) -> QOuterConfig:
+    return QOuterConfig(**{"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, **changes})
+
+
+def predicted(problem: Problem, resources: Resources = LEAN, **changes: Any) -> float:
+    return predict_ms(problem, Q_OUTER, a_config(**changes), resources, H200)
+
+
+def test_a_long_problem_comes_near_what_was_measured() -> None:
+    # 16k tokens of 16 heads at S=8192: an H200 was seen at 1.94 ms.
+    ms = predicted(a_problem(heads=16, kv_heads=16, batch=2, seqlen_q=8192, seqlen_kv=8192))
+    assert 1.3 < ms < 2.8
+
+
+def test_half_the_pairs_take_about_half_the_time() -> None:
+    full, causal = predicted(a_problem()), predicted(a_problem(causal=Causal.BOTTOM_RIGHT))
+    assert 0.45 < causal / full < 0.65
+
+
+def test_what_does_not_fit_never_ends() -> None:
+    assert predicted(a_problem(), Resources(sram_bytes=H200.sram_per_sm + 1)) == math.inf
+
+
+def test_an_empty_problem_is_a_launch() -> None:
+    empty = a_problem(seqlen_kv=0)
+    assert LAUNCH_MS <= predicted(empty) < LAUNCH_MS + 0.1
+
+
+def test_a_huge_problem_is_predicted_at_once() -> None:
+    assert predicted(a_problem(seqlen_q=2**30, seqlen_kv=2**30, causal=Causal.BOTTOM_RIGHT)) > 1e6
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (100, 100), (129, 65), (4096, 4096)])
+@pytest.mark.parametrize("causal", list(Causal))
+def test_tiles_cover_what_is_visible(seqlen_q: int, seqlen_kv: int, causal: Causal) -> None:
+    problem = a_problem(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal, heads=1, kv_heads=1)
+    pairs = computed_pairs(problem, a_config())
+    whole = math.ceil(seqlen_q / 128) * 128 * math.ceil(seqlen_kv / 64) * 64
+    assert problem.visible_pairs() <= pairs <= whole
+
+
+def test_spills_and_serialised_instructions_cost() -> None:
+    clean = spill_factor(LEAN)
+    spilled = spill_factor(Resources(sram_bytes=0, spill_bytes=1024))
+    serial = spill_factor(Resources(sram_bytes=0, spill_bytes=1024, serialized_wgmma=True))
+    assert clean == 1
+    assert clean < spilled < serial
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [(0, 1.0), (1, 132.0), (132, 1.0), (133, 2 * 132 / 133), (264, 1.0), (265, 2 * 264 / 265)],
+)
+def test_a_last_wave_that_is_not_full_costs_a_whole_one(programs: int, expected: float) -> None:
+    assert imbalance(programs, Occupancy(2, 16, "sram"), H200) == pytest.approx(expected)
+
+
+def test_float32_runs_on_other_units() -> None:
+    wide = a_problem(dtype=Dtype.FP32)
+    plain = matrix_rate(wide, a_config(), H200)
+    thirds = matrix_rate(wide, a_config(products=Products.TF32X3), H200)
+    assert plain < thirds < matrix_rate(a_problem(), a_config(), H200)
+
+
+def test_what_the_cache_holds_is_moved_once() -> None:
+    problem = a_problem()
+    seconds = memory_seconds(problem, Q_OUTER, Q_OUTER.default(problem, H200), H200)
     # A head's keys and values fit an H200's L2, so every query tile but the first finds them there.
-    least = problem.minimal_bytes() / (target.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)
+    least = problem.minimal_bytes() / (H200.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)
     assert seconds == pytest.approx(least)
+
+
+def test_one_program_to_a_head_is_slow_where_heads_are_few() -> None:
+    problem = a_problem()
+    config = KVOuterConfig(block_m=128, block_n=64, num_warps=8, num_stages=1)
+    assert predict_ms(problem, KV_OUTER, config, LEAN, H200) > 2 * predicted(problem)
+
+
+def test_a_config_without_tiles_is_refused() -> None:
+    with pytest.raises(UsageError, match="name no block_m"):
+        predict_ms(a_problem(), Q_OUTER, Config(num_warps=4, num_stages=2), LEAN, H200)
