@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtune.launch import LEAST_SCALE
 from flashtune.problem import Causal, Problem
 
 # How `torch._fused_sdp_choice` numbers its backends, as peers are named in records.
@@ -19,6 +20,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     are NaN in some. So: lengths that differ get an explicit mask, and rows without keys are never
     asked for.
     """
+    # A scale of zero asks for plain averages; times the mask's -inf it would give NaN.
+    scale = scale or LEAST_SCALE
     gqa = q.shape[1] != k.shape[1]
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:

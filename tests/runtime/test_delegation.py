@@ -26,7 +26,7 @@ def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> Triple:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("scale", [0.3, -0.7])
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0])
 def test_masks_groups_and_scales(
     lengths: tuple[int, int], causal: Causal, kv_heads: int, scale: float
 ) -> None:
