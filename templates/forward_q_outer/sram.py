@@ -146,16 +146,13 @@ def _warp_items(stream: Stream) -> list[TrafficItem]:
             return [queries, *flight, *exchanged]
         # The queries pass through shared memory, then stay in registers.
         return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
-    loop = [*flight, crossing] if stream.k + stream.v else [_unbuffered(stream)]
-    halves = [TrafficItem("q in halves of tf32", queries.bytes)] if stream.halves else []
-    return [queries, *halves, *loop]
-
-
-def _unbuffered(stream: Stream) -> TrafficItem:
-    """The largest of what passes through shared memory one after the other."""
-    # K may be transposed in registers, V is not.
-    tiles = stream.tiles
-    return TrafficItem("v or weights in passing", max(*tiles.v, tiles.crossing_weights()))
+    pipelined = stream.k + stream.v > 0
+    # Where not, K may be transposed in registers, but V is not.
+    loop = flight if pipelined else [TrafficItem("v", max(tiles.v))]
+    if not stream.halves:
+        return [queries, *loop, crossing]
+    halves = TrafficItem("q in halves of tf32", queries.bytes)
+    return [queries, halves, *([*loop, crossing] if pipelined else _larger(loop, [crossing]))]
 
 
 def _vector_items(stream: Stream) -> list[TrafficItem]:
