@@ -89,6 +89,7 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool) -> Specialization:
     """
     combined = 16
     pointers = 0
+    repeats = False
     extent = 0
     for tensor in tensors:
         pointers |= tensor.data_ptr()
@@ -99,9 +100,11 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool) -> Specialization:
             combined |= stride
             reach += max(size - 1, 0) * abs(stride)
             extent = max(extent, abs(stride))
+        # The copy engine takes no rows that all lie in one place.
+        repeats |= tensor.shape[2] > 1 and tensor.stride(2) == 0
         # A tile may run past the end of a sequence before it is masked: leave it room.
         extent = max(extent, reach + 1024 * tensor.stride(2) + tensor.shape[3])
-    if pointers % POINTER_ALIGNMENT:
+    if repeats or pointers % POINTER_ALIGNMENT:
         alignment = Alignment.ANY
     elif combined % 16 == 0:
         alignment = Alignment.SIXTEEN

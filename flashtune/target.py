@@ -169,6 +169,10 @@ def device_target(index: int = 0) -> Target:
         raise TargetError("no GPU is visible here: pass --target NAME to work for one offline")
     properties = torch.cuda.get_device_properties(index)
     name = canonical_name(properties.name)
+    listed = {target.name: target.sm_count for target in TARGETS}
+    if listed.get(name) != properties.multi_processor_count:
+        # A sibling of the same name, such as a laptop's, or a slice: what others measured is not of it.
+        name = device_slug(properties.name)
     arch = (
         getattr(properties, "gcnArchName", "").split(":")[0]
         if torch.version.hip
@@ -191,9 +195,14 @@ def device_target(index: int = 0) -> Target:
     )
 
 
+def device_slug(device_name: str) -> str:
+    """A device's name in lower case with dashes: `NVIDIA H100 PCIe` is `nvidia-h100-pcie`."""
+    return "-".join(device_name.lower().replace("geforce", "").replace("instinct", "").split())
+
+
 def canonical_name(device_name: str) -> str:
     """A device's name as a target's: `NVIDIA H100 80GB HBM3` is `nvidia-h100`; unknown ones are slugged."""
-    slug = "-".join(device_name.lower().replace("geforce", "").replace("instinct", "").split())
+    slug = device_slug(device_name)
     for target in sorted(TARGETS, key=lambda target: -len(target.name)):
         if slug == target.name or slug.startswith(target.name + "-"):
             return target.name

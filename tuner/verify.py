@@ -20,7 +20,7 @@ from flashtune.errors import FlashtuneError
 from flashtune.kernel import Kernel
 from flashtune.problem import Dtype
 from flashtune.record import Provenance, Record
-from flashtune.target import Target, canonical_name, find_target
+from flashtune.target import Target, canonical_name, device_slug, find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify_jobs
@@ -138,7 +138,7 @@ def _receipt_fault(subject: _Subject, same_triton: bool) -> str:
     here = current_versions(record.family)
     if record.verdict is None or record.verdict.device == INTERPRETER:
         return "has no receipt: no GPU ever verified it"
-    if canonical_name(record.verdict.device) != record.target:
+    if record.target not in (canonical_name(record.verdict.device), device_slug(record.verdict.device)):
         return f"has a receipt of another GPU: {record.verdict.device}"
     if not record.verdict.passed:
         return f"has a receipt of failure: {record.verdict.failed}"

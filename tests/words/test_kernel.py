@@ -27,6 +27,13 @@ def test_the_alignment_class_is_what_pointers_and_strides_keep(
     assert specialization_of(views(offset=offset, stride=stride), lse=False).alignment == alignment
 
 
+def test_rows_that_repeat_are_no_matter_for_descriptors() -> None:
+    row = torch.empty(2, 4, 1, 64, dtype=torch.bfloat16)
+    repeated = row.expand(2, 4, 8, 64)
+    assert specialization_of((row, repeated, repeated, row), lse=False).alignment is Alignment.ANY
+    assert specialization_of((row, row, row, row), lse=False).alignment is Alignment.SIXTEEN
+
+
 def test_offsets_beyond_31_bits_need_wide_indices() -> None:
     small = torch.empty(1, 1, 8, 32, device="meta")
     wide = torch.empty(1, 1, 2**31, 32, device="meta")[:, :, ::64]
