@@ -80,7 +80,7 @@ def kernel_run(
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     """The other implementations that compute this problem here: SDPA's backends, the standard one."""
     for name, backend in BACKENDS.items():
-        run = _sdpa_run(problem, tensors, backend)
+        run = sdpa_run(problem, tensors, backend)
         if run is not None and _works(run):
             yield name, run
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
@@ -92,7 +92,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
             yield "standard", run
 
 
-def _sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
+def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
     """SDPA by one backend; None where its mask would be too large.
 
     SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal.
