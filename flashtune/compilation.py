@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from flashtune.errors import KernelError
 
 if TYPE_CHECKING:
-    from triton.compiler import CompiledKernel
+    from triton.compiler import ASTSource, CompiledKernel
+    from triton.runtime.jit import JITFunction
 
     from flashtune.kernel import Kernel
     from flashtune.target import Target
@@ -90,14 +91,31 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
         KernelError: The compiler refused it; the message is the compiler's first line.
     """
     import triton
-    from triton.compiler import ASTSource
 
     function = getattr(load_module(kernel), kernel.entry)
-    source = ASTSource(function, _signature(kernel), {}, _attributes(kernel))
+    source = _source(function, kernel)
     try:
         return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
     except Exception as error:  # the compiler raises anything, from RuntimeError to errors of its own
-        raise KernelError(first_line(error)) from error
+        raise KernelError(first_line(_origin(error))) from error
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What began it: the compiler wraps an error once for each function of the kernel that it was in."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _source(function: JITFunction[Any], kernel: Kernel) -> ASTSource:
+    """What the compiler starts from: Triton and Gluon enter it at different representations."""
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+
+    source: ASTSource = Source(function, _signature(kernel), {}, _attributes(kernel))
+    return source
 
 
 def _signature(kernel: Kernel) -> dict[str, str]:

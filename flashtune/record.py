@@ -53,6 +53,8 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spill_bytes: Local memory per thread, in bytes.
         serialized_wgmma: Whether ptxas had to serialise asynchronous matrix instructions.
         compile_seconds: Wall clock of the compilation.
+        warps: Warps of a block, where the compiler added some to those that it was told: kernels whose
+            warps are specialised run producers in warps of their own.
     """
 
     sram_bytes: NonNegative
@@ -61,6 +63,8 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spill_bytes: NonNegative = 0
     serialized_wgmma: bool = False
     compile_seconds: float = 0.0
+    # Left out of stored records where it says nothing, so that those made before it hash as they did.
+    warps: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

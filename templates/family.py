@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.kernel import Argument, Specialization
-from flashtune.problem import Problem
+from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 
 
@@ -28,13 +28,26 @@ class Family(Protocol):
 
     The template renders a module that depends on torch and triton alone and holds the jitted
     kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`.
+
+    Attributes:
+        name: Its folder's name.
+        config_type: What its configs are.
+        interpreted: Whether Triton's interpreter runs its kernels; it runs none that are in Gluon.
     """
 
     name: str
     config_type: type[Config]
+    interpreted: bool
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         """None when the family computes this problem on this target, else the reason why not."""
+        ...
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        """Whether its kernels can address tensors of which no more than this may be assumed.
+
+        Who takes tensors of which nothing may be assumed takes all of them.
+        """
         ...
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -57,6 +70,13 @@ class Family(Protocol):
 
     def programs(self, problem: Problem, config: Config) -> int:
         """Programs of one launch: the size of the kernel's grid."""
+        ...
+
+    def overlap(self, config: Config) -> float | None:
+        """Share of the shorter of products and softmax that the kernel's own schedule hides.
+
+        None where it has none of its own, and only other warps of the multiprocessor hide something.
+        """
         ...
 
     def hbm_items(

@@ -61,14 +61,18 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
     compiled = compile_kernel(kernel, target)
     seconds = time.perf_counter() - start
     usage = _nvidia_usage(compiled) if target.is_nvidia else _amd_usage(compiled)
+    specialized = compiled.metadata.num_warps != kernel.options.num_warps
+    # ptxas serialises for want of registers, and then it spills as well; but warps that trade registers
+    # at run time may be short of them where nothing is spilled.
+    suspect = usage.spill_bytes > 0 or specialized
     return Resources(
         sram_bytes=compiled.metadata.shared,
         tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         registers=usage.registers,
         spill_bytes=usage.spill_bytes,
-        # ptxas serialises for want of registers, and then it spills as well.
-        serialized_wgmma=usage.spill_bytes > 0 and _is_serialized(compiled),
+        serialized_wgmma=suspect and _is_serialized(compiled),
         compile_seconds=seconds,
+        warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
     )
 
 
@@ -84,7 +88,7 @@ def overflow(resources: Resources, target: Target) -> str | None:
 
 def occupancy(resources: Resources, options: LaunchOptions, target: Target) -> Occupancy:
     """How many blocks with these resources are resident on one multiprocessor of the target."""
-    warps = options.num_warps
+    warps = options.num_warps if resources.warps is msgspec.UNSET else resources.warps
     threads = warps * target.warp_size
     reserved = RESERVED_SRAM if target.is_nvidia else 0
     sram = _rounded(resources.sram_bytes, SRAM_GRANULE) + reserved

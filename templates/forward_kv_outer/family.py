@@ -60,11 +60,15 @@ class ForwardKVOuter:
 
     name = "forward_kv_outer"
     config_type = KVOuterConfig
+    interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
             return f"forward_kv_outer takes head dims up to {MAX_HEAD_DIM}"
         return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
 
     def space(self, problem: Problem, target: Target) -> Space:
         odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -123,6 +127,9 @@ class ForwardKVOuter:
     def programs(self, problem: Problem, config: Config) -> int:
         # Programs on the same rows would race: one to a head.
         return problem.batch * problem.heads
+
+    def overlap(self, config: Config) -> float | None:
+        return None
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None

@@ -49,11 +49,15 @@ class ForwardQOuter:
 
     name = "forward_q_outer"
     config_type = QOuterConfig
+    interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
             return f"forward_q_outer takes head dims up to {MAX_HEAD_DIM}"
         return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
 
     def space(self, problem: Problem, target: Target) -> Space:
         return q_outer_space(problem, target)
@@ -132,6 +136,9 @@ class ForwardQOuter:
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, QOuterConfig)
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
+
+    def overlap(self, config: Config) -> float | None:
+        return None
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
