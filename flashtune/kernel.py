@@ -55,16 +55,35 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     divisibility: int = 1
 
 
-class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Prologue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kernel of the same source that runs first and fills the workspace.
+
+    Its grid and integers come from the module's own `prologue_plan(q, k, v, out)`.
+
+    Attributes:
+        entry: Name of the jitted function in the source.
+        arguments: Run-time arguments in order: v, workspace, integers.
+        options: Launch options of the compiler.
+    """
+
+    entry: str
+    arguments: tuple[Argument, ...]
+    options: LaunchOptions
+
+
+# What has no prologue keeps the digest that it had before there were any: receipts hang on it.
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rendered source of (family, problem's static features, config), and its specialisation.
 
     Attributes:
         family: The family's name.
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
-        arguments: Run-time arguments in order: q, k, v, out, lse, workspaces, scale, integers.
+        arguments: Run-time arguments in order: q, k, v, out, lse, scales of quantised inputs,
+            workspaces, scale, integers.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.
+        prologue: What is launched before it, if anything.
     """
 
     family: str
@@ -73,6 +92,15 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: tuple[Argument, ...]
     options: LaunchOptions
     specialization: Specialization
+    prologue: Prologue | None = None
+
+    @property
+    def first(self) -> Kernel | None:
+        """The prologue as a kernel by itself: it compiles like any other."""
+        if self.prologue is None:
+            return None
+        entry, arguments, options = self.prologue.entry, self.prologue.arguments, self.prologue.options
+        return Kernel(self.family, entry, self.source, arguments, options, self.specialization)
 
     @property
     def digest(self) -> str:

@@ -6,13 +6,13 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from triton.runtime._allocation import _allocator
 
-from flashtune.compilation import compile_kernel, first_line, interpreting, load_module
-from flashtune.errors import KernelError
+from flashtune.compilation import compile_kernel, interpreting, load_module
+from flashtune.quantization import E4M3, Scales
+from flashtune.queueing import Queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
+UNSCALED = Scales()
+
+
+class Binary(NamedTuple):
+    """A kernel's binary, and that of its prologue where it has one."""
+
+    kernel: CompiledKernel
+    prologue: CompiledKernel | None = None
 
 
 class Launch(Protocol):
@@ -34,11 +42,19 @@ class Launch(Protocol):
 
     q, k, v and out are [batch, heads, seqlen, head_dim]; lse is [batch, heads, seqlen_q] in
     float32 and contiguous, or None where the kernel does not write it. `scale` is not negative.
+    `scales` are those of quantised inputs, contiguous; other kernels ignore them.
     Strides are bound, so only addresses are read: a transposed view and its base serve alike.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = ...,
     ) -> None:
         """Fills `out`, and `lse` where there is one."""
         ...
@@ -49,6 +65,16 @@ def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
+def compile_binary(kernel: Kernel, target: Target) -> Binary:
+    """All that a launch of a kernel runs, compiled for a target.
+
+    Raises:
+        KernelError: The compiler refused it.
+    """
+    first = kernel.first
+    return Binary(compile_kernel(kernel, target), first and compile_kernel(first, target))
+
+
 def bind(
     kernel: Kernel,
     target: Target,
@@ -57,7 +83,7 @@ def bind(
     v: Tensor,
     out: Tensor,
     *,
-    compiled: CompiledKernel | None = None,
+    compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
 ) -> Launch:
     """The launch of a kernel for tensors like these: loads, compiles and plans.
@@ -79,8 +105,15 @@ def bind(
     grid, workspaces, integers = module.launch_plan(q, k, v, out)
     if interpreting():
         return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers, allocate)
-    compiled = compiled or compile_kernel(kernel, target)
-    return DeviceLaunch(compiled, grid, workspaces, integers, q.device, allocate)
+    binary = compiled or compile_binary(kernel, target)
+    queue = Queue(binary.kernel, grid, integers, q.device)
+    if q.dtype is not E4M3:
+        return DeviceLaunch(queue, workspaces, allocate)
+    prologue = None
+    if binary.prologue is not None:
+        prologue = Queue(binary.prologue, *module.prologue_plan(q, k, v, out), q.device)
+    ones = torch.ones(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
+    return QuantizedLaunch(queue, prologue, ones, workspaces, allocate)
 
 
 class InterpreterLaunch:
@@ -100,9 +133,17 @@ class InterpreterLaunch:
         self._integers = integers
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
     ) -> None:
         """Runs every block in turn."""
+        del scales  # nothing is quantised here
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
@@ -111,77 +152,80 @@ class InterpreterLaunch:
 class DeviceLaunch:
     """The binary, launched without Triton's per-call specialisation."""
 
-    __slots__ = (
-        "_allocate",
-        "_current",
-        "_device",
-        "_grid",
-        "_head",
-        "_integers",
-        "_run",
-        "_scratch",
-        "_stream",
-        "_workspaces",
-    )
+    __slots__ = ("_allocate", "_queue", "_workspaces")
 
     def __init__(
         self,
-        compiled: Any,
-        grid: tuple[int, ...],
+        queue: Callable[[tuple[int | float, ...]], None],
         workspaces: tuple[tuple[int, ...], ...],
-        integers: tuple[int, ...],
-        device: torch.device,
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        from triton.runtime import driver
-
-        with torch.cuda.device(device):
-            try:
-                # Reading `run` loads the binary onto the current device.
-                self._run: Callable[..., None] = compiled.run
-            except Exception as error:
-                raise KernelError(first_line(error)) from error
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._current: Callable[[], int] = torch.cuda.current_device
-        # Only GPU drivers have it, and only on a GPU is this class made.
-        self._stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-        self._grid = (*grid, 1, 1)[:3]
-        # No launch metadata and no hooks: they are a profiler's, and cost a call each.
-        self._head = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._integers = integers
+        self._queue = queue
         self._workspaces = workspaces
         self._allocate = allocate
-        self._scratch = compiled.metadata.global_scratch_size > 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
     ) -> None:
         """Queues the kernel on its device's current stream."""
-        if self._current() != self._device:
-            # The binary belongs to its device's context, which must be the current one.
-            with torch.cuda.device(self._device):
-                self(q, k, v, out, lse, scale)
-            return
+        del scales  # nothing is quantised here
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
-        pointers: tuple[int, ...] = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
-        if self._workspaces:
-            workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-            pointers += tuple(workspace.data_ptr() for workspace in workspaces)
-        stream = self._stream(self._device)
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        if not self._scratch:
-            self._run(*self._grid, stream, *self._head, *pointers, scale, *self._integers)
+        if not self._workspaces:
+            self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, scale))
             return
-        # Descriptors made on the device live in scratch memory, from torch's stream-ordered pool.
-        previous = _allocator.set(_allocate_scratch)
-        try:
-            self._run(*self._grid, stream, *self._head, *pointers, scale, *self._integers)
-        finally:
-            _allocator.reset(previous)
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
+        pointers = [workspace.data_ptr() for workspace in workspaces]
+        self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, *pointers, scale))
 
 
-def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    del alignment, stream  # torch aligns to 512 bytes and uses the current stream, as the launch does
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+class QuantizedLaunch:
+    """The binary for quantised inputs, after its prologue, which fills the workspaces from v."""
+
+    __slots__ = ("_allocate", "_ones", "_prologue", "_queue", "_workspaces")
+
+    def __init__(
+        self,
+        queue: Callable[[tuple[int | float, ...]], None],
+        prologue: Callable[[tuple[int | float, ...]], None] | None,
+        ones: Tensor,
+        workspaces: tuple[tuple[int, ...], ...],
+        allocate: Allocate = allocate_workspace,
+    ) -> None:
+        """`ones` stands for the scales of a call that gives none: as many as there are heads in all."""
+        self._queue = queue
+        self._prologue = prologue
+        self._ones = ones
+        self._workspaces = workspaces
+        self._allocate = allocate
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        """Queues both kernels on their device's current stream."""
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
+        pointers = [workspace.data_ptr() for workspace in workspaces]
+        if self._prologue is not None:
+            self._prologue((v.data_ptr(), *pointers))
+        factors = [(self._ones if factor is None else factor).data_ptr() for factor in scales]
+        address = out.data_ptr()
+        row_lse = address if lse is None else lse.data_ptr()
+        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
+        self._queue((*tensors, *factors, *pointers, scale))

@@ -22,16 +22,31 @@ class Direction(enum.StrEnum):
 
 
 class Dtype(enum.StrEnum):
-    """The element type of queries, keys, values and outputs."""
+    """The element type of queries, keys and values; of outputs too, but for `e4m3`.
+
+    `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for tensors
+    that were quantised with a scale for each head.
+    """
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+    E4M3 = "e4m3"
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return 4 if self is Dtype.FP32 else 2
+        return {Dtype.E4M3: 1, Dtype.FP32: 4}.get(self, 2)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether tensors of this type come with scales."""
+        return self is Dtype.E4M3
+
+    @property
+    def out(self) -> Dtype:
+        """The element type of what attention of such tensors gives: 8 bits are too few for it."""
+        return Dtype.BF16 if self.is_quantized else self
 
 
 class Causal(enum.StrEnum):
@@ -50,7 +65,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """One attention computation.
 
     Attributes:
-        dtype: Element type of q, k, v and out.
+        dtype: Element type of q, k and v; out has `out_dtype`.
         head_dim: Width of queries and keys.
         value_head_dim: Width of values and outputs.
         heads: Query heads.
@@ -90,6 +105,11 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
     @property
+    def out_dtype(self) -> Dtype:
+        """Element type of the output."""
+        return self.dtype.out
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
@@ -122,6 +142,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def minimal_bytes(self) -> int:
         """HBM bytes when each input is read once and each output written once."""
-        queries = self.batch * self.heads * self.seqlen_q * (self.head_dim + self.value_head_dim)
-        keys = self.batch * self.kv_heads * self.seqlen_kv * (self.head_dim + self.value_head_dim)
-        return (queries + keys) * self.dtype.itemsize
+        rows = self.batch * self.heads * self.seqlen_q
+        keys = self.batch * self.kv_heads * self.seqlen_kv
+        read = rows * self.head_dim + keys * (self.head_dim + self.value_head_dim)
+        return read * self.dtype.itemsize + rows * self.value_head_dim * self.out_dtype.itemsize

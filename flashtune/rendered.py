@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashtune.compilation import kernel_folder
 from flashtune.kernel import Kernel, Specialization
 from flashtune.record import Record
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import find_family
 
@@ -45,12 +45,5 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
         source = (kernel_folder() / f"{record.family}_{record.kernel}.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    kernel = Kernel(
-        family=family.name,
-        entry=family.name,
-        source=source,
-        arguments=family.arguments(record.problem, specialization),
-        options=family.options(record.config),
-        specialization=specialization,
-    )
+    kernel = kernel_of_source(family, record.problem, record.config, specialization, source)
     return kernel if kernel.digest == record.kernel else None

@@ -10,12 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.compilation import compile_kernel
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization, output_like
 from flashtune.delegation import sdpa_attention
 from flashtune.dispatch import default_selection, proven_by
 from flashtune.errors import KernelError, VerificationError
-from flashtune.launch import Launch, bind
+from flashtune.launch import Binary, Launch, bind, compile_binary
 from flashtune.nearest import is_far
 from flashtune.notices import search_command, tell_once
 from flashtune.problem import Dtype
@@ -26,8 +25,6 @@ from flashtune.standard import standard_attention
 from flashtune.target import Target
 
 if TYPE_CHECKING:
-    from triton.compiler import CompiledKernel
-
     from flashtune.kernel import Kernel
     from flashtune.record import Selection
 
@@ -107,10 +104,10 @@ def _generated(
 
 
 @functools.cache
-def _binary(kernel: Kernel, target: Target, device: torch.device) -> CompiledKernel:
+def _binary(kernel: Kernel, target: Target, device: torch.device) -> Binary:
     """A kernel's binary, loaded once per device however many shapes it serves."""
     del device  # a binary is loaded onto the device that first launches it, so each has its own
-    return compile_kernel(kernel, target)
+    return compile_binary(kernel, target)
 
 
 def _launcher(launch: Launch, request: Request, q: Tensor) -> Serve:

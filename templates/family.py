@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.kernel import Argument, Specialization
+from flashtune.kernel import Argument, Kernel, Prologue, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 
@@ -100,3 +100,30 @@ class Family(Protocol):
     def options(self, config: Config) -> LaunchOptions:
         """What the compiler is told besides the source."""
         ...
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+        """What is launched before the kernel, if anything; its module then holds `prologue_plan` too."""
+        ...
+
+
+def kernel_of_source(
+    family: Family, problem: Problem, config: Config, specialization: Specialization, source: str
+) -> Kernel:
+    """The kernel of a family whose rendered source is at hand."""
+    return Kernel(
+        family=family.name,
+        entry=family.name,
+        source=source,
+        arguments=family.arguments(problem, specialization),
+        options=family.options(config),
+        specialization=specialization,
+        prologue=family.prologue(problem, config, specialization),
+    )
+
+
+def why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
+    """None when a family computes a problem on a target for tensors like these, else the reason why not."""
+    reason = family.supports(problem, target)
+    if reason is None and not family.takes(problem.dtype, specialization):
+        return f"{family.name} cannot address tensors with such strides or addresses"
+    return reason

@@ -13,7 +13,7 @@ from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Problem
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
 
 
@@ -27,14 +27,7 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     values = {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
     template = _environment().get_template(f"{family.name}/{TEMPLATE}")
     source = template.render(values, template_hash=template_hash(family.name)[:12], kernel_name=family.name)
-    return Kernel(
-        family=family.name,
-        entry=family.name,
-        source=source,
-        arguments=family.arguments(problem, specialization),
-        options=family.options(config),
-        specialization=specialization,
-    )
+    return kernel_of_source(family, problem, config, specialization, source)
 
 
 @functools.cache

@@ -15,10 +15,10 @@ import msgspec
 import torch
 from triton.errors import TritonError
 
-from flashtune.compilation import compile_kernel, first_line, interpreting
+from flashtune.compilation import first_line, interpreting
 from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
-from flashtune.launch import bind
+from flashtune.launch import Binary, bind, compile_binary
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
 from flashtune.proof.gate import worst_ratio
@@ -29,7 +29,6 @@ from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from triton.compiler import CompiledKernel
 
     from flashtune.config import Config
     from flashtune.kernel import Kernel
@@ -116,7 +115,7 @@ def check_rendered(
         KernelError: It does not compile, load or launch.
     """
     seed = next_seed() if seed is None else seed
-    compiled = None if interpreting() else compile_kernel(kernel, target)
+    compiled = None if interpreting() else compile_binary(kernel, target)
     findings: list[Finding] = []
     with _on(device):
         try:
@@ -183,7 +182,7 @@ def _planned(
 
 def _findings(
     kernel: Kernel,
-    compiled: CompiledKernel | None,
+    compiled: Binary | None,
     case: Case,
     prepared: Prepared,
     target: Target,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
-from flashtune.kernel import Alignment, Argument, Specialization
+from flashtune.kernel import Alignment, Argument, Prologue, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
@@ -65,6 +65,8 @@ class ForwardKVOuter:
     def supports(self, problem: Problem, target: Target) -> str | None:
         if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
             return f"forward_kv_outer takes head dims up to {MAX_HEAD_DIM}"
+        if problem.dtype.is_quantized:
+            return f"forward_kv_outer takes no {problem.dtype}"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -97,6 +99,9 @@ class ForwardKVOuter:
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, KVOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+        return None
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization

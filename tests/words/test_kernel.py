@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flashtune.config import LaunchOptions
-from flashtune.kernel import Alignment, Argument, Kernel, Specialization, specialization_of
+from flashtune.kernel import Alignment, Argument, Kernel, Prologue, Specialization, specialization_of
 from flashtune.problem import Dtype
 
 
@@ -53,21 +53,46 @@ def _index_bits(tensors: tuple[torch.Tensor, ...]) -> int:
         (Alignment.EIGHT, Dtype.FP16, True),
         (Alignment.EIGHT, Dtype.FP32, True),
         (Alignment.ANY, Dtype.FP32, False),
+        (Alignment.SIXTEEN, Dtype.E4M3, True),
+        (Alignment.EIGHT, Dtype.E4M3, False),
     ],
 )
 def test_descriptors_need_strides_of_16_bytes(alignment: Alignment, dtype: Dtype, taken: bool) -> None:
     assert Specialization(alignment).takes_descriptors(dtype) is taken
 
 
+KERNEL = Kernel(
+    "family", "entry", "source", (Argument("q", "*bf16", 16),), LaunchOptions(4, 2), Specialization()
+)
+PROLOGUE = Prologue("transpose_values", (Argument("v", "*fp8e4nv"),), LaunchOptions(4, 1))
+
+
 def test_the_digest_covers_source_specialisation_and_options() -> None:
-    kernel = Kernel(
-        "family", "entry", "source", (Argument("q", "*bf16", 16),), LaunchOptions(4, 2), Specialization()
-    )
     others = (
-        msgspec.structs.replace(kernel, source="another"),
-        msgspec.structs.replace(kernel, arguments=(Argument("q", "*bf16"),)),
-        msgspec.structs.replace(kernel, options=LaunchOptions(4, 2, 128)),
-        msgspec.structs.replace(kernel, specialization=Specialization(lse=True)),
+        msgspec.structs.replace(KERNEL, source="another"),
+        msgspec.structs.replace(KERNEL, arguments=(Argument("q", "*bf16"),)),
+        msgspec.structs.replace(KERNEL, options=LaunchOptions(4, 2, 128)),
+        msgspec.structs.replace(KERNEL, specialization=Specialization(lse=True)),
+        msgspec.structs.replace(KERNEL, prologue=PROLOGUE),
+        msgspec.structs.replace(
+            KERNEL, prologue=msgspec.structs.replace(PROLOGUE, options=LaunchOptions(8, 1))
+        ),
     )
-    digests = {kernel.digest, *(other.digest for other in others)}
+    digests = {KERNEL.digest, *(other.digest for other in others)}
     assert len(digests) == 1 + len(others)
+
+
+def test_what_has_no_prologue_hashes_as_before_there_were_any() -> None:
+    assert b"prologue" not in msgspec.json.encode(KERNEL)
+    assert KERNEL.first is None
+
+
+def test_a_prologue_is_a_kernel_of_the_same_source() -> None:
+    first = msgspec.structs.replace(KERNEL, prologue=PROLOGUE).first
+    assert first is not None
+    assert (first.entry, first.arguments, first.options) == (
+        PROLOGUE.entry,
+        PROLOGUE.arguments,
+        PROLOGUE.options,
+    )
+    assert (first.source, first.family, first.prologue) == (KERNEL.source, KERNEL.family, None)

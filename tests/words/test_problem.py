@@ -59,6 +59,24 @@ def test_nominal_flops_halve_when_causal() -> None:
     assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
 
 
+def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
+    wide = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=32,
+        heads=4,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=10,
+        seqlen_kv=20,
+    )
+    narrow = msgspec.structs.replace(wide, dtype=Dtype.E4M3)
+    assert (narrow.out_dtype, wide.out_dtype) == (Dtype.BF16, Dtype.BF16)
+    inputs, output = 4 * 10 * 64 + 2 * 20 * (64 + 32), 4 * 10 * 32
+    assert wide.minimal_bytes() == 2 * inputs + 2 * output
+    assert narrow.minimal_bytes() == inputs + 2 * output
+
+
 def test_query_heads_must_divide_among_kv_heads() -> None:
     with pytest.raises(ProblemError, match="5 query heads do not divide among 2 KV heads"):
         Problem(

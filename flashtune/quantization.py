@@ -1,0 +1,102 @@
+"""Tensors in e4m3, 8-bit floats, and the scales that make numbers of them again.
+
+There is one scale for each sequence and head, in float32: a tensor stands for its elements times
+their scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.errors import ProblemError
+from flashtune.problem import Problem
+
+E4M3 = torch.float8_e4m3fn
+# The largest number of the type.
+LARGEST = 448.0
+SIGN_BIT = 0x80
+
+
+class Scales(NamedTuple):
+    """What the elements of q, k and v are to be multiplied with; None stands for 1.
+
+    Each is float32 and not negative: [batch, heads] for q, [batch, kv_heads] for k and v.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    @property
+    def presence(self) -> tuple[bool, bool, bool]:
+        """Which of the three are given."""
+        return self.q is not None, self.k is not None, self.v is not None
+
+
+def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
+    """A tensor in e4m3 and its scales, such that the largest magnitude of each head becomes 448.
+
+    Args:
+        tensor: [batch, heads, seqlen, head_dim] of any floating type ("bshd": [batch, seqlen, heads,
+            head_dim]), with finite elements.
+        layout: The order of the dimensions.
+
+    Returns:
+        The elements over their head's scale, rounded to `torch.float8_e4m3fn`, in the shape of
+        `tensor` and contiguous; and the scales, [batch, heads] in float32, 1 for heads of zeros.
+
+    Raises:
+        ProblemError: The layout is unknown, or the tensor has not four dimensions.
+    """
+    if layout not in ("bhsd", "bshd"):
+        raise ProblemError(f"layout cannot be {layout!r}: pass 'bhsd' or 'bshd'")
+    if tensor.dim() != 4 or not tensor.is_floating_point():
+        kind = f"{tensor.dim()} dimensions of {tensor.dtype}"
+        raise ProblemError(f"the tensor to quantise has {kind}: pass four of a floating type")
+    rows = (2, 3) if layout == "bhsd" else (1, 3)
+    if tensor.numel():
+        largest = tensor.abs().amax(rows, keepdim=True).float()
+    else:
+        largest = tensor.new_zeros([1 if axis in rows else size for axis, size in enumerate(tensor.shape)])
+    scale = (largest.float() / LARGEST).masked_fill_(largest == 0, 1.0)
+    # A quotient may round to just above the largest number, which some versions of torch make NaN.
+    elements = (tensor.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3).contiguous()
+    return elements, scale.squeeze(rows)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A tensor with the signs of its elements turned; torch itself negates no 8-bit floats."""
+    if tensor.dtype is not E4M3:
+        return -tensor
+    return (tensor.view(torch.uint8) ^ SIGN_BIT).view(E4M3)
+
+
+def check_scales(problem: Problem, device: torch.device, scales: Scales) -> None:
+    """Checks that scales fit a problem; their values are not looked at.
+
+    Raises:
+        ProblemError: They are no float32 tensors of the right shape and device, or the problem's
+            tensors are not quantised.
+    """
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    names = ("q_scale", "k_scale", "v_scale")
+    for name, scale, count in zip(names, scales, heads, strict=True):
+        if scale is None:
+            continue
+        if not problem.dtype.is_quantized:
+            raise ProblemError(
+                f"{name} is given and the inputs are {problem.dtype}: scales belong to float8_e4m3fn inputs, "
+                "leave it out"
+            )
+        if not isinstance(scale, Tensor):
+            raise ProblemError(f"{name} is a {type(scale).__name__}: pass a float32 tensor, or None for 1")
+        if scale.dtype is not torch.float32 or scale.shape != (problem.batch, count):
+            raise ProblemError(
+                f"{name} is {scale.dtype} of shape {list(scale.shape)}: pass float32 of shape "
+                f"[{problem.batch}, {count}], a scale for each sequence and head"
+            )
+        if scale.device != device:
+            raise ProblemError(f"{name} is on {scale.device} and q on {device}: move it there")

@@ -1,0 +1,26 @@
+"""The receipts of the shipped tables are bound to kernels that still render bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtune.db.table import shipped_table
+from flashtune.target import TARGETS
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_records_name_the_kernels_that_render_here(name: str) -> None:
+    table = shipped_table(name)
+    assert table is not None
+    stale = [
+        record.problem.key
+        for record in table.records
+        if record.config is not None
+        and record.kernel
+        != render(find_family(record.family), record.problem, record.config, record.specialization).digest
+    ]
+    assert not stale
