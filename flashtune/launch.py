@@ -111,7 +111,8 @@ def bind(
         return DeviceLaunch(queue, workspaces, allocate)
     prologue = None
     if binary.prologue is not None:
-        prologue = Queue(binary.prologue, *module.prologue_plan(q, k, v, out), q.device)
+        first_grid, first_integers = module.prologue_plan(q, k, v, out)
+        prologue = Queue(binary.prologue, first_grid, first_integers, q.device)
     ones = torch.ones(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
     return QuantizedLaunch(queue, prologue, ones, workspaces, allocate)
 

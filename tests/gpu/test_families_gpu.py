@@ -90,7 +90,7 @@ def check(
 
 
 @BY_FAMILY
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPES))
 @pytest.mark.parametrize("widths", [(8, 8), (40, 40), (64, 128), (96, 96), (128, 128), (256, 256)])
 def test_default_configs_are_right(family: Family, dtype: Dtype, widths: tuple[int, int]) -> None:
     torch.manual_seed(0)

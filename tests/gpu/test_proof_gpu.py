@@ -35,7 +35,7 @@ def make_problem(causal: Causal = Causal.NONE, dtype: Dtype = Dtype.BF16, head_d
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_defaults_pass_in_full(name: str, causal: Causal, dtype: Dtype, head_dim: int) -> None:
     family, target = find_family(name), device_target()

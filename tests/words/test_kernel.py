@@ -74,9 +74,7 @@ def test_the_digest_covers_source_specialisation_and_options() -> None:
         msgspec.structs.replace(KERNEL, options=LaunchOptions(4, 2, 128)),
         msgspec.structs.replace(KERNEL, specialization=Specialization(lse=True)),
         msgspec.structs.replace(KERNEL, prologue=PROLOGUE),
-        msgspec.structs.replace(
-            KERNEL, prologue=msgspec.structs.replace(PROLOGUE, options=LaunchOptions(8, 1))
-        ),
+        msgspec.structs.replace(KERNEL, prologue=Prologue("other", PROLOGUE.arguments, PROLOGUE.options)),
     )
     digests = {KERNEL.digest, *(other.digest for other in others)}
     assert len(digests) == 1 + len(others)
