@@ -4,9 +4,10 @@
 
     out = flashtune.attention(q, k, v, causal=True)
 
-`flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it, and
-`flashtune.table_hash` is what ranks compare. Names are loaded when they are first used, so that
-importing the package, as the command line does, costs next to nothing.
+`flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it,
+`flashtune.quantize` makes 8-bit floats of inputs, and `flashtune.table_hash` is what ranks compare.
+Names are loaded when they are first used, so that importing the package, as the command line does,
+costs next to nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashtune.explanation import Explanation, explain
     from flashtune.notices import FlashtuneWarning
     from flashtune.planning import Plan, plan
+    from flashtune.quantization import quantize
     from flashtune.tables import table_hash
 
     __version__: str
@@ -31,6 +33,7 @@ __all__ = [
     "attention",
     "explain",
     "plan",
+    "quantize",
     "table_hash",
 ]
 
@@ -41,6 +44,7 @@ _HOMES = {
     "FlashtuneWarning": "flashtune.notices",
     "plan": "flashtune.planning",
     "Plan": "flashtune.planning",
+    "quantize": "flashtune.quantization",
     "table_hash": "flashtune.tables",
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtune.calls import serve
 from flashtune.ops import call_op
+from flashtune.quantization import given_scales
 from flashtune.request import require_tensors
 from flashtune.serving import Result
 
@@ -34,6 +35,9 @@ def attention(
     layout: LayoutOption = ...,
     return_lse: Literal[False] = ...,
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -46,6 +50,9 @@ def attention(
     layout: LayoutOption = ...,
     return_lse: Literal[True],
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -58,6 +65,9 @@ def attention(
     layout: LayoutOption = ...,
     return_lse: bool,
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> Result: ...
 def attention(
     q: Tensor,
@@ -69,6 +79,9 @@ def attention(
     layout: LayoutOption = "bhsd",
     return_lse: bool = False,
     prefer: PreferOption = "fastest",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Result:
     """softmax(scale · q·kᵀ, masked) · v, by the best kernel that is known for this GPU and shape.
 
@@ -77,7 +90,8 @@ def attention(
 
     Args:
         q: Queries [batch, heads, seqlen_q, head_dim] ("bshd": [batch, seqlen_q, heads, head_dim]),
-            of any strides with a contiguous last dimension, in bfloat16, float16 or float32.
+            of any strides with a contiguous last dimension, in bfloat16, float16, float32 or
+            float8_e4m3fn.
         k: Keys [batch, kv_heads, seqlen_kv, head_dim]; `kv_heads` divides `heads`.
         v: Values [batch, kv_heads, seqlen_kv, value_head_dim].
         causal: True and "bottom_right" let the last query see every key, as flash_attn does;
@@ -87,9 +101,14 @@ def attention(
         return_lse: Whether the log-sum-exp of each row is returned too.
         prefer: "fastest" may hand the problem to torch's SDPA where the search measured it as
             faster; "generated" never does.
+        q_scale: What the elements of a float8_e4m3fn q are to be multiplied with, for each sequence
+            and head: float32 [batch, heads], not negative; 1 by default. See `flashtune.quantize`.
+        k_scale: Likewise of k, [batch, kv_heads].
+        v_scale: Likewise of v, [batch, kv_heads].
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in the call's layout. Rows with nothing
+        The output [batch, heads, seqlen_q, value_head_dim] in the call's layout, in bfloat16 where the
+        inputs are float8_e4m3fn and in their type otherwise. Rows with nothing
         to attend to are zeros. With `return_lse` also the natural log-sum-exp
         [batch, heads, seqlen_q] in float32, -inf for such rows.
 
@@ -99,11 +118,12 @@ def attention(
             only generated kernels may serve and none compiles or loads on this GPU.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
+    scales = given_scales(q_scale, k_scale, v_scale)
     if _compiling():
-        return call_op(q, k, v, causal, scale, layout, return_lse, prefer)
+        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
     if type(q) is type(k) is type(v) is Tensor and not (
         _function_mode() or _dispatch_modes() or _transforms() is not None
     ):
-        return serve(q, k, v, causal, scale, layout, return_lse, prefer)
+        return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales)
     require_tensors(q, k, v)
-    return call_op(q, k, v, causal, scale, layout, return_lse, prefer)
+    return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashtune.errors import KernelError
-from flashtune.request import read_request
+from flashtune.quantization import UNSCALED, Scales, negated
+from flashtune.request import read_request, requires_grad
 from flashtune.serving import Result, Serve, prepare
 
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
@@ -23,11 +24,18 @@ _preparing = threading.RLock()
 
 
 def call_key(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool | str, layout: str, return_lse: bool, prefer: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    scales: Scales = UNSCALED,
 ) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
-    Of the addresses only whether they lie on 16-byte borders matters.
+    Of the addresses only whether they lie on 16-byte borders matters, of the scales only which are given.
     """
     return (
         q.shape,
@@ -47,6 +55,7 @@ def call_key(
         layout,
         return_lse,
         prefer,
+        scales is not UNSCALED and (scales.presence, requires_grad(q, k, v, scales)),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
 
@@ -60,6 +69,7 @@ def serve(
     layout: str,
     return_lse: bool,
     prefer: str,
+    scales: Scales = UNSCALED,
 ) -> Result:
     """Attention of real tensors, by the server of their kind of call.
 
@@ -69,12 +79,12 @@ def serve(
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
     if scale is not None and scale < 0.0:
-        q, scale = -q, -scale
-    key = call_key(q, k, v, causal, layout, return_lse, prefer)
+        q, scale = negated(q), -scale
+    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales)
     server = _servers.get(key)
     if server is None:
-        server = server_of(key, q, k, v, causal, layout, return_lse, prefer)
-    return server(q, k, v, scale)
+        server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales)
+    return server(q, k, v, scale) if scales is UNSCALED else server(q, k, v, scale, scales)
 
 
 def server_of(
@@ -86,6 +96,7 @@ def server_of(
     layout: str,
     return_lse: bool,
     prefer: str,
+    scales: Scales = UNSCALED,
 ) -> Serve:
     """The server of a kind of call, prepared now if this process has none.
 
@@ -97,8 +108,8 @@ def server_of(
     with _preparing:
         server = _servers.get(key)
         if server is None:
-            needs_grad = bool(key[-1])
-            request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad)
+            needs_grad = requires_grad(q, k, v, scales)
+            request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
             _refuse_capture(q)
             server = prepare(request, q, k, v)
             if len(_servers) >= MEMO_LIMIT:

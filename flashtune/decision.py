@@ -83,12 +83,12 @@ def baseline(request: Request) -> Server:
 
 def needed_specialization(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Specialization:
     """What a kernel may assume of these tensors and of the output that it will be given."""
-    return specialization_of((*request.views(q, k, v), output_like(request, q)), request.return_lse)
+    return specialization_of((*request.views(q, k, v), output_like(request)), request.return_lse)
 
 
-def output_like(request: Request, q: Tensor) -> Tensor:
+def output_like(request: Request) -> Tensor:
     """A tensor without memory that has the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
-    return request.heads_first(torch.empty(request.out_shape, dtype=q.dtype, device="meta"))
+    return request.heads_first(torch.empty(request.out_shape, dtype=request.out_dtype, device="meta"))
 
 
 def _of_selection(
@@ -110,6 +110,11 @@ def _of_selection(
 
 
 def _differentiable(request: Request) -> Decision:
+    if request.problem.dtype.is_quantized:
+        raise ProblemError(
+            f"attention of {request.problem.dtype} inputs has no backward pass and an input or a scale "
+            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+        )
     if request.prefer is Prefer.GENERATED:
         raise ProblemError(
             "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), "
@@ -119,7 +124,14 @@ def _differentiable(request: Request) -> Decision:
 
 
 def _check_device(request: Request) -> None:
-    if request.device.type == "cuda" or interpreting():
+    if request.device.type == "cuda":
+        return
+    if request.problem.dtype.is_quantized:
+        raise ProblemError(
+            f"the tensors are on {request.device} and {request.problem.dtype} is computed on a GPU alone: "
+            "move them to one, or pass 16-bit inputs"
+        )
+    if interpreting():
         return
     raise ProblemError(
         f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "

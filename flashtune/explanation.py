@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import torch
 from torch import Tensor
 
 from flashtune.api import CausalOption, LayoutOption, PreferOption
@@ -12,9 +11,10 @@ from flashtune.dispatch import proven_by
 from flashtune.kernel import Specialization
 from flashtune.notices import search_command
 from flashtune.problem import Problem
+from flashtune.quantization import given_scales
 from flashtune.record import Selection, Standing
 from flashtune.rendered import kernel_of
-from flashtune.request import Prefer, Request, read_request, require_tensors
+from flashtune.request import Prefer, Request, read_request, require_tensors, requires_grad
 from flashtune.self_check import known_verdict
 
 
@@ -71,6 +71,9 @@ def explain(
     layout: LayoutOption = "bhsd",
     return_lse: bool = False,
     prefer: PreferOption = "fastest",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Explanation:
     """What `attention` would do with these arguments, which are its own.
 
@@ -80,8 +83,9 @@ def explain(
     """
     del scale  # any scale is served alike
     require_tensors(q, k, v)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad)
+    scales = given_scales(q_scale, k_scale, v_scale)
+    needs_grad = requires_grad(q, k, v, scales)
+    request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
     decision = decide(request, q, k, v)
     if decision.server is not Server.GENERATED:
         return _explanation(request, decision)

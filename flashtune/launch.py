@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
-from flashtune.quantization import E4M3, Scales
+from flashtune.quantization import E4M3, UNSCALED, Scales
 from flashtune.queueing import Queue
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
-UNSCALED = Scales()
 
 
 class Binary(NamedTuple):

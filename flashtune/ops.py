@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.library import Library
 
 from flashtune.calls import serve
-from flashtune.request import read_request
+from flashtune.quantization import UNSCALED, Scales, given_scales, negated
+from flashtune.request import read_request, requires_grad
 from flashtune.serving import Result, prepare
 
-ARGUMENTS = "(Tensor q, Tensor k, Tensor v, str causal, float? scale, str layout, str prefer)"
+ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, str causal, float? scale, str layout, str prefer, "
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None)"
+)
 
 # Inductor must hand over the strides that the program has: kernels are chosen by them.
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -32,12 +36,13 @@ def call_op(
     layout: str,
     return_lse: bool,
     prefer: str,
+    scales: Scales = UNSCALED,
 ) -> Result:
     """The operator of a call; torch.compile traces through this into one node."""
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else "none"
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
-    result: Result = op(q, k, v, causal, scale, layout, prefer)
+    result: Result = op(q, k, v, causal, scale, layout, prefer, *scales)
     return result
 
 
@@ -45,28 +50,58 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
     """One operator: what it computes, its shapes, and how autograd goes through it."""
 
     def compute(
-        q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, prefer: str
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: str,
+        scale: float | None,
+        layout: str,
+        prefer: str,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Result:
-        return _contiguous(serve(q, k, v, causal, scale, layout, return_lse, prefer))
+        scales = given_scales(q_scale, k_scale, v_scale)
+        return _contiguous(serve(q, k, v, causal, scale, layout, return_lse, prefer, scales))
 
     def shapes(
-        q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, prefer: str
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: str,
+        scale: float | None,
+        layout: str,
+        prefer: str,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Result:
+        scales = given_scales(q_scale, k_scale, v_scale)
         del scale
-        request = read_request(q, k, v, causal, layout, return_lse, prefer)
-        out = q.new_empty(request.out_shape)
+        request = read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales)
+        out = q.new_empty(request.out_shape, dtype=request.out_dtype)
         return (out, q.new_empty(request.lse_shape, dtype=torch.float32)) if return_lse else out
 
     def differentiate(
-        q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, prefer: str
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: str,
+        scale: float | None,
+        layout: str,
+        prefer: str,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Result:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        scales = given_scales(q_scale, k_scale, v_scale)
+        if requires_grad(q, k, v, scales):
             if scale is not None and scale < 0.0:
-                q, scale = -q, -scale
-            request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad=True)
+                q, scale = negated(q), -scale
+            request = read_request(q, k, v, causal, layout, return_lse, prefer, True, scales)
             return _contiguous(prepare(request, q, k, v)(q, k, v, scale))
         with torch._C._AutoDispatchBelowAutograd():
-            return call_op(q, k, v, causal, scale, layout, return_lse, prefer)
+            return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
 
     library.define(f"{name}{ARGUMENTS} -> {returns}", tags=TAGS)
     library.impl(name, compute, "CompositeExplicitAutograd")

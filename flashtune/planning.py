@@ -9,6 +9,7 @@ from torch import Tensor
 from flashtune.api import CausalOption, LayoutOption, PreferOption
 from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
+from flashtune.quantization import UNSCALED, given_scales, negated
 from flashtune.request import require_tensors
 from flashtune.serving import Result, Serve
 
@@ -33,18 +34,31 @@ class Plan(Generic[Planned_co]):
         self._negated = scale is not None and scale < 0
         self._scale = -scale if scale is not None and scale < 0 else scale
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Planned_co:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Planned_co:
         """The output, and the log-sum-exp where the plan returns one; as `attention`.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        if call_key(q, k, v, *self._options) != self._key:
+        scales = given_scales(q_scale, k_scale, v_scale)
+        if call_key(q, k, v, *self._options, scales) != self._key:
             raise ProblemError(
-                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device or "
-                "grad: call flashtune.plan(...) with them"
+                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
+                "grad or which scales are given: call flashtune.plan(...) with them"
             )
-        return cast("Planned_co", self._serve(-q if self._negated else q, k, v, self._scale))
+        served = negated(q) if self._negated else q
+        if scales is UNSCALED:
+            return cast("Planned_co", self._serve(served, k, v, self._scale))
+        return cast("Planned_co", self._serve(served, k, v, self._scale, scales))
 
 
 @overload
@@ -58,6 +72,9 @@ def plan(
     layout: LayoutOption = ...,
     return_lse: Literal[False] = ...,
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> Plan[Tensor]: ...
 @overload
 def plan(
@@ -70,6 +87,9 @@ def plan(
     layout: LayoutOption = ...,
     return_lse: Literal[True],
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> Plan[tuple[Tensor, Tensor]]: ...
 @overload
 def plan(
@@ -82,6 +102,9 @@ def plan(
     layout: LayoutOption = ...,
     return_lse: bool,
     prefer: PreferOption = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
 ) -> Plan[Result]: ...
 def plan(
     q: Tensor,
@@ -93,6 +116,9 @@ def plan(
     layout: LayoutOption = "bhsd",
     return_lse: bool = False,
     prefer: PreferOption = "fastest",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Plan[Result]:
     """Resolves a call once: selects, compiles, loads, checks where needed, and runs it once.
 
@@ -106,9 +132,12 @@ def plan(
         layout: The order of the dimensions.
         return_lse: Whether the plan returns the log-sum-exp too.
         prefer: Whether SDPA may serve where it was measured as faster.
+        q_scale: Scales like those to come; their values do not count.
+        k_scale: Likewise.
+        v_scale: Likewise.
 
     Returns:
-        A callable of (q, k, v).
+        A callable of (q, k, v), and of the same scales by name.
 
     Raises:
         ProblemError: As `attention`.
@@ -117,11 +146,12 @@ def plan(
     """
     require_tensors(q, k, v)
     options = (causal, layout, return_lse, prefer)
-    key = call_key(q, k, v, *options)
+    scales = given_scales(q_scale, k_scale, v_scale)
+    key = call_key(q, k, v, *options, scales)
     # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
-    served = -q if scale is not None and scale < 0 else q
-    server = server_of(call_key(served, k, v, *options), served, k, v, *options)
+    served = negated(q) if scale is not None and scale < 0 else q
+    server = server_of(call_key(served, k, v, *options, scales), served, k, v, *options, scales)
     planned: Plan[Result] = Plan(server, key, options, scale)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
-    planned(q, k, v)
+    planned(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return planned

@@ -36,6 +36,16 @@ class Scales(NamedTuple):
         return self.q is not None, self.k is not None, self.v is not None
 
 
+UNSCALED = Scales()
+
+
+def given_scales(q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Scales:
+    """The scales of a call: `UNSCALED` itself where there are none, so that most calls tell by identity."""
+    if q_scale is k_scale is v_scale is None:
+        return UNSCALED
+    return Scales(q_scale, k_scale, v_scale)
+
+
 def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
     """A tensor in e4m3 and its scales, such that the largest magnitude of each head becomes 448.
 

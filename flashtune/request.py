@@ -10,10 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.dtypes import DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
-from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
-
-DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16, torch.float32: Dtype.FP32}
+from flashtune.problem import MAX_HEAD_DIM, Causal, Problem
+from flashtune.quantization import UNSCALED, Scales, check_scales
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -65,6 +65,11 @@ class Request(msgspec.Struct, frozen=True):
         return problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """Element type of the output."""
+        return TORCH_DTYPES[self.problem.out_dtype]
+
+    @property
     def lse_shape(self) -> tuple[int, int, int]:
         """Shape of the log-sum-exp: [batch, heads, seqlen_q] in either layout."""
         return self.problem.batch, self.problem.heads, self.problem.seqlen_q
@@ -92,6 +97,7 @@ def read_request(
     return_lse: bool,
     prefer: str,
     needs_grad: bool = False,
+    scales: Scales = UNSCALED,
 ) -> Request:
     """The request of a call.
 
@@ -117,7 +123,12 @@ def read_request(
         seqlen_kv=k.shape[length_axis],
         causal=read_causal(causal),
     )
-    return Request(problem, q.device, order, bool(return_lse), _option("prefer", prefer, Prefer), needs_grad)
+    if scales is not UNSCALED:
+        check_scales(problem, q.device, scales)
+    preference = _option("prefer", prefer, Prefer)
+    if problem.dtype.is_quantized:
+        preference = Prefer.GENERATED  # nobody else computes it
+    return Request(problem, q.device, order, bool(return_lse), preference, needs_grad)
 
 
 def require_tensors(q: object, k: object, v: object) -> None:
@@ -129,6 +140,12 @@ def require_tensors(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             raise ProblemError(f"{name} is a {type(value).__name__}: pass a torch tensor")
+
+
+def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> bool:
+    """Whether autograd must be able to go back through a call."""
+    tensors = (q, k, v) if scales is UNSCALED else (q, k, v, *(one for one in scales if one is not None))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def read_causal(causal: bool | str) -> Causal:
@@ -160,7 +177,9 @@ def _check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
         kind = f"{tensor.dim()} dimensions" if tensor.layout is torch.strided else f"layout {tensor.layout}"
         raise ProblemError(f"{name} has {kind}: pass a dense tensor {order}")
     if tensor.dtype not in DTYPES:
-        raise ProblemError(f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16 or float32")
+        raise ProblemError(
+            f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn"
+        )
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
         raise ProblemError(f"{name} has head dim {tensor.shape[3]}: kernels take 1 to {MAX_HEAD_DIM}")
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:

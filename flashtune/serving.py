@@ -18,6 +18,7 @@ from flashtune.launch import Binary, Launch, bind, compile_binary
 from flashtune.nearest import is_far
 from flashtune.notices import search_command, tell_once
 from flashtune.problem import Dtype
+from flashtune.quantization import UNSCALED, Scales, check_scales
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer, Request
 from flashtune.self_check import passes_self_check
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from flashtune.record import Selection
 
 Result = Tensor | tuple[Tensor, Tensor]
-# (q, k, v, scale) of the call's layout; the scale is not negative, and None asks for the default.
-Serve = Callable[[Tensor, Tensor, Tensor, float | None], Result]
+# (q, k, v, scale) of the call's layout; the scale is not negative, and None asks for the default. What
+# serves quantised inputs takes their scales as well.
+Serve = Callable[..., Result]
 
 
 def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Serve:
@@ -99,7 +101,7 @@ def _generated(
                 f"the {record.family} kernel for {request.problem.key} failed its self-check on {target.name}"
             )
     binary = _binary(kernel, target, q.device)
-    launch = bind(kernel, target, *request.views(q, k, v), output_like(request, q), compiled=binary)
+    launch = bind(kernel, target, *request.views(q, k, v), output_like(request), compiled=binary)
     return _launcher(launch, request, q)
 
 
@@ -117,6 +119,8 @@ def _launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     """
     default_scale = request.default_scale
     shape = request.out_shape
+    if request.problem.dtype.is_quantized:
+        return functools.partial(_quantized, launch, request)
     if request.return_lse:
         lse_shape = request.lse_shape
 
@@ -143,6 +147,24 @@ def _launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
         return out
 
     return serve
+
+
+def _quantized(
+    launch: Launch,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    scales: Scales = UNSCALED,
+) -> Result:
+    """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
+    check_scales(request.problem, q.device, scales)
+    contiguous = Scales(*(one if one is None else one.contiguous() for one in scales))
+    out = q.new_empty(request.out_shape, dtype=request.out_dtype)
+    lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
+    launch(q, k, v, out, lse, request.default_scale if scale is None else scale, contiguous)
+    return out if lse is None else (out, lse)
 
 
 def _interpreted(
@@ -191,10 +213,12 @@ def _baseline(server: Server, request: Request) -> Serve:
     return serve_sdpa if server is Server.SDPA else serve_standard
 
 
-def _empty(request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Result:
+def _empty(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, scales: Scales = UNSCALED
+) -> Result:
     """Zeros, and the log-sum-exp of nothing."""
-    del k, v, scale
-    out = q.new_zeros(request.out_shape)
+    del k, v, scale, scales
+    out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
     if not request.return_lse:
         return out
     return out, q.new_full(request.lse_shape, -torch.inf, dtype=torch.float32)
