@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from flashtune.kernel import Alignment, Specialization
 from flashtune.record import Outcome, Provenance, Record
+from flashtune.templates.registry import find_family
+
+# Of such tensors nothing may be assumed.
+ANY_TENSORS = Specialization(Alignment.ANY, index_bits=64)
 
 
 def why_not_selectable(record: Record) -> str | None:
@@ -30,3 +35,11 @@ def is_better_selection(theirs: Record, ours: Record) -> bool:
     if ours.provenance is not Provenance.MEASURED or ours.ms is None:
         return True
     return theirs.versions == ours.versions and theirs.ms < ours.ms
+
+
+def serves_any_tensors(record: Record) -> bool:
+    """Whether a record serves its problem whatever the strides and addresses of the tensors.
+
+    Where a selection does not, a second record of the problem may stand beside it that does.
+    """
+    return record.config is None or find_family(record.family).takes(record.problem.dtype, ANY_TENSORS)

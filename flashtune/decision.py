@@ -20,6 +20,8 @@ from flashtune.target import Target, device_target, find_target
 
 # Whose default configs the interpreter runs: small tiles and no copy engine.
 INTERPRETED_TARGET = "nvidia-l4"
+# Every family takes tensors of which so much may be assumed.
+BEST_TENSORS = Specialization()
 
 
 class Server(enum.StrEnum):
@@ -62,18 +64,20 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
         return Decision(Server.NOBODY, "there is nothing to attend to")
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
-        selection = default_selection(request.problem, target)
+        selection = default_selection(request.problem, target, needed_specialization(request, q, k, v))
         return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
     # No baseline is selected where a log-sum-exp is wanted: SDPA returns none.
     generated = request.prefer is Prefer.GENERATED or request.return_lse
+    tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v)
     try:
-        selection = select(request.problem, target, tuned_records(target.name), generated=generated)
+        selection = select(request.problem, target, tables, needed, generated=generated)
     except ProblemError as error:
         if request.prefer is Prefer.GENERATED:
             raise
         return Decision(baseline(request), str(error), target)
-    return _of_selection(request, selection, target, q, k, v)
+    usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
+    return _of_selection(request, selection, target, q, k, v, _passed_over(usual, selection))
 
 
 def baseline(request: Request) -> Server:
@@ -91,8 +95,17 @@ def output_like(request: Request) -> Tensor:
     return request.heads_first(torch.empty(request.out_shape, dtype=request.out_dtype, device="meta"))
 
 
+def _passed_over(usual: Selection, selection: Selection) -> str:
+    """Why another selection serves than would serve tensors that every family can address."""
+    if usual.record == selection.record:
+        return ""
+    return (
+        f"{usual.record.family} would serve but cannot address tensors with such strides or addresses, and "
+    )
+
+
 def _of_selection(
-    request: Request, selection: Selection, target: Target, q: Tensor, k: Tensor, v: Tensor
+    request: Request, selection: Selection, target: Target, q: Tensor, k: Tensor, v: Tensor, passed_over: str
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
         usual = usual_backend(*request.views(q, k, v), request.problem)
@@ -106,7 +119,7 @@ def _of_selection(
         "nearest": f"the nearest tuned shape is {selection.record.problem.key}",
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
-    return Decision(Server.GENERATED, where[selection.source], target, selection)
+    return Decision(Server.GENERATED, passed_over + where[selection.source], target, selection)
 
 
 def _differentiable(request: Request) -> Decision:

@@ -6,7 +6,9 @@ The order: the user's database, the shipped table, the nearest tuned shape, a fa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from flashtune.compilation import interpreting
 from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization
 from flashtune.nearest import nearest_record, same_computation
@@ -15,50 +17,71 @@ from flashtune.record import Outcome, Provenance, Record, Selection, Standing, V
 from flashtune.standard import score_bytes
 from flashtune.tables import Tables
 from flashtune.target import Target
-from flashtune.templates.registry import families
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.registry import families, find_family
 from flashtune.versions import current_versions
 
-# The family whose default config serves what nobody tuned; another one where it does not support it.
-DEFAULT_FAMILY = "forward_q_outer"
+# Whose default config serves what nobody tuned, the first that can; other families come after them.
+DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer")
 
 # SDPA must win by more than two runs of one measurement differ.
 NOISE = 0.02
 STANDARD = "standard"
 
 
-def select(problem: Problem, target: Target, tables: Tables, *, generated: bool) -> Selection:
+def select(
+    problem: Problem, target: Target, tables: Tables, specialization: Specialization, *, generated: bool
+) -> Selection:
     """The selection for a problem on a GPU.
 
     Args:
         problem: What must be computed.
         target: The GPU.
         tables: What is tuned for it.
+        specialization: What may be assumed of the tensors; a family that needs more does not serve.
         generated: Whether only generated kernels may serve, no baseline.
 
     Raises:
         ProblemError: No family computes it on this GPU.
     """
+
+    def serves(record: Record) -> bool:
+        if record.config is None:
+            return not generated
+        return why_not(find_family(record.family), problem, target, specialization) is None
+
     for same in same_computation(problem):
-        found = tables.find(same.key)
-        if found is not None and not (generated and found[1].config is None):
+        found = tables.find(same.key, serves)
+        if found is not None:
             source, record = found
             return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
-    near = nearest_record(problem, (record for record in tables.effective().values() if record.config))
+    near = nearest_record(problem, (record for record in tables.effective() if record.config), serves)
     if near is not None:
         return Selection(record=near, standing=_standing(near, Standing.VERIFIED), source="nearest")
-    return default_selection(problem, target)
+    return default_selection(problem, target, specialization)
 
 
-def default_selection(problem: Problem, target: Target) -> Selection:
+def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
     """A config that fits the GPU, for what nobody tuned.
 
     Raises:
         ProblemError: No family computes it on this GPU.
     """
-    reasons: list[str] = []
-    for family in sorted(families(), key=lambda family: family.name != DEFAULT_FAMILY):
-        reason = family.supports(problem, target)
-        if reason is None:
+    selection = next(default_selections(problem, target, specialization), None)
+    if selection is not None:
+        return selection
+    reasons = (_why_not(family, problem, target, specialization) for family in families())
+    raise ProblemError(
+        f"no kernel family computes {problem.key} on {target.name}: {'; '.join(filter(None, reasons))}"
+    )
+
+
+def default_selections(
+    problem: Problem, target: Target, specialization: Specialization
+) -> Iterator[Selection]:
+    """The default configs of all families that compute a problem for such tensors, best guess first."""
+    for family in sorted(families(), key=_default_rank):
+        if _why_not(family, problem, target, specialization) is None:
             record = Record(
                 problem=problem,
                 target=target.name,
@@ -70,9 +93,18 @@ def default_selection(problem: Problem, target: Target) -> Selection:
                 provenance=Provenance.PREDICTED,
                 versions=current_versions(family.name),
             )
-            return Selection(record=record, standing=Standing.UNPROVEN, source="default")
-        reasons.append(reason)
-    raise ProblemError(f"no kernel family computes {problem.key} on {target.name}: {'; '.join(reasons)}")
+            yield Selection(record=record, standing=Standing.UNPROVEN, source="default")
+
+
+def _default_rank(family: Family) -> tuple[bool, int, str]:
+    known = family.name in DEFAULT_FAMILIES
+    return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
+
+
+def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
+    if interpreting() and not family.interpreted:
+        return f"{family.name} does not run under Triton's interpreter"
+    return why_not(family, problem, target, specialization)
 
 
 def faster_peer(record: Record, problem: Problem, usual_sdpa: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -29,17 +29,20 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
     return tuple(msgspec.structs.replace(problem, causal=name) for name in dict.fromkeys(names))
 
 
-def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None:
-    """The record of the nearest shape with the same static features, or None without any.
+def nearest_record(
+    problem: Problem, records: Iterable[Record], serves: Callable[[Record], bool] = lambda record: True
+) -> Record | None:
+    """The record of the nearest shape with the same static features that serves, or None without any.
 
     Rightness does not hang on lengths, heads and batch, so its kernel is right for the problem
-    too. Where two are equally near, the key decides, so that all ranks choose alike.
+    too. Where two are equally near, the key decides, so that all ranks choose alike; of one shape's
+    records the first.
     """
     masks = [same.causal for same in same_computation(problem)]
     alike = [
         record
         for record in records
-        if record.problem.causal in masks and _same_kernels(record.problem, problem)
+        if record.problem.causal in masks and _same_kernels(record.problem, problem) and serves(record)
     ]
     return min(alike, key=lambda record: _rank(record, problem, masks), default=None)
 

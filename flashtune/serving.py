@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization, output_like
 from flashtune.delegation import sdpa_attention
-from flashtune.dispatch import default_selection, proven_by
+from flashtune.dispatch import default_selection, default_selections, proven_by
 from flashtune.errors import KernelError, VerificationError
 from flashtune.launch import Binary, Launch, bind, compile_binary
 from flashtune.nearest import is_far
@@ -75,11 +75,19 @@ def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: T
         instead = baseline(request)
         tell_once(matter, f"{failure}, so {_in_words(instead)} serves: {advice}")
         return _baseline(instead, request)
-    if decision.selection.source == "default":
-        raise failure
-    tell_once(matter, f"{failure}, so a default config serves: {advice}")
-    default = default_selection(request.problem, decision.target)
-    return _generated(default, decision.target, request, q, k, v)
+    for default in default_selections(
+        request.problem, decision.target, needed_specialization(request, q, k, v)
+    ):
+        if default == decision.selection:
+            continue
+        try:
+            serve = _generated(default, decision.target, request, q, k, v)
+        except (KernelError, VerificationError):
+            # The first failure is the one to be told; another family may still do.
+            continue
+        tell_once(matter, f"{failure}, so a default config serves: {advice}")
+        return serve
+    raise failure
 
 
 def _generated(
@@ -181,8 +189,9 @@ def _interpreted(
     out = wide[0].new_empty(request.out_shape)
     lse = out.new_empty(request.lse_shape) if request.return_lse else None
     problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
-    record = default_selection(problem, decision.target).record
-    kernel = kernel_of(record, needed_specialization(request, *wide))
+    needed = needed_specialization(request, *wide)
+    record = default_selection(problem, decision.target, needed).record
+    kernel = kernel_of(record, needed)
     out_view = request.heads_first(out)
     launch = bind(kernel, decision.target, *views, out_view)
     launch(*views, out_view, lse, request.default_scale if scale is None else scale)

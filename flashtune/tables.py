@@ -7,30 +7,47 @@ read the same tables agree.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 
 import msgspec
 
+from flashtune.db.rules import serves_any_tensors
 from flashtune.errors import StoreError
 from flashtune.notices import tell_once
 from flashtune.record import Outcome, Provenance, Record
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """What is tuned for one GPU, by problem key."""
+    """What is tuned for one GPU, by problem key.
 
-    database: dict[str, Record]
-    shipped: dict[str, Record]
+    A problem has one record, its selection; or two where the selection's family cannot address every
+    tensor: then the second one serves the others.
+    """
 
-    def find(self, key: str) -> tuple[str, Record] | None:
-        """Where a problem's record stands, and the record; the user's own come first."""
+    database: dict[str, tuple[Record, ...]]
+    shipped: dict[str, tuple[Record, ...]]
+
+    def find(
+        self, key: str, serves: Callable[[Record], bool] = lambda record: True
+    ) -> tuple[str, Record] | None:
+        """The first record of a problem that serves, and where it stands: the user's own come first."""
         for source, records in (("database", self.database), ("shipped", self.shipped)):
-            if key in records:
-                return source, records[key]
+            for record in records.get(key, ()):
+                if serves(record):
+                    return source, record
         return None
 
-    def effective(self) -> dict[str, Record]:
-        """One record per problem: the user's own, else the shipped one."""
-        return self.shipped | self.database
+    def effective(self) -> tuple[Record, ...]:
+        """What may serve, problem by problem: the user's own, then the shipped, as far as they are needed."""
+        keys = dict.fromkeys((*self.shipped, *self.database))
+        return tuple(record for key in keys for record in self._needed(key))
+
+    def _needed(self, key: str) -> Iterable[Record]:
+        """A problem's records down to the first that serves any tensors."""
+        for record in (*self.database.get(key, ()), *self.shipped.get(key, ())):
+            yield record
+            if serves_any_tensors(record):
+                return
 
 
 @functools.cache
@@ -40,8 +57,8 @@ def tuned_records(target_name: str) -> Tables:
 
     shipped = shipped_table(target_name)
     return Tables(
-        database=_by_problem(_selected(target_name)),
-        shipped=_by_problem(shipped.records if shipped else ()),
+        database=by_problem(filter(_may_serve, _selected(target_name))),
+        shipped=by_problem(filter(_may_serve, shipped.records if shipped else ())),
     )
 
 
@@ -64,8 +81,9 @@ def table_hash(target_name: str | None = None) -> str:
         from flashtune.target import device_target
 
         target_name = device_target(torch.cuda.current_device() if torch.cuda.is_available() else 0).name
-    records = tuple(tuned_records(target_name).effective().values())
-    return table.table_hash(table.TunedTable(target=target_name, records=records))
+    return table.table_hash(
+        table.TunedTable(target=target_name, records=tuned_records(target_name).effective())
+    )
 
 
 def _selected(target_name: str) -> tuple[Record, ...]:
@@ -79,10 +97,15 @@ def _selected(target_name: str) -> tuple[Record, ...]:
         return ()
 
 
-def _by_problem(records: tuple[Record, ...]) -> dict[str, Record]:
-    """The records that dispatch may use: a predicted time is not a measured one, nor is a failure."""
-    return {
-        record.problem.key: record
-        for record in records
-        if record.outcome is Outcome.OK and record.provenance is Provenance.MEASURED
-    }
+def by_problem(records: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
+    """Records by their problem's key, what serves any tensors after what does not."""
+    grouped: dict[str, tuple[Record, ...]] = {}
+    for record in records:
+        key = record.problem.key
+        grouped[key] = tuple(sorted((*grouped.get(key, ()), record), key=serves_any_tensors))
+    return grouped
+
+
+def _may_serve(record: Record) -> bool:
+    """Whether dispatch may use a record: a predicted time is not a measured one, nor is a failure."""
+    return record.outcome is Outcome.OK and record.provenance is Provenance.MEASURED

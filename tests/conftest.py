@@ -9,9 +9,13 @@ import hypothesis
 import pytest
 import torch
 
+from tests import families
+
 # Timings differ widely between machines, and a failure must come back on the next run.
 hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("flashtune")
+
+native = families.native
 
 # Triton reads the variable when it is imported, so these tests have a process of their own.
 if os.environ.get("TRITON_INTERPRET") != "1":

@@ -11,8 +11,9 @@ from flashtune.errors import ProblemError, UsageError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.target import Target
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import family_names, find_family
+from flashtune.tuner.chosen import contiguous_specialization
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -115,9 +116,10 @@ def open_spaces(
         )
     reasons = []
     spaces = []
+    assumed = contiguous_specialization(problem)
     for name in families or family_names():
         family = find_family(name)
-        reason = family.supports(problem, target)
+        reason = why_not(family, problem, target, assumed)
         if reason:
             reasons.append(reason)
         else:

@@ -12,7 +12,7 @@ from flashtune.nearest import same_computation
 from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.target import Target
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import find_family
 from flashtune.tuner.config_text import change_config
 from flashtune.tuner.stored import best_generated, records_of, tables_of
@@ -75,30 +75,31 @@ def default_kernel(problem: Problem, target: Target) -> Chosen:
     Raises:
         ProblemError: No family computes this problem on this target.
     """
-    default = default_selection(problem, target)
+    default = default_selection(problem, target, contiguous_specialization(problem))
     return _from_record(problem, target, default.record, default.source)
 
 
 def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
     # A baseline has no kernel to speak of, so only generated ones are asked for.
-    selection = select(problem, target, tables_of(target.name, db), generated=True)
+    specialization = contiguous_specialization(problem)
+    selection = select(problem, target, tables_of(target.name, db), specialization, generated=True)
     return _from_record(problem, target, selection.record, selection.source)
 
 
 def _of_family(problem: Problem, target: Target, db: str | None, family_name: str) -> Chosen:
     """The family's selection or best record, or its default where it has neither."""
     family = find_family(family_name)
-    reason = family.supports(problem, target)
+    specialization = contiguous_specialization(problem)
+    reason = why_not(family, problem, target, specialization)
     if reason:
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
-    found = tables_of(target.name, db).find(problem.key)
-    if found and found[1].family == family_name:
+    found = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
+    if found:
         return _from_record(problem, target, found[1], found[0])
     rivals = (rival.record for rival in records_of(problem, target.name, db))
     best = best_generated(rival for rival in rivals if rival.family == family_name)
     if best:
         return _from_record(problem, target, best, "database")
-    specialization = contiguous_specialization(problem)
     config = family.default(problem, target)
     return Chosen(problem, target, family, config, specialization, None, "default", None)
 

@@ -12,7 +12,7 @@ from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.table import shipped_table
 from flashtune.errors import TargetError
 from flashtune.record import Outcome, Record
-from flashtune.tables import Tables
+from flashtune.tables import Tables, by_problem
 from flashtune.target import TARGETS, find_target
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def tables_of(target: str, db: str | None) -> Tables:
     reader = open_reader(db)
     shipped = shipped_table(target)
     return Tables(
-        database={record.problem.key: record for record in (reader.selections(target) if reader else ())},
-        shipped={record.problem.key: record for record in (shipped.records if shipped else ())},
+        database=by_problem(reader.selections(target) if reader else ()),
+        shipped=by_problem(shipped.records if shipped else ()),
     )
 
 

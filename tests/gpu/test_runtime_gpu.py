@@ -309,7 +309,7 @@ def test_a_passed_self_check_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
 def timed_record(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, float]) -> Record:
     """The default config as if a search had verified and measured it here."""
     target = device_target()
-    record = default_selection(_request(q, k, v).problem, target).record
+    record = default_selection(_request(q, k, v).problem, target, Specialization()).record
     return msgspec.structs.replace(
         record,
         kernel=kernel_of(record, Specialization()).digest,

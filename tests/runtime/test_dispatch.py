@@ -7,19 +7,25 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from flashtune.dispatch import default_selection, faster_peer, proven_by, select
+from flashtune.dispatch import default_selection, faster_peer, proven_by
+from flashtune.dispatch import select as select_for
+from flashtune.kernel import Specialization
 from flashtune.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Outcome, Provenance, Record, Standing
-from flashtune.tables import Tables, _by_problem, table_hash, tuned_records
-from flashtune.target import find_target
+from flashtune.record import Outcome, Provenance, Record, Selection, Standing
+from flashtune.tables import Tables, _may_serve, by_problem, table_hash, tuned_records
+from flashtune.target import Target, find_target
 
 TARGET = find_target("h200")
 Make = Callable[..., Record]
 
 
 def tables(database: tuple[Record, ...] = (), shipped: tuple[Record, ...] = ()) -> Tables:
-    return Tables(_by_problem(database), _by_problem(shipped))
+    return Tables(by_problem(filter(_may_serve, database)), by_problem(filter(_may_serve, shipped)))
+
+
+def select(problem: Problem, target: Target, tuned: Tables, *, generated: bool) -> Selection:
+    return select_for(problem, target, tuned, Specialization(), generated=generated)
 
 
 def resized(problem: Problem, **changes: object) -> Problem:
@@ -156,7 +162,9 @@ def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_rec
 
 def test_the_default_fits_small_gpus(problem: Problem) -> None:
     for name in ("l4", "mi300x", "b200"):
-        selection = default_selection(resized(problem, head_dim=256, value_head_dim=256), find_target(name))
+        selection = default_selection(
+            resized(problem, head_dim=256, value_head_dim=256), find_target(name), Specialization()
+        )
         assert selection.record.config is not None
 
 
@@ -181,4 +189,4 @@ def test_a_damaged_database_leaves_the_shipped_tables(own_database: object) -> N
 
     Path(str(own_database)).write_bytes(b"no database at all, but long enough to be read as one" * 40)
     with pytest.warns(FlashtuneWarning, match="dispatch uses the shipped tables alone"):
-        assert tuned_records("nobodys-gpu").effective() == {}
+        assert tuned_records("nobodys-gpu").effective() == ()

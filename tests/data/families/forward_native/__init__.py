@@ -1,0 +1,1 @@
+"""A family of one GPU, for tests."""

@@ -1,0 +1,99 @@
+"""A family for sm_90 alone, in Gluon, that addresses tensors by descriptors: what plumbing has to bear."""
+
+from __future__ import annotations
+
+from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.kernel import Argument, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.family import Context, TrafficItem
+
+HOPPER = 90
+WIDTHS = (64, 128, 256)
+
+
+class NativeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space; `lead` counts only where tiles are exchanged by turns."""
+
+    block_m: BlockSize
+    block_n: BlockSize
+    by_turns: bool = False
+    lead: int = 0
+
+
+class NativeContext(Context, frozen=True):
+    block_m: int
+
+
+class ForwardNative:
+    name = "forward_native"
+    config_type = NativeConfig
+    interpreted = False
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if target.capability != HOPPER:
+            return f"forward_native runs on sm_90 alone, and {target.name} is {target.arch}"
+        if problem.dtype is Dtype.FP32:
+            return "forward_native takes no fp32"
+        if problem.head_dim not in WIDTHS or problem.heads > 64:
+            return "forward_native takes head dims 64, 128 and 256 and up to 64 heads"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return specialization.takes_descriptors(dtype)
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        axes = (
+            Axis("block_m", (64, 128, 256)),
+            Axis("block_n", (32, 64, 128)),
+            Axis("num_warps", (4,)),
+            Axis("num_stages", (1, 2, 3)),
+            Axis("by_turns", (False, True), False),
+            Axis("lead", (0, 1, 2, 3), only_if=lambda chosen: bool(chosen["by_turns"])),
+        )
+        return Space(NativeConfig, axes)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        return NativeConfig(block_m=128, block_n=128, num_warps=4, num_stages=2)
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, NativeConfig)
+        row = problem.head_dim * problem.dtype.itemsize
+        return (
+            TrafficItem("q", config.block_m * row),
+            TrafficItem("k and v", 2 * config.num_stages * config.block_n * row),
+        )
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, NativeConfig)
+        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
+
+    def overlap(self, config: Config) -> float | None:
+        return 0.9
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        return (TrafficItem("all of it once", problem.minimal_bytes()),)
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> NativeContext:
+        assert isinstance(config, NativeConfig)
+        return NativeContext(config.block_m)
+
+    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+        return forward_arguments(problem.dtype, specialization, ())
+
+    def options(self, config: Config) -> LaunchOptions:
+        return LaunchOptions(config.num_warps, config.num_stages)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
+        return None
+
+
+FAMILY = ForwardNative()

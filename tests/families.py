@@ -1,0 +1,46 @@
+"""A third family, of one GPU and in Gluon, beside those that ship: `native` installs it for one test."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import flashtune.templates as room
+from flashtune import dispatch
+from flashtune.templates import hashing, registry, rendering
+from flashtune.templates.family import Family
+
+FOLDER = Path(__file__).parent / "data" / "families"
+NAME = "forward_native"
+
+
+class Folders:
+    """Several folders as one, as `importlib.resources` shows a package's."""
+
+    def __init__(self, *folders: str) -> None:
+        self._folders = [Path(folder) for folder in folders]
+
+    def joinpath(self, *parts: str) -> Path:
+        paths = [folder.joinpath(*parts) for folder in self._folders]
+        return next((path for path in paths if path.exists()), paths[0])
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+    """The family `forward_native`: sm_90 alone, 16-byte borders alone, never interpreted."""
+    both = Folders(*room.__path__, str(FOLDER))
+    everywhere = types.SimpleNamespace(files=lambda name: both)
+    for module in (hashing, rendering):
+        assert module.resources is resources
+        monkeypatch.setattr(module, "resources", everywhere)
+    monkeypatch.setattr(room, "__path__", [*room.__path__, str(FOLDER)])
+    monkeypatch.setattr(dispatch, "DEFAULT_FAMILIES", (NAME, *dispatch.DEFAULT_FAMILIES))
+    registry.family_names.cache_clear()
+    yield registry.find_family(NAME)
+    monkeypatch.undo()
+    registry.family_names.cache_clear()
+    registry.find_family.cache_clear()

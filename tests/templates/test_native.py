@@ -1,0 +1,56 @@
+"""What a family of one GPU, in Gluon, says of itself, and that it renders and compiles like the others."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flashtune.compilation import compile_kernel
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.registry import families, family_names, find_family
+from flashtune.templates.rendering import render
+
+H200 = find_target("h200")
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=128,
+    value_head_dim=128,
+    heads=8,
+    kv_heads=8,
+    batch=1,
+    seqlen_q=512,
+    seqlen_kv=512,
+)
+
+
+def test_a_folder_makes_a_family(native: Family) -> None:
+    assert native in families()
+    assert find_family("forward_native") is native
+
+
+def test_it_is_gone_after_a_test() -> None:
+    assert "forward_native" not in family_names()
+
+
+def test_it_renders_and_compiles_for_its_gpu(native: Family) -> None:
+    kernel = render(native, PROBLEM, native.default(PROBLEM, H200), Specialization())
+    assert ".target sm_90a" in compile_kernel(kernel, H200).asm["ptx"]
+
+
+def test_who_computes_what_for_which_tensors(native: Family) -> None:
+    aligned, misaligned = Specialization(), Specialization(Alignment.ANY)
+    assert why_not(native, PROBLEM, H200, aligned) is None
+    assert "cannot address" in str(why_not(native, PROBLEM, H200, misaligned))
+    assert "sm_90 alone" in str(why_not(native, PROBLEM, find_target("a100"), aligned))
+    wide = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP32)
+    assert "no fp32" in str(why_not(native, wide, H200, aligned))
+
+
+@pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
+def test_portable_families_take_all_tensors_and_are_interpreted(name: str) -> None:
+    family = find_family(name)
+    assert family.interpreted
+    assert why_not(family, PROBLEM, H200, Specialization(Alignment.ANY, 64)) is None
