@@ -1,7 +1,8 @@
-"""Side by side in one run: the selected generated kernel, SDPA's backends, the standard computation.
+"""Side by side in one run: the selected generated kernel, SDPA's backends and other peers.
 
 Only right results are timed: each contestant's output is first held against the float64 reference
-by the gate that candidates of a search must pass.
+by the gate that candidates of a search must pass. Figures are of graph replays, so no host time is
+in them; all contestants of a problem take turns, each after the same flush of the L2.
 """
 
 from __future__ import annotations
@@ -11,169 +12,165 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-import msgspec
 import torch
 from torch import Tensor
 
 import flashtune
+from flashtune.compilation import first_line
 from flashtune.errors import TargetError, UsageError
 from flashtune.problem import Problem
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.reference import Expected, Sample, expect, sample
-from flashtune.record import Measurement, Versions
+from flashtune.record import Measurement
 from flashtune.target import device_target
-from flashtune.tuner.finals import Tensors, make_tensors, peer_runs
-from flashtune.tuner.measurement import measure_interleaved
+from flashtune.tuner.bench_ceiling import clock_mhz
+from flashtune.tuner.bench_peers import PEERS, Call, Contestant, RefusalError, bind_peer
+from flashtune.tuner.bench_records import OURS, Bench, LeftOut, Row
+from flashtune.tuner.finals import Tensors, make_tensors
+from flashtune.tuner.measurement import Run, measure_interleaved
 from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
     from flashtune.api import CausalOption
 
-OURS = "flashtune"
 ROUNDS = 21
 # Host time is that of queueing: the device is kept busy for longer than a batch of calls takes.
 HOST_ROUNDS = 5
-HOST_CALLS = 20
+HOST_CALLS = 10
 HOST_PAUSE_CYCLES = 10_000_000
 SEED = 0
+MAX_MESSAGE = 300
 
-Call = Callable[[], object]
+Bind = Callable[[], Contestant]
+Judge = Callable[[object], float]
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One contestant's figures.
+class Admitted(NamedTuple):
+    """A contestant whose output is right, its error, and its run as a graph."""
 
-    Attributes:
-        name: `flashtune`, or the peer's name as records have it.
-        detail: Which kernel, for ours.
-        ms: Median GPU time of a CUDA-graph replay with a cold L2.
-        p20: 20th percentile, in ms.
-        p80: 80th percentile, in ms.
-        tflops: TFLOP/s by `Problem.nominal_flops`.
-        host_us: Median host time of queueing one call, in microseconds.
-        error: Largest row error over what the gate allows (1.0 is the limit).
-    """
-
-    name: str
-    detail: str
-    ms: float
-    p20: float
-    p80: float
-    tflops: float
-    host_us: float
+    contestant: Contestant
     error: float
+    replay: Run
 
 
-class LeftOut(msgspec.Struct, frozen=True):
-    """A contestant whose output is not what it should be, with its error as in `Row`."""
-
-    name: str
-    error: float
-
-
-class Bench(msgspec.Struct, frozen=True):
-    """All contestants at one problem on one GPU, timed in turn."""
-
-    problem: Problem
-    target: str
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
-    rounds: int
-    throttled: bool
-    versions: Versions
-
-
-class Contestant(msgspec.Struct, frozen=True):
-    """One implementation bound to the inputs.
-
-    Attributes:
-        name: As in `Row`.
-        detail: As in `Row`.
-        run: What is captured and replayed: everything resolved before.
-        call: What a program would write, whose host time is taken.
-    """
-
-    name: str
-    detail: str
-    run: Call
-    call: Call
-
-
-def run_bench(problem: Problem, index: int, *, peers: bool = True, rounds: int = ROUNDS) -> Bench:
+def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rounds: int = ROUNDS) -> Bench:
     """Times the contestants at one problem.
 
     Args:
         problem: What to compute.
         index: Which GPU.
-        peers: Whether SDPA's backends and the standard computation take part.
+        peers: Who takes part beside the selected kernel, as `bench_peers` names them.
         rounds: Samples of each contestant.
 
     Raises:
         TargetError: There is no such GPU.
+        ProblemError: No family computes the problem on this GPU.
         UsageError: There is nothing to compute.
-        KernelError: The selected kernel fails on this GPU.
+    """
+    require_gpu()
+    require_work(problem)
+    start = time.perf_counter()
+    target = device_target(index)
+    device = torch.device("cuda", index)
+    with torch.cuda.device(device), torch.no_grad():
+        tensors = make_tensors(problem, device)
+        family_name, detail = _selected(problem, tensors)
+        binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, tensors, detail)}
+        binders |= {name: functools.partial(bind_peer, name, problem, tensors) for name in peers}
+        entries = admit(binders, _judge(problem, tensors), capture)
+        admitted = [entry for entry in entries if isinstance(entry, Admitted)]
+        measured = measure_interleaved([entry.replay for entry in admitted], device, rounds=rounds)
+        clock = clock_mhz(device)
+        hosts = host_times([entry.contestant.call for entry in admitted], device)
+    return Bench(
+        problem=problem,
+        target=target.name,
+        rows=tuple(
+            _row(problem, entry, measurement, host)
+            for entry, measurement, host in zip(admitted, measured, hosts, strict=True)
+        ),
+        left_out=tuple(entry for entry in entries if isinstance(entry, LeftOut)),
+        rounds=rounds,
+        throttled=any(measurement.throttled for measurement in measured),
+        clock_mhz=clock,
+        seconds=time.perf_counter() - start,
+        versions=current_versions(family_name),
+    )
+
+
+def require_gpu() -> None:
+    """Checks that there is something to time on.
+
+    Raises:
+        TargetError: No GPU is visible.
     """
     if not torch.cuda.is_available():
         raise TargetError(
             "bench times kernels and no GPU is visible here: run it on a machine with one, or let "
             "flashtune explain --target NAME predict"
         )
+
+
+def require_work(problem: Problem) -> None:
+    """Checks that there is something to time.
+
+    Raises:
+        UsageError: The problem is empty.
+    """
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")
-    target = device_target(index)
-    device = torch.device("cuda", index)
-    with torch.cuda.device(device), torch.no_grad():
-        tensors = make_tensors(problem, device)
-        ours, family_name = _ours(problem, tensors)
-        others = (
-            [Contestant(name, "", run, run) for name, run in peer_runs(problem, tensors)] if peers else []
-        )
-        errors = _errors(problem, tensors, [ours, *others])
-        judged = list(zip([ours, *others], errors, strict=True))
-        right = [(contestant, error) for contestant, error in judged if error <= 1]
-        graphs = [_capture(contestant.run) for contestant, _ in right]
-        measured = measure_interleaved([graph.replay for graph in graphs], device, rounds=rounds)
-        del graphs
-        hosts = host_times([contestant.call for contestant, _ in right], device)
-    return Bench(
-        problem,
-        target.name,
-        tuple(
-            _row(problem, contestant, error, measurement, host)
-            for (contestant, error), measurement, host in zip(right, measured, hosts, strict=True)
-        ),
-        tuple(LeftOut(contestant.name, error) for contestant, error in judged if not error <= 1),
-        rounds,
-        any(measurement.throttled for measurement in measured),
-        current_versions(family_name),
-    )
 
 
-def _ours(problem: Problem, tensors: Tensors) -> tuple[Contestant, str]:
-    """The kernel that dispatch selects, no baseline in its place, and its family."""
+def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]) -> list[Admitted | LeftOut]:
+    """Lets in whoever computes the problem rightly, in the order given.
+
+    Args:
+        binders: What binds each contestant to the inputs, by its name.
+        judge: The error of an output over what is allowed, as `error_of`.
+        capture: Makes a graph of a run, and returns what replays it.
+    """
+    entries: list[Admitted | LeftOut] = []
+    for name, bind in binders.items():
+        try:
+            contestant = bind()
+            error = judge(contestant.run())
+            entries.append(
+                Admitted(contestant, error, capture(contestant.run))
+                if error <= 1
+                else LeftOut(name, error if math.isfinite(error) else None)
+            )
+        except RefusalError as refusal:
+            entries.append(LeftOut(name, None, str(refusal)))
+        except Exception as failure:  # noqa: BLE001 - a peer may raise anything, and what it says is shown
+            entries.append(LeftOut(name, None, first_line(failure)[:MAX_MESSAGE]))
+    return entries
+
+
+def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
+    """Family of the kernel that dispatch selects, no baseline in its place, and what to say of it."""
+    causal = cast("CausalOption", problem.causal.value)
+    told = flashtune.explain(tensors.q, tensors.k, tensors.v, causal=causal, prefer="generated")
+    assert told.selection is not None
+    record = told.selection.record
+    label = record.config.label() if record.config else ""
+    return record.family, f"{record.family} {label} ({told.selection.source})"
+
+
+def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
     inputs = (tensors.q, tensors.k, tensors.v)
     causal = cast("CausalOption", problem.causal.value)
-    selection = flashtune.explain(*inputs, causal=causal, prefer="generated").selection
-    assert selection is not None
-    record = selection.record
-    label = record.config.label() if record.config else ""
     planned = flashtune.plan(*inputs, causal=causal, prefer="generated")
-    contestant = Contestant(
-        OURS,
-        f"{record.family} {label} ({selection.source})",
-        functools.partial(planned, *inputs),
-        functools.partial(flashtune.attention, *inputs, causal=causal, prefer="generated"),
-    )
-    return contestant, record.family
+    call = functools.partial(flashtune.attention, *inputs, causal=causal, prefer="generated")
+    return Contestant(OURS, detail, functools.partial(planned, *inputs), call)
 
 
-def _errors(problem: Problem, tensors: Tensors, contestants: Sequence[Contestant]) -> list[float]:
-    """Each contestant's largest row error over what is allowed."""
+def _judge(problem: Problem, tensors: Tensors) -> Judge:
+    """Holds an output against the reference at sampled rows, the same for all contestants."""
     chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
     expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
-    return [error_of(contestant.run(), chosen, expected) for contestant in contestants]
+    return functools.partial(error_of, chosen=chosen, expected=expected)
 
 
 def error_of(result: object, chosen: Sample, expected: Expected) -> float:
@@ -186,12 +183,13 @@ def error_of(result: object, chosen: Sample, expected: Expected) -> float:
     """
     out = result[0] if isinstance(result, tuple) else result
     assert isinstance(out, Tensor)
-    rows = out.flatten(0, 1)[chosen.heads][:, chosen.rows]
-    ratio = float(worst_ratio(rows, expected.out, expected.allowed))
+    batch = (chosen.heads // out.shape[1])[:, None]
+    head = (chosen.heads % out.shape[1])[:, None]
+    ratio = float(worst_ratio(out[batch, head, chosen.rows], expected.out, expected.allowed))
     return math.inf if math.isnan(ratio) else ratio
 
 
-def _capture(run: Call) -> torch.cuda.CUDAGraph:
+def capture(run: Call) -> Run:
     """One run as a graph, so that no host time is in a sample."""
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
@@ -201,7 +199,7 @@ def _capture(run: Call) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         run()
-    return graph
+    return graph.replay
 
 
 def host_times(calls: Sequence[Call], device: torch.device) -> list[float]:
@@ -220,16 +218,14 @@ def host_times(calls: Sequence[Call], device: torch.device) -> list[float]:
     return [statistics.median(times) for times in samples]
 
 
-def _row(
-    problem: Problem, contestant: Contestant, error: float, measurement: Measurement, host: float
-) -> Row:
+def _row(problem: Problem, entry: Admitted, measurement: Measurement, host: float) -> Row:
     return Row(
-        contestant.name,
-        contestant.detail,
-        measurement.ms,
-        measurement.p20,
-        measurement.p80,
-        problem.nominal_flops() / measurement.ms / 1e9,
-        host,
-        error,
+        name=entry.contestant.name,
+        detail=entry.contestant.detail,
+        ms=measurement.ms,
+        p20=measurement.p20,
+        p80=measurement.p80,
+        tflops=problem.nominal_flops() / measurement.ms / 1e9,
+        host_us=host,
+        error=entry.error,
     )

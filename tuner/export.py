@@ -167,5 +167,5 @@ def write_file(path: Path, content: bytes) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise FlashtuneError(
-            f"cannot write {path}: {error.strerror}; choose another place with --out"
+            f"cannot write {path}: {error.strerror}; choose another place"
         ) from error

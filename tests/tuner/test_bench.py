@@ -1,26 +1,40 @@
-"""`flashtune bench`: only right results are shown, and what is shown can be kept."""
+"""`flashtune bench`: only right results are timed, whoever they come from."""
 
 from __future__ import annotations
 
-import io
+import functools
 import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from click.testing import CliRunner
-from rich.console import Console
+from torch import Tensor
 
+from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.reference import Expected, Sample, expect, sample
-from flashtune.record import Versions
 from flashtune.standard import standard_attention
-from flashtune.tuner.bench import OURS, Bench, LeftOut, Row, error_of, run_bench
-from flashtune.tuner.cli import main
-from flashtune.tuner.cli.bench_report import bench_table, markdown, notes
+from flashtune.tuner import bench_peers
+from flashtune.tuner.bench import Admitted, LeftOut, admit, error_of, run_bench
+from flashtune.tuner.bench_ceiling import clock_mhz, measure_ceiling
+from flashtune.tuner.bench_peers import (
+    CUDNN,
+    FLASH_ATTN_4,
+    FLEX,
+    PEERS,
+    STANDARD,
+    Contestant,
+    RefusalError,
+    bind_peer,
+    check_peers,
+    installed_peers,
+)
+from flashtune.tuner.bench_records import OURS
+from flashtune.tuner.cli.bench import PEERS as NAMED_PEERS
+from flashtune.tuner.finals import make_tensors
 
-SHAPE = "heads=4,kv_heads=2,seqlen=256,head_dim=64,dtype=bf16,causal,batch=2"
-WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+CPU = torch.device("cpu")
+Judged = tuple[Tensor, Sample, Expected]
 
 
 def a_problem(**changes: object) -> Problem:
@@ -38,29 +52,22 @@ def a_problem(**changes: object) -> Problem:
     return Problem(**(values | changes))  # type: ignore[arg-type]
 
 
-def a_bench(left_out: tuple[LeftOut, ...] = (), throttled: bool = False) -> Bench:
-    rows = (
-        Row(OURS, "forward_q_outer block_m=128 (database)", 0.5, 0.49, 0.52, 600.0, 12.5, 0.4),
-        Row("sdpa-cudnn", "", 0.4, 0.39, 0.42, 750.0, 16.0, 0.5),
-        Row("sdpa-flash", "", 1.0, 0.9, 1.1, 300.0, 17.0, 0.5),
-    )
-    versions = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
-    return Bench(a_problem(), "nvidia-h200", rows, left_out, 21, throttled, versions)
-
-
 @pytest.fixture(scope="module")
-def judged() -> tuple[torch.Tensor, Sample, Expected]:
+def judged() -> Judged:
     """A right output, and what it is held against."""
     torch.manual_seed(0)
     problem = a_problem()
-    q = torch.randn(2, 4, 70, 16, dtype=torch.bfloat16)
-    k, v = (torch.randn(2, 2, 90, 16, dtype=torch.bfloat16) for _ in range(2))
+    tensors = make_tensors(problem, CPU)
     chosen = sample(problem, torch.Generator().manual_seed(0))
-    out, _ = standard_attention(q, k, v, scale=0.25, causal=problem.causal)
-    return out, chosen, expect(problem, q, k, v, 0.25, chosen)
+    out, _ = standard_attention(tensors.q, tensors.k, tensors.v, scale=0.25, causal=problem.causal)
+    return out, chosen, expect(problem, tensors.q, tensors.k, tensors.v, 0.25, chosen)
 
 
-def test_a_right_result_is_let_in(judged: tuple[torch.Tensor, Sample, Expected]) -> None:
+def contestant(name: str, run: Callable[[], object]) -> Callable[[], Contestant]:
+    return lambda: Contestant(name, "", run, run)
+
+
+def test_a_right_result_is_let_in(judged: Judged) -> None:
     out, chosen, expected = judged
     assert error_of(out, chosen, expected) <= 1
     assert error_of((out, None), chosen, expected) <= 1
@@ -68,9 +75,7 @@ def test_a_right_result_is_let_in(judged: tuple[torch.Tensor, Sample, Expected])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
-def test_one_wrong_element_keeps_a_result_out(
-    judged: tuple[torch.Tensor, Sample, Expected], value: float
-) -> None:
+def test_one_wrong_element_keeps_a_result_out(judged: Judged, value: float) -> None:
     out, chosen, expected = judged
     wrong = out.clone()
     wrong[1, 3, 69, 15] = value
@@ -78,62 +83,161 @@ def test_one_wrong_element_keeps_a_result_out(
     assert not math.isnan(error_of(wrong, chosen, expected))
 
 
-def test_the_table_compares_with_the_best_sdpa() -> None:
-    printed = io.StringIO()
-    Console(width=120, file=printed).print(bench_table(a_bench()))
-    lines = printed.getvalue().splitlines()
-    ours = next(line for line in lines if OURS in line)
-    assert "600.0" in ours
-    assert "0.80" in ours
-    assert "0.40" in next(line for line in lines if "sdpa-flash" in line)
+def test_who_is_wrong_or_fails_is_left_out_with_the_reason(judged: Judged) -> None:
+    out, chosen, expected = judged
+    wrong, broken = out.clone(), out.clone()
+    wrong[0, 0, 1] += 1
+    broken[0, 0, 1] = math.nan
+
+    def refuses() -> Contestant:
+        raise RefusalError("it does not take this")
+
+    def raises() -> object:
+        raise AssertionError("head dim is too large\nand more")
+
+    captured: list[object] = []
+    entries = admit(
+        {
+            OURS: contestant(OURS, lambda: out),
+            FLEX: contestant(FLEX, lambda: wrong),
+            CUDNN: contestant(CUDNN, lambda: broken),
+            FLASH_ATTN_4: contestant(FLASH_ATTN_4, raises),
+            STANDARD: refuses,
+        },
+        functools.partial(error_of, chosen=chosen, expected=expected),
+        lambda run: captured.append(run) or (lambda: None),  # type: ignore[func-returns-value]
+    )
+    assert [type(entry) for entry in entries] == [Admitted, LeftOut, LeftOut, LeftOut, LeftOut]
+    assert len(captured) == 1
+    left = {entry.name: entry for entry in entries if isinstance(entry, LeftOut)}
+    assert left[FLEX].error is not None
+    assert left[FLEX].error > 1
+    assert left[FLEX].message == ""
+    assert left[CUDNN] == LeftOut(CUDNN, None)
+    assert left[FLASH_ATTN_4].message == "AssertionError: head dim is too large"
+    assert left[STANDARD].message == "it does not take this"
 
 
-def test_notes_name_the_kernel_and_who_was_left_out() -> None:
-    said = notes(a_bench((LeftOut("sdpa-efficient", math.inf),), throttled=True))
-    assert any("forward_q_outer block_m=128 (database)" in sentence for sentence in said)
-    assert any(sentence.startswith("sdpa-efficient is left out") for sentence in said)
-    assert any("clock" in sentence for sentence in said)
-    assert len(notes(a_bench())) == 1
+def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
+    out, chosen, expected = judged
+
+    def refuse(run: object) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    judge = functools.partial(error_of, chosen=chosen, expected=expected)
+    (entry,) = admit({FLEX: contestant(FLEX, lambda: out)}, judge, refuse)
+    assert isinstance(entry, LeftOut)
+    assert "capturing" in entry.message
 
 
-def test_markdown_holds_versions_command_and_rows() -> None:
-    text = markdown([a_bench(), a_bench()], "flashtune bench --shape x")
-    assert text.count("## forward_bf16") == 2
-    for part in (
-        "nvidia-h200",
-        "torch 2.13.0",
-        "triton 3.7.1",
-        "driver 580.1",
-        "`flashtune bench --shape x`",
-    ):
-        assert part in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({row.count("|") for row in rows}) == 1
-    assert max(map(len, text.splitlines())) <= 120
+def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple[Tensor, None]]:
+    """flash-attn-4's interface over the standard computation; wrong where its heads are swapped."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, None]:
+        assert causal == (problem.causal is not Causal.NONE)
+        heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        out, _ = standard_attention(*heads_first, scale=softmax_scale, causal=problem.causal)
+        return (out.flip(1) if swapped else out).transpose(1, 2), None
+
+    return attend
 
 
-@WITHOUT_GPU
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
-    result = CliRunner().invoke(main, ["bench", "--shape", SHAPE])
-    assert result.exit_code == 2
-    assert "no GPU is visible here" in result.output
-    assert len(result.output.strip().splitlines()) == 1
+@pytest.mark.parametrize("swapped", [False, True])
+def test_flash_attn_4_is_called_in_its_own_layout_and_judged(
+    monkeypatch: pytest.MonkeyPatch, swapped: bool
+) -> None:
+    class FakeModule:
+        flash_attn_func = staticmethod(fake_flash_attn_4(a_problem(), swapped=swapped))
+
+    monkeypatch.setattr(bench_peers.importlib, "import_module", lambda name: FakeModule)
+    problem = a_problem()
+    tensors = make_tensors(problem, CPU)
+    chosen = sample(problem, torch.Generator().manual_seed(0))
+    expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
+    bound = bind_peer(FLASH_ATTN_4, problem, tensors)
+    assert (error_of(bound.run(), chosen, expected) <= 1) is not swapped
+    called = bound.call()
+    assert isinstance(called, tuple)
+    assert called[0].shape == (2, 70, 4, 16)
 
 
-def test_it_wants_a_shape() -> None:
-    assert CliRunner().invoke(main, ["bench"]).exit_code == 2
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (FLASH_ATTN_4, {"causal": Causal.TOP_LEFT}),
+        (FLASH_ATTN_4, {"dtype": Dtype.FP32}),
+    ],
+)
+def test_peers_refuse_what_they_do_not_compute(name: str, changes: dict[str, object]) -> None:
+    problem = a_problem(**changes)
+    with pytest.raises(RefusalError):
+        bind_peer(name, problem, make_tensors(problem, CPU))
+
+
+class Compiled:
+    """Records how FlexAttention is compiled, and runs it eagerly."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+        self.options: list[dict[str, object]] = []
+
+    def compile(self, function: Callable[..., object], **options: object) -> Callable[..., object]:
+        self.options.append(options)
+        return function
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": Causal.NONE}, {"causal": Causal.TOP_LEFT}, {"kv_heads": 4, "seqlen_kv": 70}],
+)
+def test_flex_computes_the_same_and_is_compiled_once_for_each_shape(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    compiled = Compiled()
+    monkeypatch.setattr(torch, "compile", compiled.compile)
+    monkeypatch.setattr(torch.compiler, "reset", compiled.reset)
+    problem = a_problem(**changes)
+    tensors = make_tensors(problem, CPU)
+    chosen = sample(problem, torch.Generator().manual_seed(0))
+    expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
+    assert error_of(bind_peer(FLEX, problem, tensors).run(), chosen, expected) <= 1
+    assert compiled.options[0] == {"dynamic": False, "fullgraph": True}
+    assert compiled.resets == 1
+
+
+def test_peers_that_are_not_installed_are_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_peers, "flash_attn_4_version", lambda: "")
+    assert FLASH_ATTN_4 not in installed_peers()
+    assert check_peers((FLEX, CUDNN, FLEX)) == (FLEX, CUDNN)
+    with pytest.raises(UsageError, match="pip install flash-attn-4"):
+        check_peers((FLASH_ATTN_4,))
+    monkeypatch.setattr(bench_peers, "flash_attn_4_version", lambda: "4.0.0")
+    assert installed_peers() == PEERS
+
+
+def test_the_command_knows_the_peers() -> None:
+    assert NAMED_PEERS == PEERS
+
+
+def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU is visible here"):
+        run_bench(a_problem(), 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", list(Causal))
 def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
-    bench = run_bench(
-        a_problem(head_dim=64, value_head_dim=64, seqlen_q=512, seqlen_kv=512, causal=causal), 0
-    )
+    problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=512, seqlen_kv=512, causal=causal)
+    bench = run_bench(problem, 0)
     names = [row.name for row in bench.rows]
     assert names[0] == OURS
-    assert {"sdpa-flash", "standard"} <= set(names)
-    assert not [left for left in bench.left_out if left.name == OURS]
+    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), bench.left_out
+    assert bench.clock_mhz > 100
     for row in bench.rows:
         assert 0 < row.p20 <= row.ms <= row.p80
         assert row.error <= 1
@@ -142,16 +246,18 @@ def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
 
 
 @pytest.mark.gpu
-def test_the_command_prints_tables_json_and_markdown(tmp_path: Path) -> None:
-    path = tmp_path / "bench.md"
-    options = ["--rounds", "3", "--json", "--markdown", str(path)]
-    result = CliRunner().invoke(main, ["bench", "--shape", SHAPE, *options])
-    assert result.exit_code == 0, result.output
-    assert '"tflops"' in result.output
-    assert OURS in path.read_text(encoding="utf-8")
+def test_flex_is_never_left_to_run_uncompiled_past_torchs_limit() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for number in range(limit + 2):
+        problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=128 + 64 * number, causal=Causal.NONE)
+        bench = run_bench(problem, 0, peers=(FLEX,), rounds=3)
+        assert bench.row(FLEX) is not None, bench.left_out
 
 
 @pytest.mark.gpu
-def test_nothing_to_compute_is_a_usage_error() -> None:
-    shape = "heads=4,seqlen_q=0,seqlen_kv=64,head_dim=64"
-    assert CliRunner().invoke(main, ["bench", "--shape", shape]).exit_code == 2
+def test_the_ceiling_is_faster_than_any_attention_could_be() -> None:
+    ceiling = measure_ceiling(Dtype.BF16, torch.device("cuda", 0), rounds=5)
+    assert ceiling.tflops == pytest.approx(2 * ceiling.side**3 / ceiling.ms / 1e9)
+    assert ceiling.tflops > 20
+    assert 100 < ceiling.clock_mhz < 4000
+    assert 100 < clock_mhz(torch.device("cuda", 0)) < 4000

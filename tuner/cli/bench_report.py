@@ -1,72 +1,77 @@
-"""A `Bench` as a table for a person, and as Markdown for a file that is kept."""
+"""Results of `flashtune bench` for a person at a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from rich.markup import escape
+import click
 from rich.table import Table
 
-from flashtune.tuner.bench import Bench, Row
+from flashtune.tuner.bench_records import Bench, Ceiling, LeftOut, Row
+from flashtune.tuner.bench_run import Report
+from flashtune.tuner.bench_summary import Against
+from flashtune.tuner.cli.bench_panels import lengths_of, title_of
+from flashtune.tuner.cli.output import console, note, plain, printable
 
 SDPA = "sdpa-"
 HEADERS = ("", "ms", "p20 to p80", "TFLOP/s", "of best SDPA", "host µs", "error")
+# Up to this many shapes are shown as tables, more as a line each.
+TABLES = 6
+
+
+def show_bench(bench: Bench, problems: int) -> None:
+    """Prints one problem's results as they come: a table, or a line where there are many problems."""
+    if problems > TABLES:
+        click.echo(bench_line(bench))
+        said = left_out_notes(bench)
+    else:
+        console().print(bench_table(bench))
+        said = notes(bench)
+    for sentence in said:
+        note(sentence)
 
 
 def bench_table(bench: Bench) -> Table:
     """One line for each contestant."""
-    table = Table(title=escape(f"{bench.problem.key} on {bench.target}"), title_justify="left")
+    table = Table(title=plain(f"{bench.problem.key} on {bench.target}"), title_justify="left")
     for number, header in enumerate(HEADERS):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in bench.rows:
-        table.add_row(*map(escape, _cells(bench, row)))
+        table.add_row(*map(plain, cells(bench, row)))
     return table
+
+
+def bench_line(bench: Bench) -> str:
+    """The speeds of all contestants in TFLOP/s, on one line."""
+    speeds = "  ".join(f"{row.name} {row.tflops:.1f}" for row in bench.rows)
+    throttled = "  (throttled)" if bench.throttled else ""
+    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}:  {speeds}{throttled}")
 
 
 def notes(bench: Bench) -> tuple[str, ...]:
     """Sentences that belong under the table."""
     found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
-    found += [
-        f"{left.name} is left out: its error against float64 is {left.error:.2g} of what is allowed."
-        for left in bench.left_out
-    ]
+    found += left_out_notes(bench)
     if bench.throttled:
         found.append("The clock was held down while sampling: compare within this run alone.")
-    return tuple(found)
+    return tuple(map(printable, found))
 
 
-def markdown(benches: Sequence[Bench], command: str) -> str:
-    """All benches as one Markdown document.
-
-    Args:
-        benches: At least one.
-        command: The command line that made them.
-    """
-    versions = benches[0].versions
-    made_by = (
-        f"flashtune {versions.flashtune}, torch {versions.torch}, triton {versions.triton}, "
-        f"ptxas {versions.ptxas}, driver {versions.driver}."
-    )
-    how = (
-        f"GPU time of CUDA-graph replays with a cold L2, contestants in turn, median of {benches[0].rounds}.",
-        "TFLOP/s count 4·B·H·Sq·Sk·D operations, half of them when causal. Host time is that of queueing one",
-        "call. Error is the largest row error against a float64 reference, over what the gate allows.",
-    )
-    lines = [f"# Attention on {benches[0].target}", "", f"`{command}`", "", made_by, *how]
-    for bench in benches:
-        lines += [
-            "",
-            f"## {bench.problem.key}",
-            "",
-            _line(HEADERS),
-            _line(["---", *["---:"] * (len(HEADERS) - 1)]),
-        ]
-        lines += [_line(_cells(bench, row)) for row in bench.rows]
-        lines += ["", *notes(bench)]
-    return "\n".join(lines) + "\n"
+def left_out_notes(bench: Bench) -> tuple[str, ...]:
+    """A sentence for each contestant without a row."""
+    return tuple(printable(f"{left.name} is left out: {_why(left)}.") for left in bench.left_out)
 
 
-def _cells(bench: Bench, row: Row) -> tuple[str, ...]:
+def _why(left: LeftOut) -> str:
+    if left.message:
+        return left.message.rstrip(".")
+    if left.error is None:
+        return "its output is not finite where it should be"
+    return f"its error against float64 is {left.error:.2g} of what is allowed"
+
+
+def cells(bench: Bench, row: Row) -> tuple[str, ...]:
+    """A row under `HEADERS`."""
     best = min((other.ms for other in bench.rows if other.name.startswith(SDPA)), default=None)
     return (
         row.name,
@@ -79,5 +84,41 @@ def _cells(bench: Bench, row: Row) -> tuple[str, ...]:
     )
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def show_summary(report: Report) -> None:
+    """Prints what follows from all results."""
+    for sentence in summary(report):
+        click.echo(sentence)
+
+
+def summary(report: Report) -> Iterator[str]:
+    """What follows from all results, a sentence each."""
+    run = report.run
+    for ceiling in run.ceilings:
+        yield f"{ceiling_text(ceiling)}."
+    for entry in report.ratios:
+        mean = f"{entry.geometric_mean:.3f} in the geometric mean of {len(entry.points)}"
+        yield printable(
+            f"flashtune over {entry.peer}: {mean}, {entry.worst.ratio:.3f} at worst ({entry.worst.problem})."
+        )
+    if report.against is not None:
+        yield from against_text(report.against)
+    seconds = sum(bench.seconds for bench in run.benches)
+    yield f"{len(run.benches)} shapes in {seconds:.0f} s."
+
+
+def ceiling_text(ceiling: Ceiling) -> str:
+    """A ceiling in words."""
+    return (
+        f"A {ceiling.dtype} matrix product of {ceiling.side}³ reaches {ceiling.tflops:.1f} TFLOP/s, "
+        f"with the clock at {ceiling.clock_mhz:.0f} MHz after it"
+    )
+
+
+def against_text(against: Against) -> Iterator[str]:
+    """Where we stand among figures measured elsewhere, in a line for each case and one for all."""
+    for point in against.points:
+        theirs = f"{point.best} {point.theirs:.3f} there"
+        yield printable(f"{point.case}: {point.ours:.3f} of cuDNN here, {theirs}: {point.ratio:.3f}")
+    mean = f"{against.geometric_mean:.3f} in the geometric mean of {len(against.points)}"
+    worst = f"{against.worst.ratio:.3f} at worst ({against.worst.case})"
+    yield printable(f"Against the best peers of {against.source}, by way of cuDNN: {mean}, {worst}.")

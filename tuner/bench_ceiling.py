@@ -1,0 +1,62 @@
+"""What the GPU gives to a plain matrix product, measured beside attention: its ceiling."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from flashtune.problem import Dtype
+from flashtune.tuner.bench_records import Ceiling
+from flashtune.tuner.finals import DTYPES
+from flashtune.tuner.measurement import Run, measure_interleaved
+
+# Large enough that waves, borders and launches do not show.
+SIDE = 8192
+# The clock is timed over a millisecond: long to an event, short to the clock's own control.
+CLOCK_CYCLES = 2_000_000
+
+
+def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceiling:
+    """Times a square product of an element type, on random values: power, and so the clock, hangs on them.
+
+    Args:
+        dtype: Element type of both factors; accumulation is torch's own for it.
+        device: The GPU.
+        rounds: Samples.
+
+    Raises:
+        RuntimeError: torch multiplies no such matrices on this GPU.
+    """
+    with torch.cuda.device(device):
+        run = _product(DTYPES[dtype], device)
+        (measured,) = measure_interleaved([run], device, rounds=rounds)
+        run()
+        clock = clock_mhz(device)
+    return Ceiling(dtype, SIDE, measured.ms, 2 * SIDE**3 / measured.ms / 1e9, clock)
+
+
+def _product(dtype: torch.dtype, device: torch.device) -> Run:
+    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    if dtype.itemsize == 1:
+        # 8-bit factors come with scales, and the second one column by column.
+        one = torch.ones((), device=device)
+        return functools.partial(
+            torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+
+
+def clock_mhz(device: torch.device) -> float:
+    """The multiprocessors' clock just now: how long a fixed number of its cycles takes.
+
+    Queued behind work, it tells the clock that the work has left behind.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        start.record()
+        torch.cuda._sleep(CLOCK_CYCLES)
+        end.record()
+        torch.cuda.synchronize(device)
+    milliseconds: float = start.elapsed_time(end)
+    return CLOCK_CYCLES / milliseconds / 1e3

@@ -1,0 +1,99 @@
+"""Grids of shapes that attention papers report, and the figures that others measured at them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from flashtune.errors import UsageError
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import ShortText
+from flashtune.tuner.shapes import parse_shape
+
+MODEL_WIDTH = 2048
+TOKENS = 16_384
+PAPER_HEAD_DIMS = (64, 128, 256)
+# Each entry is a shape as for --shape; lengths vary fastest.
+GRIDS: dict[str, tuple[str, ...]] = {
+    "paper": tuple(
+        f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"
+        f"tokens={TOKENS},seqlen=512..16384"
+        for width in PAPER_HEAD_DIMS
+    ),
+    "gqa": (
+        "dtype=bf16,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
+    ),
+}
+
+Tflops = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured elsewhere at one case, in the unit that the case names, TFLOP/s by default.
+
+    Attributes:
+        case: As `case_of` names it; others are passed over.
+        cudnn: SDPA's cuDNN backend.
+        fa2: SDPA's flash backend.
+        flex: Compiled FlexAttention.
+        fa4: flash-attn-4.
+    """
+
+    case: ShortText
+    cudnn: Tflops
+    fa2: Tflops | None = None
+    flex: Tflops | None = None
+    fa4: Tflops | None = None
+
+    def best(self) -> tuple[str, float]:
+        """The fastest of them, cuDNN among them, and its speed."""
+        named = (("cudnn", self.cudnn), ("fa2", self.fa2), ("flex", self.flex), ("fa4", self.fa4))
+        return max(((name, speed) for name, speed in named if speed is not None), key=lambda pair: pair[1])
+
+
+class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Figures of others with where they come from."""
+
+    source: ShortText
+    cases: tuple[Figures, ...]
+
+
+def grid_problems(name: str) -> tuple[Problem, ...]:
+    """The problems of a grid, `paper` or `gqa`."""
+    return tuple(problem for shape in GRIDS[name] for problem in parse_shape(shape))
+
+
+def case_of(problem: Problem) -> str | None:
+    """What files of figures call a point of the `paper` grid, such as `fwd d128 causal s4096`; else None."""
+    square = problem.seqlen_q == problem.seqlen_kv and problem.head_dim == problem.value_head_dim
+    usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads
+    sized = problem.heads * problem.head_dim == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
+    if not (square and usual and sized):
+        return None
+    mask = "full" if problem.causal is Causal.NONE else "causal"
+    return f"fwd d{problem.head_dim} {mask} s{problem.seqlen_q}"
+
+
+def read_figures(data: bytes, name: str) -> PeerFile:
+    """Figures of others: a list of cases, or an object with their `source` and `cases`.
+
+    Args:
+        data: The file's content.
+        name: How the user calls it.
+
+    Raises:
+        UsageError: It is neither, names a case twice, or has values out of bounds.
+    """
+    try:
+        found = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{name} holds no peers' figures: {error}; write a list of cases with cudnn, fa2, flex and fa4"
+        ) from error
+    file = found if isinstance(found, PeerFile) else PeerFile(name[:400], found)
+    cases = [figures.case for figures in file.cases]
+    twice = sorted({case for case in cases if cases.count(case) > 1})
+    if twice:
+        raise UsageError(f"{name} has {twice[0]!r} twice: leave one of the two out")
+    return file

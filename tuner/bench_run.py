@@ -1,0 +1,117 @@
+"""Many problems in one run of `flashtune bench`, with the ceilings of the GPU they ran on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from flashtune.errors import UsageError
+from flashtune.problem import Problem
+from flashtune.target import device_target
+from flashtune.tuner.bench import require_gpu, require_work, run_bench
+from flashtune.tuner.bench_ceiling import measure_ceiling
+from flashtune.tuner.bench_grid import PeerFile
+from flashtune.tuner.bench_peers import cudnn_version, flash_attn_4_version
+from flashtune.tuner.bench_records import BenchRun, Environment
+from flashtune.tuner.bench_summary import Against, Ratios, against, ratios
+from flashtune.tuner.bench_warm import compile_ahead
+
+# Starting compiler processes takes seconds: worth it for more than a few kernels.
+COMPILED_HERE = 3
+
+
+class BenchRequest(msgspec.Struct, frozen=True):
+    """What to time.
+
+    Attributes:
+        problems: At least one, none empty.
+        device: Which GPU.
+        peers: Who takes part beside the selected kernels.
+        rounds: Samples of each contestant.
+        command: The command line, for who reads the results.
+    """
+
+    problems: tuple[Problem, ...]
+    device: int
+    peers: tuple[str, ...]
+    rounds: int
+    command: str
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run and what follows from it.
+
+    Attributes:
+        run: What was measured.
+        ratios: Our speed over the peers'.
+        against: Our standing among figures measured elsewhere, where some were given.
+    """
+
+    run: BenchRun
+    ratios: tuple[Ratios, ...]
+    against: Against | None = None
+
+
+def report_of(run: BenchRun, file: PeerFile | None) -> Report:
+    """What follows from a run, and from figures measured elsewhere."""
+    return Report(run, ratios(run.benches), against(run.benches, file) if file else None)
+
+
+def read_report(data: bytes, name: str) -> BenchRun:
+    """The run of a saved report; what follows from it is worked out anew.
+
+    Args:
+        data: What was saved.
+        name: How the user calls it.
+
+    Raises:
+        UsageError: It is not what this version saves, or holds no results.
+    """
+    try:
+        run = msgspec.json.decode(data, type=Report).run
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{name} is no report that this version of flashtune bench saves: {error}; make it anew by --save"
+        ) from error
+    if not run.benches:
+        raise UsageError(f"{name} holds no results: make it anew by --save")
+    return run
+
+
+def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
+    """Times all problems, one after the other.
+
+    Args:
+        request: What to time.
+        watch: Told after each problem what is known by then.
+
+    Raises:
+        FlashtuneError: As `run_bench`; nothing was timed where a problem is empty or there is no GPU.
+    """
+    require_gpu()
+    for problem in request.problems:
+        require_work(problem)
+    target = device_target(request.device)
+    if len(request.problems) > COMPILED_HERE:
+        compile_ahead(request.problems, target)
+    device = torch.device("cuda", request.device)
+    dtypes = dict.fromkeys(problem.dtype for problem in request.problems)
+    ceilings = tuple(measure_ceiling(dtype, device, rounds=request.rounds) for dtype in dtypes)
+    run = BenchRun(request.command, environment(device), ceilings, ())
+    for problem in request.problems:
+        bench = run_bench(problem, request.device, peers=request.peers, rounds=request.rounds)
+        run = msgspec.structs.replace(run, benches=(*run.benches, bench))
+        watch(run)
+    return run
+
+
+def environment(device: torch.device) -> Environment:
+    """What the peers are on this machine."""
+    return Environment(
+        gpu=torch.cuda.get_device_name(device),
+        cuda=torch.version.cuda or "",
+        cudnn=cudnn_version(),
+        flash_attn_4=flash_attn_4_version(),
+    )

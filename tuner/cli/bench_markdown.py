@@ -1,0 +1,100 @@
+"""Results of `flashtune bench` as a Markdown document that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flashtune.tuner.bench_records import BenchRun
+from flashtune.tuner.bench_run import Report
+from flashtune.tuner.bench_summary import Against, Ratios
+from flashtune.tuner.cli.bench_panels import Panel, lengths_of, panels
+from flashtune.tuner.cli.bench_report import HEADERS, ceiling_text, cells, notes
+from flashtune.tuner.cli.output import printable
+
+
+def markdown(report: Report) -> str:
+    """A report, from what matters most to the details of each problem.
+
+    Args:
+        report: Of at least one problem.
+    """
+    run = report.run
+    lines = [f"# Attention on {run.benches[0].target}", "", f"`{printable(run.command)}`", "", *_made_by(run)]
+    if report.ratios:
+        lines += ["", "## In short", "", *_ratios(report.ratios)]
+    if report.against is not None:
+        lines += ["", "## Among peers measured elsewhere", "", *_against(report.against)]
+    lines += ["", "## TFLOP/s"]
+    for panel in panels(run.benches):
+        lines += ["", f"### {panel.title}", "", *_panel(panel)]
+    lines += ["", "## Every shape"]
+    for bench in run.benches:
+        rows = [cells(bench, row) for row in bench.rows]
+        lines += ["", f"### {bench.problem.key}", "", *_table(HEADERS, rows), "", *notes(bench)]
+    return "\n".join(lines) + "\n"
+
+
+def _made_by(run: BenchRun) -> Iterator[str]:
+    bench, peers = run.benches[0], run.environment
+    made = bench.versions
+    yield (
+        f"{peers.gpu}, driver {made.driver}, flashtune {made.flashtune}, torch {made.torch}, "
+        f"triton {made.triton}, ptxas {made.ptxas},"
+    )
+    yield f"CUDA {peers.cuda}, cuDNN {peers.cudnn or 'none'}, flash-attn-4 {peers.flash_attn_4 or 'none'}."
+    yield f"GPU time of CUDA-graph replays with a cold L2, contestants in turn, median of {bench.rounds}."
+    yield "TFLOP/s count 4·B·H·Sq·Sk·D operations, half of them when causal. Host time is that of queueing"
+    yield "one call. Error is the largest row error against a float64 reference, over what the gate allows."
+    for ceiling in run.ceilings:
+        yield f"{ceiling_text(ceiling)}."
+
+
+def _ratios(ratios: Sequence[Ratios]) -> Iterator[str]:
+    heads = ("flashtune over", "shapes", "geometric mean", "worst", "at")
+    rows = [
+        (
+            entry.peer,
+            str(len(entry.points)),
+            f"{entry.geometric_mean:.3f}",
+            f"{entry.worst.ratio:.3f}",
+            entry.worst.problem,
+        )
+        for entry in ratios
+    ]
+    return _table(heads, rows)
+
+
+def _against(against: Against) -> Iterator[str]:
+    """The figure of each case, and what they come to."""
+    yield f"Theirs: {printable(against.source)}. Both runs hold cuDNN, and speeds are in units of its."
+    yield ""
+    heads = ("case", "flashtune", "best peer", "its speed", "flashtune over it")
+    rows = [
+        (point.case, f"{point.ours:.3f}", point.best, f"{point.theirs:.3f}", f"{point.ratio:.3f}")
+        for point in against.points
+    ]
+    yield from _table(heads, rows)
+    yield ""
+    yield (
+        f"Geometric mean {against.geometric_mean:.3f} of {len(against.points)}, "
+        f"worst {against.worst.ratio:.3f} at {printable(against.worst.case)}."
+    )
+
+
+def _panel(panel: Panel) -> Iterator[str]:
+    """Contestants by lengths; a dash where one has no row."""
+    rows = []
+    for name in panel.names:
+        found = (bench.row(name) for bench in panel.benches)
+        rows.append((name, *(f"{row.tflops:.1f}" if row else "–" for row in found)))
+    return _table(("", *(lengths_of(bench.problem) for bench in panel.benches)), rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield _line(heads)
+    yield _line(["---", *["---:"] * (len(heads) - 1)])
+    yield from map(_line, rows)
+
+
+def _line(found: Sequence[str]) -> str:
+    return f"| {' | '.join(printable(cell).replace('|', chr(92) + '|') for cell in found)} |"
