@@ -6,9 +6,9 @@ import functools
 
 import torch
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Dtype
 from flashtune.tuner.bench_records import Ceiling
-from flashtune.tuner.finals import DTYPES
 from flashtune.tuner.measurement import Run, measure_interleaved
 
 # Large enough that waves, borders and launches do not show.
@@ -29,7 +29,7 @@ def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceili
         RuntimeError: torch multiplies no such matrices on this GPU.
     """
     with torch.cuda.device(device):
-        run = _product(DTYPES[dtype], device)
+        run = _product(TORCH_DTYPES[dtype], device)
         (measured,) = measure_interleaved([run], device, rounds=rounds)
         run()
         clock = clock_mhz(device)

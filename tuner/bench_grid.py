@@ -24,6 +24,9 @@ GRIDS: dict[str, tuple[str, ...]] = {
     "gqa": (
         "dtype=bf16,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
     ),
+    "fp8": (
+        "dtype=e4m3,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
+    ),
 }
 
 Tflops = Annotated[float, msgspec.Meta(gt=0)]
@@ -53,26 +56,48 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures of others with where they come from."""
+    """Figures of others.
+
+    Attributes:
+        source: Where they come from.
+        cases: One for each case.
+        absolute: Whether speeds are compared as they are. By default each is taken over cuDNN's of its
+            own run, since no two machines run alike; that takes a cuDNN that computes the case here.
+    """
 
     source: ShortText
     cases: tuple[Figures, ...]
+    absolute: bool = False
 
 
 def grid_problems(name: str) -> tuple[Problem, ...]:
-    """The problems of a grid, `paper` or `gqa`."""
+    """The problems of a grid of `GRIDS`."""
     return tuple(problem for shape in GRIDS[name] for problem in parse_shape(shape))
 
 
-def case_of(problem: Problem) -> str | None:
-    """What files of figures call a point of the `paper` grid, such as `fwd d128 causal s4096`; else None."""
+def case_of(problem: Problem) -> str:
+    """What files of figures call a problem.
+
+    Points of the `paper` grid have short names, such as `fwd d128 causal s4096`. Others say all but the
+    batch: `fwd e4m3 d128 h64x8 full s4096`.
+    """
+    mask = "full" if problem.causal is Causal.NONE else "causal"
+    if _is_of_paper(problem):
+        return f"fwd d{problem.head_dim} {mask} s{problem.seqlen_q}"
+    width, lengths = f"d{problem.head_dim}", f"s{problem.seqlen_q}"
+    if problem.value_head_dim != problem.head_dim:
+        width += f"v{problem.value_head_dim}"
+    if problem.seqlen_kv != problem.seqlen_q:
+        lengths += f"x{problem.seqlen_kv}"
+        mask = problem.causal.value if problem.causal is not Causal.NONE else mask
+    return f"fwd {problem.dtype} {width} h{problem.heads}x{problem.kv_heads} {mask} {lengths}"
+
+
+def _is_of_paper(problem: Problem) -> bool:
     square = problem.seqlen_q == problem.seqlen_kv and problem.head_dim == problem.value_head_dim
     usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads
-    sized = problem.heads * problem.head_dim == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
-    if not (square and usual and sized):
-        return None
-    mask = "full" if problem.causal is Causal.NONE else "causal"
-    return f"fwd d{problem.head_dim} {mask} s{problem.seqlen_q}"
+    width = problem.heads * problem.head_dim
+    return square and usual and width == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
 
 
 def read_figures(data: bytes, name: str) -> PeerFile:

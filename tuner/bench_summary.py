@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flashtune.tuner.bench_grid import PeerFile, case_of
+from flashtune.tuner.bench_grid import Figures, PeerFile, case_of
 from flashtune.tuner.bench_peers import CUDNN
 from flashtune.tuner.bench_records import OURS, Bench
 
@@ -40,23 +40,23 @@ class Ratios(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where we stand at one case among peers that were measured elsewhere.
 
-    Both runs hold cuDNN, which is the yardstick between them.
-
     Attributes:
         case: The case's name in the file.
-        ours: Our speed over cuDNN's, in this run.
+        seqlen: Its keys.
+        ours: Our speed in this run, over cuDNN's in this run unless the file's figures are absolute.
         best: The fastest peer of the file.
-        theirs: Its speed over cuDNN's, in the file.
+        theirs: Its speed in the file, in the same unit.
     """
 
     case: str
+    seqlen: int
     ours: float
     best: str
     theirs: float
 
     @property
     def ratio(self) -> float:
-        """Our speed over the best peer's, both in units of cuDNN's."""
+        """Our speed over the best peer's."""
         return self.ours / self.theirs
 
 
@@ -65,15 +65,22 @@ class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         source: Where they come from.
+        absolute: Whether speeds are TFLOP/s; else each is over cuDNN's of its own run.
         points: One for each problem of this run that the file knows.
         geometric_mean: Of the points' ratios.
         worst: The point of the smallest ratio.
     """
 
     source: str
+    absolute: bool
     points: tuple[AgainstPoint, ...]
     geometric_mean: float
     worst: AgainstPoint
+
+    def worst_by_length(self) -> tuple[AgainstPoint, ...]:
+        """The point of the smallest ratio for each sequence length, shortest first."""
+        lengths = sorted({point.seqlen for point in self.points})
+        return tuple(_worst([point for point in self.points if point.seqlen == length]) for length in lengths)
 
 
 def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
@@ -103,13 +110,29 @@ def against(benches: Sequence[Bench], file: PeerFile) -> Against | None:
     known = {figures.case: figures for figures in file.cases}
     points = []
     for bench in benches:
-        case = case_of(bench.problem)
-        ours, cudnn = bench.row(OURS), bench.row(CUDNN)
-        if case not in known or ours is None or cudnn is None:
-            continue
-        name, speed = known[case].best()
-        points.append(AgainstPoint(case, cudnn.ms / ours.ms, name, speed / known[case].cudnn))
+        figures = known.get(case_of(bench.problem))
+        point = _point(bench, figures, file.absolute) if figures else None
+        if point is not None:
+            points.append(point)
     if not points:
         return None
     mean = statistics.geometric_mean([point.ratio for point in points])
-    return Against(file.source, tuple(points), mean, min(points, key=lambda point: point.ratio))
+    return Against(file.source, file.absolute, tuple(points), mean, _worst(points))
+
+
+def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | None:
+    """One case; None where a row that it takes is missing."""
+    ours, cudnn = bench.row(OURS), bench.row(CUDNN)
+    best, speed = figures.best()
+    keys = bench.problem.seqlen_kv
+    if ours is None:
+        return None
+    if absolute:
+        return AgainstPoint(figures.case, keys, ours.tflops, best, speed)
+    if cudnn is None:
+        return None
+    return AgainstPoint(figures.case, keys, cudnn.ms / ours.ms, best, speed / figures.cudnn)
+
+
+def _worst(points: Sequence[AgainstPoint]) -> AgainstPoint:
+    return min(points, key=lambda point: point.ratio)

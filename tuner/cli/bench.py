@@ -14,7 +14,7 @@ import msgspec
 
 from flashtune.errors import UsageError, VerificationError
 from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
-from flashtune.tuner.cli.output import print_json
+from flashtune.tuner.cli.output import note, print_json
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench_run import BenchRequest, Report
 
 # As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
-GRIDS = ("paper", "gqa")
+GRIDS = ("paper", "gqa", "fp8")
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
 
 
@@ -42,7 +42,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     type=click.Choice(GRIDS),
     help="Shapes that papers report. paper: bf16, head dims 64, 128 and 256, full and causal, lengths 512 to "
     "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
-    "32768, 32k tokens. Repeatable.",
+    "32768, 32k tokens. fp8: the same in e4m3. Repeatable.",
 )
 @click.option(
     "--device",
@@ -112,7 +112,10 @@ def command(
             os.environ["FLASHTUNE_DB"] = db
         request = _request(_all_problems(problems, grids), device, _chosen_peers(peers, no_peers), rounds)
         run = _timed(request, figures, files, as_json)
-    _finish(_report(run, figures), files, as_json)
+    report = _report(run, figures)
+    if figures is not None and report.against is None:
+        note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
+    _finish(report, files, as_json)
 
 
 class Files(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flashtune.tuner.bench_records import BenchRun
+from flashtune.tuner.bench_records import BenchRun, Ceiling
 from flashtune.tuner.bench_run import Report
 from flashtune.tuner.bench_summary import Against, Ratios
-from flashtune.tuner.cli.bench_panels import Panel, lengths_of, panels
+from flashtune.tuner.cli.bench_panels import CEILING, Panel, lengths_of, panels
 from flashtune.tuner.cli.bench_report import HEADERS, ceiling_text, cells, notes
 from flashtune.tuner.cli.output import printable
 
@@ -26,7 +26,7 @@ def markdown(report: Report) -> str:
         lines += ["", "## Among peers measured elsewhere", "", *_against(report.against)]
     lines += ["", "## TFLOP/s"]
     for panel in panels(run.benches):
-        lines += ["", f"### {panel.title}", "", *_panel(panel)]
+        lines += ["", f"### {panel.title}", "", *_panel(panel, run.ceilings)]
     lines += ["", "## Every shape"]
     for bench in run.benches:
         rows = [cells(bench, row) for row in bench.rows]
@@ -66,7 +66,8 @@ def _ratios(ratios: Sequence[Ratios]) -> Iterator[str]:
 
 def _against(against: Against) -> Iterator[str]:
     """The figure of each case, and what they come to."""
-    yield f"Theirs: {printable(against.source)}. Both runs hold cuDNN, and speeds are in units of its."
+    unit = "TFLOP/s" if against.absolute else "units of cuDNN's in the same run, theirs or ours"
+    yield f"Theirs: {printable(against.source)}. Speeds are in {unit}."
     yield ""
     heads = ("case", "flashtune", "best peer", "its speed", "flashtune over it")
     rows = [
@@ -75,18 +76,25 @@ def _against(against: Against) -> Iterator[str]:
     ]
     yield from _table(heads, rows)
     yield ""
+    lengths = ", ".join(f"{point.seqlen}: {point.ratio:.3f}" for point in against.worst_by_length())
+    yield f"At worst for each sequence length: {lengths}."
     yield (
         f"Geometric mean {against.geometric_mean:.3f} of {len(against.points)}, "
         f"worst {against.worst.ratio:.3f} at {printable(against.worst.case)}."
     )
 
 
-def _panel(panel: Panel) -> Iterator[str]:
-    """Contestants by lengths; a dash where one has no row."""
-    rows = []
+def _panel(panel: Panel, ceilings: Sequence[Ceiling]) -> Iterator[str]:
+    """Contestants by lengths, a dash where one has no row; and the ceiling."""
+    rows: list[tuple[str, ...]] = []
     for name in panel.names:
         found = (bench.row(name) for bench in panel.benches)
         rows.append((name, *(f"{row.tflops:.1f}" if row else "–" for row in found)))
+    rows += [
+        (CEILING, *[f"{entry.tflops:.1f}"] * len(panel.benches))
+        for entry in ceilings
+        if entry.dtype is panel.dtype
+    ]
     return _table(("", *(lengths_of(bench.problem) for bench in panel.benches)), rows)
 
 

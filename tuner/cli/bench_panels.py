@@ -8,6 +8,9 @@ from typing import NamedTuple
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.bench_records import Bench
 
+# What the ceiling is called beside the contestants.
+CEILING = "matrix product"
+
 
 class Panel(NamedTuple):
     """Benches that differ in lengths and batch alone, shortest first.

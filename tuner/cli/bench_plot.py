@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from flashtune.errors import UsageError
-from flashtune.tuner.cli.bench_panels import Panel, panels
+from flashtune.tuner.cli.bench_panels import CEILING, Panel, panels
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -27,7 +27,6 @@ COLORS = {
     "sdpa-efficient": "#e69f00",
     "standard": "#999999",
 }
-CEILING = "matrix product"
 CEILING_COLOR = "#000000"
 
 

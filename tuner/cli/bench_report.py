@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.table import Table
@@ -23,11 +24,9 @@ def show_bench(bench: Bench, problems: int) -> None:
     """Prints one problem's results as they come: a table, or a line where there are many problems."""
     if problems > TABLES:
         click.echo(bench_line(bench))
-        said = left_out_notes(bench)
-    else:
-        console().print(bench_table(bench))
-        said = notes(bench)
-    for sentence in said:
+        return
+    console().print(bench_table(bench))
+    for sentence in notes(bench):
         note(sentence)
 
 
@@ -43,23 +42,19 @@ def bench_table(bench: Bench) -> Table:
 
 def bench_line(bench: Bench) -> str:
     """The speeds of all contestants in TFLOP/s, on one line."""
-    speeds = "  ".join(f"{row.name} {row.tflops:.1f}" for row in bench.rows)
-    throttled = "  (throttled)" if bench.throttled else ""
-    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}:  {speeds}{throttled}")
+    parts = [f"{row.name} {row.tflops:.1f}" for row in bench.rows]
+    parts += [f"{left.name} left out" for left in bench.left_out]
+    parts += ["throttled"] if bench.throttled else []
+    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}: {', '.join(parts)}")
 
 
 def notes(bench: Bench) -> tuple[str, ...]:
     """Sentences that belong under the table."""
     found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
-    found += left_out_notes(bench)
+    found += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
     if bench.throttled:
         found.append("The clock was held down while sampling: compare within this run alone.")
     return tuple(map(printable, found))
-
-
-def left_out_notes(bench: Bench) -> tuple[str, ...]:
-    """A sentence for each contestant without a row."""
-    return tuple(printable(f"{left.name} is left out: {_why(left)}.") for left in bench.left_out)
 
 
 def _why(left: LeftOut) -> str:
@@ -102,6 +97,8 @@ def summary(report: Report) -> Iterator[str]:
         )
     if report.against is not None:
         yield from against_text(report.against)
+    if len(run.benches) > TABLES:
+        yield from left_out_text(run.benches)
     seconds = sum(bench.seconds for bench in run.benches)
     yield f"{len(run.benches)} shapes in {seconds:.0f} s."
 
@@ -116,9 +113,19 @@ def ceiling_text(ceiling: Ceiling) -> str:
 
 def against_text(against: Against) -> Iterator[str]:
     """Where we stand among figures measured elsewhere, in a line for each case and one for all."""
+    unit = "TFLOP/s" if against.absolute else "of cuDNN"
     for point in against.points:
         theirs = f"{point.best} {point.theirs:.3f} there"
-        yield printable(f"{point.case}: {point.ours:.3f} of cuDNN here, {theirs}: {point.ratio:.3f}")
+        yield printable(f"{point.case}: {point.ours:.3f} {unit} here, {theirs}: {point.ratio:.3f}")
+    lengths = ", ".join(f"{point.seqlen}: {point.ratio:.3f}" for point in against.worst_by_length())
+    yield f"At worst for each sequence length: {lengths}."
     mean = f"{against.geometric_mean:.3f} in the geometric mean of {len(against.points)}"
     worst = f"{against.worst.ratio:.3f} at worst ({against.worst.case})"
-    yield printable(f"Against the best peers of {against.source}, by way of cuDNN: {mean}, {worst}.")
+    yield printable(f"Against the best of the peers {against.source}: {mean}, {worst}.")
+
+
+def left_out_text(benches: Sequence[Bench]) -> Iterator[str]:
+    """Who has no row and why, each reason once."""
+    reasons = Counter((left.name, _why(left)) for bench in benches for left in bench.left_out)
+    for (name, why), count in reasons.items():
+        yield printable(f"{name} is left out at {count} of {len(benches)} shapes: {why}.")

@@ -1,0 +1,291 @@
+"""`flashtune bench` as its users see it: what is shown, saved, loaded and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from click.testing import Result
+from rich.console import Console
+
+from flashtune.problem import Causal, Problem
+from flashtune.tuner import bench_run
+from flashtune.tuner.bench_grid import GRIDS, grid_problems
+from flashtune.tuner.bench_records import OURS, Bench, LeftOut
+from flashtune.tuner.bench_run import BenchRequest, report_of, run_benches
+from flashtune.tuner.cli.bench import GRIDS as NAMED_GRIDS
+from flashtune.tuner.cli.bench_markdown import markdown
+from flashtune.tuner.cli.bench_panels import CEILING, lengths_of, panels, title_of
+from flashtune.tuner.cli.bench_report import bench_line, bench_table, notes
+from tests.tuner.bench_fakes import DETAIL, SPEEDS, a_bench, a_run
+
+Run = Callable[..., Result]
+
+PAPER = grid_problems("paper")
+SHAPE = "heads=4,kv_heads=2,seqlen=256,head_dim=64,dtype=bf16,causal,batch=2"
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+REFUSED = LeftOut("standard", None, "its scores would take more than half of the free memory")
+WRONG = LeftOut("sdpa-efficient", 3.25)
+NOT_FINITE = LeftOut("flex", None)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A report of the whole grid."""
+    path = tmp_path / "saved.json"
+    run = a_run(*(a_bench(problem, left_out=(REFUSED,)) for problem in PAPER))
+    path.write_bytes(msgspec.json.encode(report_of(run, None)))
+    return path
+
+
+def test_the_table_compares_with_the_best_sdpa() -> None:
+    printed = io.StringIO()
+    Console(width=120, file=printed).print(bench_table(a_bench(PAPER[0])))
+    lines = printed.getvalue().splitlines()
+    ours = next(line for line in lines if OURS in line)
+    assert "600.0" in ours
+    assert "1.20" in ours
+    assert "0.60" in next(line for line in lines if "sdpa-flash" in line)
+
+
+def test_notes_name_the_kernel_and_who_was_left_out() -> None:
+    said = notes(a_bench(PAPER[0], left_out=(WRONG, NOT_FINITE, REFUSED), throttled=True))
+    assert f"flashtune is {DETAIL}." in said
+    assert "sdpa-efficient is left out: its error against float64 is 3.2 of what is allowed." in said
+    assert "flex is left out: its output is not finite where it should be." in said
+    assert f"standard is left out: {REFUSED.message}." in said
+    assert any("clock" in sentence for sentence in said)
+    assert len(notes(a_bench(PAPER[0]))) == 1
+
+
+def test_a_line_holds_a_whole_shape() -> None:
+    line = bench_line(a_bench(PAPER[0], left_out=(REFUSED,), throttled=True))
+    assert line == (
+        "bf16, head dim 64, 32 heads, full, 512, batch 32: flashtune 600.0, sdpa-cudnn 500.0, "
+        "sdpa-flash 300.0, flash-attn-4 750.0, standard left out, throttled"
+    )
+
+
+def test_what_peers_say_cannot_steer_a_terminal() -> None:
+    bench = a_bench(PAPER[0], left_out=(LeftOut("flex", None, "no\x1b[2J [bold]| way\nback"),))
+    assert all(sentence.isprintable() for sentence in notes(bench))
+
+
+def test_panels_part_masks_and_head_dims_and_sort_lengths() -> None:
+    found = panels([a_bench(problem) for problem in reversed(PAPER)])
+    assert len(found) == 6
+    for panel in found:
+        lengths = [bench.problem.seqlen_kv for bench in panel.benches]
+        assert lengths == [512, 1024, 2048, 4096, 8192, 16_384]
+        assert panel.names == tuple(SPEEDS)
+
+
+def test_titles_say_what_is_unusual() -> None:
+    problem = msgspec.structs.replace(
+        PAPER[0], kv_heads=8, value_head_dim=32, seqlen_kv=600, causal=Causal.TOP_LEFT
+    )
+    assert title_of(problem) == "bf16, head dim 64 (values 32), 32 heads on 8, causal top-left"
+    assert lengths_of(problem) == "512 to 600, batch 32"
+
+
+def test_markdown_holds_versions_command_and_every_row() -> None:
+    benches = [a_bench(problem, left_out=(REFUSED,)) for problem in PAPER]
+    missing = {name: speed for name, speed in SPEEDS.items() if name != "sdpa-flash"}
+    benches[1] = a_bench(PAPER[1], missing)
+    text = markdown(report_of(a_run(*benches), None))
+    for part in (
+        "NVIDIA H200",
+        "torch 2.13.0",
+        "driver 580.1",
+        "cuDNN 9.19.0",
+        "`flashtune bench --grid paper`",
+        f"| {CEILING} | 800.0 |",
+        "| best peer | 36 | 0.800 | 0.800 |",
+        "| sdpa-flash | 300.0 | – | 300.0 |",
+    ):
+        assert part in text
+    assert text.count("### forward_bf16") == 36
+    assert text.count("### bf16, head dim") == 6
+    table: list[int] = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            table.append(line.count("|"))
+            assert table[0] == table[-1]
+        else:
+            table = []
+
+
+@pytest.mark.parametrize("count", [2, 36])
+def test_a_saved_report_is_shown_without_a_gpu(run: Run, tmp_path: Path, count: int) -> None:
+    path, page = tmp_path / "saved.json", tmp_path / "folder" / "bench.md"
+    benches = (a_bench(problem, left_out=(REFUSED,)) for problem in PAPER[:count])
+    path.write_bytes(msgspec.json.encode(report_of(a_run(*benches), None)))
+    result = run("bench", "--load", path, "--markdown", page)
+    assert result.exit_code == 0, result.output
+    assert f"flashtune over sdpa-cudnn: 1.200 in the geometric mean of {count}" in result.output
+    assert "reaches 800.0 TFLOP/s" in result.output
+    assert REFUSED.message in result.output
+    assert page.read_text(encoding="utf-8").startswith("# Attention on nvidia-h200")
+
+
+def test_figures_of_others_are_shown_as_one_figure(run: Run, saved: Path) -> None:
+    peers = Path(__file__).parents[3] / "benchmarks" / "peers" / "nvidia-h200.json"
+    result = run("bench", "--load", saved, "--against", peers)
+    assert result.exit_code == 0, result.output
+    assert "in the geometric mean of 36" in result.output
+    assert "fwd d64 full s16384: 1.200 of cuDNN here, fa4 1.221 there: 0.983" in result.output
+    as_json = json.loads(run("bench", "--load", saved, "--against", peers, "--json").stdout)
+    assert len(as_json["against"]["points"]) == 36
+    fp8 = peers.with_name("nvidia-h200-fp8.json")
+    assert "no shape of this run can be compared" in run("bench", "--load", saved, "--against", fp8).output
+
+
+def test_json_saved_and_shown_is_the_same(run: Run, saved: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    result = run("bench", "--load", saved, "--json", "--save", again)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads(again.read_bytes()) == json.loads(saved.read_bytes())
+
+
+def test_a_plot_has_a_panel_for_each_mask_and_head_dim(run: Run, saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from flashtune.tuner.cli.bench_plot import figure
+
+    page = tmp_path / "plot.html"
+    assert run("bench", "--load", saved, "--plot", page).exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    assert "head dim 128, 16 heads, causal" in text
+    assert "<script src=" not in text
+    plot = figure(a_run(*(a_bench(problem) for problem in PAPER)))
+    assert len(plot.data) == 6 * (len(SPEEDS) + 1)
+    dashed = [trace for trace in plot.data if trace.line.dash == "dash"]
+    assert [tuple(trace.y) for trace in dashed] == [(800.0, 800.0)] * 6
+    assert sorted(trace.name for trace in plot.data if trace.showlegend) == sorted([*SPEEDS, CEILING])
+    assert len({trace.xaxis for trace in plot.data}) == 6
+
+
+def test_a_plot_of_one_shape_is_a_plot_too() -> None:
+    pytest.importorskip("plotly")
+    from flashtune.tuner.cli.bench_plot import plot_page
+
+    assert "flashtune" in plot_page(a_run(a_bench(PAPER[0])))
+
+
+def test_without_plotly_a_plot_is_refused_before_anything_is_timed(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("bench", "--load", saved, "--plot", tmp_path / "plot.html")
+    assert result.exit_code == 2
+    assert "flashtune[plot]" in result.output
+
+
+def test_a_kernel_without_a_row_is_an_error_after_all_is_shown(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "saved.json"
+    wrong = a_bench(PAPER[0], {"sdpa-cudnn": 500.0}, (LeftOut(OURS, 2.0),))
+    path.write_bytes(msgspec.json.encode(report_of(a_run(wrong, a_bench(PAPER[1])), None)))
+    result = run("bench", "--load", path)
+    assert result.exit_code == 1
+    assert f"the selected kernel of {PAPER[0].key} does not compute it here" in result.output
+    assert "flashtune is left out: its error against float64 is 2 of what is allowed" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--shape", SHAPE, "--peer", "nobody"),
+        ("--shape", SHAPE, "--peer", "flex", "--no-peers"),
+        ("--shape", SHAPE, "--rounds", "1"),
+        ("--load", "missing.json"),
+        ("--grid", "nothing"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(run: Run, arguments: tuple[str, ...]) -> None:
+    assert run("bench", *arguments).exit_code == 2
+
+
+def test_shapes_and_a_saved_report_exclude_one_another(run: Run, saved: Path) -> None:
+    result = run("bench", "--load", saved, "--grid", "paper")
+    assert result.exit_code == 2
+    assert "leave the shapes out" in result.output
+
+
+def test_the_command_knows_the_grids() -> None:
+    assert tuple(GRIDS) == NAMED_GRIDS
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("shapes", [("--shape", SHAPE), ("--grid", "paper")])
+def test_without_a_gpu_it_says_so_in_one_sentence(run: Run, shapes: tuple[str, str]) -> None:
+    result = run("bench", *shapes)
+    assert result.exit_code == 2
+    assert "no GPU is visible here" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """A machine whose benches are made up; the problems that were timed on it."""
+    timed: list[Problem] = []
+    empty = a_run()
+
+    def fake_bench(problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int) -> Bench:
+        timed.append(problem)
+        if len(timed) > 3:
+            raise KeyboardInterrupt
+        return a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_run, "device_target", lambda index: None)
+    monkeypatch.setattr(bench_run, "compile_ahead", lambda problems, target: ())
+    monkeypatch.setattr(bench_run, "measure_ceiling", lambda dtype, device, rounds: empty.ceilings[0])
+    monkeypatch.setattr(bench_run, "environment", lambda device: empty.environment)
+    monkeypatch.setattr(bench_run, "run_bench", fake_bench)
+    return timed
+
+
+def test_peers_that_are_named_take_part_alone(fake_gpu: list[Problem]) -> None:
+    told: list[int] = []
+    request = BenchRequest(PAPER[:2], 0, ("sdpa-cudnn",), 5, "flashtune bench")
+    found = run_benches(request, lambda run: told.append(len(run.benches)))
+    assert told == [1, 2]
+    assert fake_gpu == list(PAPER[:2])
+    assert [row.name for row in found.benches[0].rows] == [OURS, "sdpa-cudnn"]
+    assert found.ceilings[0].tflops == 800.0
+
+
+def test_an_interrupted_run_keeps_what_was_finished(
+    run: Run, fake_gpu: list[Problem], tmp_path: Path
+) -> None:
+    path = tmp_path / "saved.json"
+    result = run("bench", "--grid", "paper", "--peer", "sdpa-cudnn", "--save", path)
+    assert result.exit_code == 130
+    assert len(json.loads(path.read_bytes())["run"]["benches"]) == 3
+    assert run("bench", "--load", path).exit_code == 0
+
+
+def test_nothing_to_compute_is_a_usage_error_before_anything_is_timed(
+    run: Run, fake_gpu: list[Problem], tmp_path: Path
+) -> None:
+    shapes = tmp_path / "shapes.json"
+    empty = msgspec.structs.replace(PAPER[0], batch=0)
+    shapes.write_bytes(msgspec.json.encode([PAPER[0], empty]))
+    result = run("bench", "--shapes-file", shapes, "--no-peers")
+    assert result.exit_code == 2
+    assert fake_gpu == []
+
+
+@pytest.mark.gpu
+def test_the_command_prints_tables_and_writes_all_files(run: Run, tmp_path: Path) -> None:
+    page, kept = tmp_path / "bench.md", tmp_path / "bench.json"
+    result = run("bench", "--shape", SHAPE, "--rounds", "3", "--markdown", page, "--save", kept)
+    assert result.exit_code == 0, result.output
+    assert "TFLOP/s" in result.output
+    assert OURS in page.read_text(encoding="utf-8")
+    assert json.loads(kept.read_bytes())["run"]["ceilings"][0]["tflops"] > 0
