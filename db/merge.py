@@ -16,20 +16,20 @@ from flashtune.db.engine import explained
 from flashtune.db.failures import UnreadableRecord
 from flashtune.db.location import describe
 from flashtune.db.rows import (
+    StoredRecord,
     insert_record,
     now,
     readable,
     select_records,
-    select_selected,
     write_check,
-    write_selection,
 )
-from flashtune.db.rules import is_better_selection, why_not_selectable
-from flashtune.db.schema import CHECKS, SELECTIONS
+from flashtune.db.rules import by_problem, is_better_selection, why_not_selectable
+from flashtune.db.schema import CHECKS, SELECTIONS, STAND_INS
+from flashtune.db.selecting import chosen, offer_stand_in, select_chosen, take_selection
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Row, Select
+    from sqlalchemy import Connection, Row, Select, Table
 
     from flashtune.db.table import TunedTable
     from flashtune.record import Record
@@ -69,9 +69,13 @@ def merge_tables(tables: Iterable[TunedTable], ours: Connection) -> MergeCounts:
     written = now()
     news: Counter[bool] = Counter()
     ends: Counter[Taken] = Counter()
-    for record in (record for table in tables for record in table.records):
-        news[insert_record(ours, record, written)[1]] += 1
-        ends[_take_selection(ours, record, written, written)] += 1
+    for selection, *stand_ins in (held for table in tables for held in by_problem(table.records).values()):
+        news[insert_record(ours, selection, written)[1]] += 1
+        ends[_take_selection(ours, selection, written, written)] += 1
+        for record in stand_ins:
+            record_id, is_new = insert_record(ours, record, written)
+            news[is_new] += 1
+            offer_stand_in(ours, record, record_id, written)
     return MergeCounts(news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], 0)
 
 
@@ -93,33 +97,36 @@ def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tup
 
 
 def _merge_selections(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int, int]:
-    rows = list(_fetched(theirs, select_selected(), source_url))
-    pinned = {row.id: str(row.pinned_at) for row in rows}
     ends = Counter(
-        _take_selection(ours, stored.record, stored.created_at, pinned[stored.id])
+        _take_selection(ours, stored.record, stored.created_at, pinned_at)
+        for stored, pinned_at in _chosen(theirs, SELECTIONS, source_url)
+    )
+    for stored, pinned_at in _chosen(theirs, STAND_INS, source_url):
+        record_id, _ = insert_record(ours, stored.record, stored.created_at)
+        offer_stand_in(ours, stored.record, record_id, pinned_at)
+    return ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT]
+
+
+def _chosen(theirs: Connection, table: Table, source_url: str) -> list[tuple[StoredRecord, str]]:
+    """What another database has chosen and may serve, and when it chose it."""
+    rows = list(_fetched(theirs, select_chosen(table), source_url))
+    pinned = {row.id: str(row.pinned_at) for row in rows}
+    return [
+        (stored, pinned[stored.id])
         for stored in readable(rows, describe(source_url))
         if not why_not_selectable(stored.record)
-    )
-    return ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT]
+    ]
 
 
 def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> Taken:
     """Makes a record our selection, unless ours of the same (problem, target) stays."""
-    present = _selection(ours, record)
-    if present is not None and not is_better_selection(record, present):
-        return Taken.KEPT
+    present = chosen(ours, SELECTIONS, record)
     record_id, _ = insert_record(ours, record, created_at)
-    write_selection(ours, record, record_id, pinned_at)
+    if present is not None and not is_better_selection(record, present.record):
+        offer_stand_in(ours, record, record_id, pinned_at)
+        return Taken.KEPT
+    take_selection(ours, record, record_id, pinned_at)
     return Taken.ADDED if present is None else Taken.REPLACED
-
-
-def _selection(connection: Connection, record: Record) -> Record | None:
-    """The selection that a database has for a record's (problem, target)."""
-    query = select_selected().where(
-        SELECTIONS.c.problem_key == record.problem.key, SELECTIONS.c.target == record.target
-    )
-    found = list(readable(connection.execute(query), "this database"))
-    return found[0].record if found else None
 
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:

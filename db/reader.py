@@ -8,6 +8,7 @@ grows or is replaced while the program runs is seen.
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,20 +25,22 @@ if TYPE_CHECKING:
     from flashtune.record import Record, Versions
 
     Rows = list[tuple[Any, ...]]
-    Query = Callable[[str, dict[str, str]], Rows]
+    # A view, a question with a place for its name, and the question's values.
+    Query = Callable[[str, str, dict[str, str]], Rows]
 
 BUSY_SECONDS = 5.0
 
-SELECTIONS = "SELECT problem_key, target, payload FROM selected_records WHERE target = :target"
-SELECTION = f"{SELECTIONS} AND problem_key = :problem_key"
-ORDERED_SELECTIONS = f"{SELECTIONS} ORDER BY problem_key"
-CHECK = (
-    "SELECT passed FROM known_checks "
-    "WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
+SELECTIONS = "selected_records"
+STAND_INS = "stand_in_records"
+CHECKS = "known_checks"
+RECORD = (
+    "SELECT problem_key, target, payload FROM {view} WHERE target = :target AND problem_key = :problem_key"
 )
-# All or none of them are there: a migration is one transaction.
-SCHEMA = "SELECT count(*) FROM sqlite_master WHERE name IN ('selected_records', 'known_checks')"
-VIEWS = 2
+RECORDS = "SELECT problem_key, target, payload FROM {view} WHERE target = :target ORDER BY problem_key"
+CHECK = (
+    "SELECT passed FROM {view} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
+)
+IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'view' AND name = ?"
 
 
 def open_reader(url: str | None = None) -> Reader | None:
@@ -54,7 +57,7 @@ def open_reader(url: str | None = None) -> Reader | None:
         return Reader(server_query(address), describe(address))
     if not path.exists():
         return None
-    return Reader(lambda sql, values: _query_file(path, address, sql, values), str(path))
+    return Reader(functools.partial(_query_file, path, address), str(path))
 
 
 class Reader:
@@ -72,17 +75,21 @@ class Reader:
         Raises:
             StoreError: The database is damaged, locked or out of reach.
         """
-        rows = self._query(SELECTION, {"problem_key": problem_key, "target": target})
+        rows = self._query(SELECTIONS, RECORD, {"problem_key": problem_key, "target": target})
         return next(self._readable(rows), None)
 
     def selections(self, target: str) -> tuple[Record, ...]:
         """All selected records of a target, in the order of their problems' keys."""
-        return tuple(self._readable(self._query(ORDERED_SELECTIONS, {"target": target})))
+        return tuple(self._readable(self._query(SELECTIONS, RECORDS, {"target": target})))
+
+    def stand_ins(self, target: str) -> tuple[Record, ...]:
+        """What stands in for selections of a target that cannot address every tensor, in the same order."""
+        return tuple(self._readable(self._query(STAND_INS, RECORDS, {"target": target})))
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Whether a kernel passed its self-check here under these versions; None if it had none."""
         key = {"digest": digest, "target": target, "versions_hash": fingerprint(versions)}
-        rows = self._query(CHECK, key)
+        rows = self._query(CHECKS, CHECK, key)
         return rows[0][0] == 1 if rows else None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
@@ -95,12 +102,13 @@ class Reader:
                 )
 
 
-def _query_file(path: Path, url: str, sql: str, values: dict[str, str]) -> Rows:
+def _query_file(path: Path, url: str, view: str, question: str, values: dict[str, str]) -> Rows:
     try:
         with closing(_connect(path)) as connection:
-            if not _has_schema(connection):
+            # Another process may still be creating the database, or an older flashtune made it.
+            if not connection.execute(IS_THERE, (view,)).fetchone()[0]:
                 return []
-            return connection.execute(sql, values).fetchall()
+            return connection.execute(question.format(view=view), values).fetchall()
     except sqlite3.Error as error:
         if not path.exists():
             return []
@@ -112,8 +120,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     # Text that is no UTF-8 would fail a whole query: the row is refused when it is decoded.
     connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
     return connection
-
-
-def _has_schema(connection: sqlite3.Connection) -> bool:
-    """False while another process is still creating the database."""
-    return bool(connection.execute(SCHEMA).fetchone()[0] == VIEWS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import text
+from sqlalchemy import inspect, text
 
 from flashtune.db.engine import make_engine, reading
 
@@ -20,8 +20,10 @@ def server_query(url: str) -> Query:
     """
     engine = make_engine(url)
 
-    def query(sql: str, values: dict[str, str]) -> Rows:
+    def query(view: str, question: str, values: dict[str, str]) -> Rows:
         with reading(engine, url) as connection:
-            return [tuple(row) for row in connection.execute(text(sql), values)]
+            if view not in inspect(connection).get_view_names():
+                return []
+            return [tuple(row) for row in connection.execute(text(question.format(view=view)), values)]
 
     return query

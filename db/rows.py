@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from flashtune.db.codec import decode_stored, encode_check, encode_record, fingerprint
 from flashtune.db.failures import UnreadableRecord
-from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS
+from flashtune.db.schema import CHECKS, RECORDS
 from flashtune.errors import TableError
 from flashtune.record import Record
 
@@ -71,14 +71,6 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
     return int(connection.execute(known).scalar_one()), False
 
 
-def write_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
-    """Makes a row the selection of its record's (problem, target)."""
-    changed = {"record_id": record_id, "pinned_at": pinned_at}
-    key = {"problem_key": record.problem.key, "target": record.target}
-    insert = insert_into(connection, SELECTIONS).values(**key, **changed)
-    connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changed))
-
-
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:
     """Stores a self-check's verdict; whether anything was written."""
     payload = encode_check(check)
@@ -104,22 +96,6 @@ def select_records() -> Select[*tuple[Any, ...]]:
     return select(
         RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target, RECORDS.c.payload
     ).order_by(RECORDS.c.id)
-
-
-def select_selected() -> Select[*tuple[Any, ...]]:
-    """The same of each selection's record, with the time of its choice, in the order of problems."""
-    return (
-        select(
-            RECORDS.c.id,
-            RECORDS.c.created_at,
-            SELECTIONS.c.problem_key,
-            SELECTIONS.c.target,
-            RECORDS.c.payload,
-            SELECTIONS.c.pinned_at,
-        )
-        .join_from(SELECTIONS, RECORDS)
-        .order_by(SELECTIONS.c.target, SELECTIONS.c.problem_key)
-    )
 
 
 def readable(rows: Iterable[Row[*tuple[Any, ...]]], where: str) -> Iterator[StoredRecord]:

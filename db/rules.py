@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 from flashtune.kernel import Alignment, Specialization
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.templates.registry import find_family
@@ -34,12 +38,24 @@ def is_better_selection(theirs: Record, ours: Record) -> bool:
         return False
     if ours.provenance is not Provenance.MEASURED or ours.ms is None:
         return True
-    return theirs.versions == ours.versions and theirs.ms < ours.ms
+    # A template is its family's own; all else must be the same for any two families to compare.
+    template = ours.versions.template if theirs.family != ours.family else theirs.versions.template
+    alike = msgspec.structs.replace(theirs.versions, template=template) == ours.versions
+    return alike and theirs.ms < ours.ms
 
 
 def serves_any_tensors(record: Record) -> bool:
     """Whether a record serves its problem whatever the strides and addresses of the tensors.
 
-    Where a selection does not, a second record of the problem may stand beside it that does.
+    Where a selection does not, a second record of the problem may stand in for it that does.
     """
     return record.config is None or find_family(record.family).takes(record.problem.dtype, ANY_TENSORS)
+
+
+def by_problem(records: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
+    """Records by their problem's key, each selection before what stands in for it."""
+    grouped: dict[str, tuple[Record, ...]] = {}
+    for record in records:
+        key = record.problem.key
+        grouped[key] = tuple(sorted((*grouped.get(key, ()), record), key=serves_any_tensors))
+    return grouped

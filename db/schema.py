@@ -1,6 +1,6 @@
 """The tables. Scalars that queries need stand in columns; the record itself is JSON in one column.
 
-The migrations create them (and the view `selected_records`, which the light reader reads); a test
+The migrations create them (and the views that the light reader reads); a test
 holds the two together.
 """
 
@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 
 # Every schema that there ever was, oldest first: the names of the migrations.
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 HEAD = REVISIONS[-1]
 
 METADATA = MetaData(
@@ -64,6 +64,17 @@ Index(None, RECORDS.c.config_hash)
 
 SELECTIONS = Table(
     "selections",
+    METADATA,
+    Column("problem_key", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("record_id", Integer, ForeignKey("records.id"), nullable=False),
+    Column("pinned_at", String(32), nullable=False),
+    PrimaryKeyConstraint("problem_key", "target"),
+)
+
+# Beside a selection whose family cannot address every tensor, the record that serves the others.
+STAND_INS = Table(
+    "stand_ins",
     METADATA,
     Column("problem_key", String, nullable=False),
     Column("target", String, nullable=False),

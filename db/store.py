@@ -15,17 +15,16 @@ from flashtune.db.rows import (
     now,
     readable,
     select_records,
-    select_selected,
     write_check,
-    write_selection,
 )
 from flashtune.db.rules import why_not_selectable
-from flashtune.db.schema import RECORDS, SELECTIONS
+from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.selecting import select_chosen, take_selection, take_stand_in
 from flashtune.db.table import TunedTable, check_table
 from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine, Table
 
     from flashtune.db.checks import Check
     from flashtune.problem import Problem
@@ -102,29 +101,48 @@ class Store:
     def pin(self, record_id: int) -> None:
         """Makes a record the selection of its (problem, target), in place of an earlier one.
 
+        An earlier one stands in for it where the new one's family cannot address every tensor.
+
         Raises:
             StoreError: There is no such record, or it may not serve: it failed, or was measured and
                 never verified.
         """
-        query = select_records().where(RECORDS.c.id == record_id)
         with writing(self._engine, self.url) as connection:
-            found = list(readable(connection.execute(query), describe(self.url)))
-            if not found:
-                raise StoreError(
-                    f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them"
-                )
-            reason = why_not_selectable(found[0].record)
-            if reason:
-                raise StoreError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
-            write_selection(connection, found[0].record, record_id, now())
+            take_selection(connection, self._selectable(connection, record_id), record_id, now())
+
+    def stand_in(self, record_id: int) -> bool:
+        """Lets a record serve the tensors that the selection of its (problem, target) cannot address.
+
+        Returns:
+            False where there is no such selection, or this record cannot address them either.
+
+        Raises:
+            StoreError: As `pin`.
+        """
+        with writing(self._engine, self.url) as connection:
+            return take_stand_in(connection, self._selectable(connection, record_id), record_id, now())
+
+    def _selectable(self, connection: Connection, record_id: int) -> Record:
+        query = select_records().where(RECORDS.c.id == record_id)
+        found = list(readable(connection.execute(query), describe(self.url)))
+        if not found:
+            raise StoreError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
+        reason = why_not_selectable(found[0].record)
+        if reason:
+            raise StoreError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
+        return found[0].record
 
     def selections(self, target: str | None = None) -> list[StoredRecord]:
         """The selected records, of one target or all, ordered by target and problem."""
-        query = select_selected()
-        if target is not None:
-            query = query.where(SELECTIONS.c.target == target)
+        return self._chosen(SELECTIONS, target)
+
+    def stand_ins(self, target: str | None = None) -> list[StoredRecord]:
+        """What stands in for selections whose family cannot address every tensor, ordered alike."""
+        return self._chosen(STAND_INS, target)
+
+    def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:
-            return list(readable(connection.execute(query), describe(self.url)))
+            return list(readable(connection.execute(select_chosen(table, target)), describe(self.url)))
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""

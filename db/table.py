@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.db.codec import brief, decode_record, encode_record, fingerprint
-from flashtune.db.rules import why_not_selectable
+from flashtune.db.rules import serves_any_tensors, why_not_selectable
 from flashtune.errors import TableError
 from flashtune.record import Record, ShortText
 
@@ -27,7 +27,9 @@ _TARGET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
 class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The selected records of one target, one for a problem.
+    """The selected records of one target, one for a problem, or two.
+
+    A second one serves the tensors that the first one's family cannot address.
 
     Attributes:
         schema: The layout's number.
@@ -98,7 +100,7 @@ def dump_table(table: TunedTable) -> bytes:
     """The table as a file's bytes: the same table is the same bytes, whatever the order of its records.
 
     Raises:
-        TableError: Two records are of one problem, or one may not serve or be stored.
+        TableError: Two records serve the same tensors of one problem, or one may not serve or be stored.
     """
     check_table(table, "the table")
     blocks = ",\n".join(_block(record) for record in _ordered(table))
@@ -138,15 +140,16 @@ def check_table(table: TunedTable, where: str) -> None:
     """Refuses what dispatch could not use; `where` names the table in errors.
 
     Raises:
-        TableError: A record is of another target or may not serve, or two are of one problem.
+        TableError: A record is of another target or may not serve, or two serve the same tensors of
+            one problem.
     """
-    seen: set[str] = set()
+    seen: set[tuple[str, bool]] = set()
     for position, record in enumerate(table.records, start=1):
-        key = record.problem.key
+        key = record.problem.key, serves_any_tensors(record)
         if record.target != table.target:
             reason: str | None = f"it is of {record.target} in a table of {table.target}"
         elif key in seen:
-            reason = f"{key} has a record before it: keep one of them"
+            reason = f"{key[0]} has a record before it: keep one of them"
         else:
             reason = why_not_selectable(record)
         if reason:
@@ -155,11 +158,14 @@ def check_table(table: TunedTable, where: str) -> None:
 
 
 def _ordered(table: TunedTable) -> list[Record]:
-    """By what the problem computes, then by its size: neighbours in the file are neighbours in shape."""
+    """By what the problem computes, then by its size: neighbours in the file are neighbours in shape.
+
+    A selection comes before what stands in for it.
+    """
     return sorted(table.records, key=_order)
 
 
-def _order(record: Record) -> tuple[str | int, ...]:
+def _order(record: Record) -> tuple[str | int | bool, ...]:
     problem = record.problem
     return (
         problem.direction.value,
@@ -169,6 +175,7 @@ def _order(record: Record) -> tuple[str | int, ...]:
         problem.heads,
         problem.seqlen_q,
         problem.key,
+        serves_any_tensors(record),
     )
 
 

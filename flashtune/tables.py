@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from flashtune.db.rules import serves_any_tensors
+from flashtune.db.rules import by_problem, serves_any_tensors
 from flashtune.errors import StoreError
 from flashtune.notices import tell_once
 from flashtune.record import Outcome, Provenance, Record
@@ -91,19 +91,10 @@ def _selected(target_name: str) -> tuple[Record, ...]:
 
     try:
         reader = open_reader()
-        return reader.selections(target_name) if reader else ()
+        return (*reader.selections(target_name), *reader.stand_ins(target_name)) if reader else ()
     except StoreError as error:
         tell_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
         return ()
-
-
-def by_problem(records: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
-    """Records by their problem's key, what serves any tensors after what does not."""
-    grouped: dict[str, tuple[Record, ...]] = {}
-    for record in records:
-        key = record.problem.key
-        grouped[key] = tuple(sorted((*grouped.get(key, ()), record), key=serves_any_tensors))
-    return grouped
 
 
 def _may_serve(record: Record) -> bool:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flashtune.db.location import database_url, describe, sqlite_path
+from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.errors import TargetError
 from flashtune.record import Outcome, Record
-from flashtune.tables import Tables, by_problem
+from flashtune.tables import Tables
 from flashtune.target import TARGETS, find_target
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def tables_of(target: str, db: str | None) -> Tables:
     reader = open_reader(db)
     shipped = shipped_table(target)
     return Tables(
-        database=by_problem(reader.selections(target) if reader else ()),
+        database=by_problem((*reader.selections(target), *reader.stand_ins(target)) if reader else ()),
         shipped=by_problem(shipped.records if shipped else ()),
     )
 
@@ -84,14 +85,16 @@ def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Fo
 
 
 def database_selections(db: str | None) -> tuple[Found, ...]:
-    """Every selection of a database, by target and problem.
+    """Every selection of a database by target and problem, each before what stands in for it.
 
     Raises:
         StoreError: The database cannot be read.
     """
     with existing_store(db) as store:
-        stored = store.selections() if store else []
-    return tuple(Found(row.record, "database", row.id, row.created_at) for row in stored)
+        stored = (*store.selections(), *store.stand_ins()) if store else ()
+    # Sorting keeps the order of equals.
+    ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
+    return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)
 
 
 def shipped_selections() -> tuple[Found, ...]:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from flashtune.db.rules import by_problem
 from flashtune.dispatch import default_selection, faster_peer, proven_by
 from flashtune.dispatch import select as select_for
 from flashtune.kernel import Specialization
 from flashtune.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing
-from flashtune.tables import Tables, _may_serve, by_problem, table_hash, tuned_records
+from flashtune.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.target import Target, find_target
 
 TARGET = find_target("h200")

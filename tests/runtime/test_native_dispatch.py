@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashtune import decision, serving
+from flashtune.db.rules import by_problem
 from flashtune.decision import Decision, Server, decide
 from flashtune.dispatch import default_selection, default_selections, select
 from flashtune.errors import KernelError, ProblemError
@@ -17,7 +18,7 @@ from flashtune.notices import FlashtuneWarning
 from flashtune.problem import Dtype, Problem
 from flashtune.record import Record, Selection, Standing
 from flashtune.request import Request, read_request
-from flashtune.tables import Tables, by_problem
+from flashtune.tables import Tables
 from flashtune.target import Target, find_target
 from flashtune.templates.family import Family
 from flashtune.versions import current_versions

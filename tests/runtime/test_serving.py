@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune import calls, decision, serving
+from flashtune.db.rules import by_problem
 from flashtune.errors import KernelError, ProblemError, VerificationError
 from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.notices import FlashtuneWarning, search_command
@@ -21,7 +22,7 @@ from flashtune.problem import Causal, Problem
 from flashtune.record import Record
 from flashtune.request import read_request
 from flashtune.standard import standard_attention
-from flashtune.tables import Tables, by_problem
+from flashtune.tables import Tables
 from flashtune.target import find_target
 from flashtune.tuner.shapes import parse_shape
 

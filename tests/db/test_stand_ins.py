@@ -1,0 +1,153 @@
+"""A second record of a problem, for tensors that the selection's family cannot address."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune.db.reader import open_reader
+from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors
+from flashtune.db.store import Store, open_store
+from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
+from flashtune.errors import StoreError, TableError
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Record
+from flashtune.target import find_target
+from flashtune.templates.family import Family
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+TARGET = "nvidia-h200"
+
+
+@pytest.fixture
+def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProblem) -> MakeRecord:
+    """Records of a family that takes aligned tensors alone."""
+
+    def make(ms: float = 0.5, **changes: object) -> Record:
+        record = make_record(ms, **changes)
+        config = native.default(record.problem, find_target(TARGET))
+        template = msgspec.structs.replace(record.versions, template="n" * 32)
+        return msgspec.structs.replace(record, family=native.name, config=config, versions=template)
+
+    return make
+
+
+def serving(store: Store) -> tuple[list[Record], list[Record]]:
+    """The selections and what stands in for them, read by the store; the reader must agree."""
+    found = [row.record for row in store.selections()], [row.record for row in store.stand_ins()]
+    reader = open_reader(store.url)
+    assert reader is not None
+    assert (list(reader.selections(TARGET)), list(reader.stand_ins(TARGET))) == found
+    return found
+
+
+def test_families_differ_in_what_they_serve(make_record: MakeRecord, make_native: MakeRecord) -> None:
+    selected, portable = make_native(), make_record()
+    assert not serves_any_tensors(selected)
+    assert serves_any_tensors(portable)
+    assert serves_any_tensors(make_record(family="sdpa", config=None, kernel=None))
+    assert by_problem((portable, selected)) == {portable.problem.key: (selected, portable)}
+
+
+def test_the_earlier_selection_stands_in_for_one_that_takes_less(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    portable, selected, better = make_record(), make_native(), make_native(ms=0.4)
+    store.pin(store.add(portable))
+    assert serving(store) == ([portable], [])
+    store.pin(store.add(selected))
+    assert serving(store) == ([selected], [portable])
+    store.pin(store.add(better))
+    assert serving(store) == ([better], [portable])
+    store.pin(store.add(portable))
+    assert serving(store) == ([portable], []), "what serves any tensors needs nobody to stand in for it"
+
+
+def test_a_stand_in_is_named_where_one_is_needed(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord, make_problem: MakeProblem
+) -> None:
+    selected, portable, other = make_native(), make_record(), make_record(problem=make_problem(batch=7))
+    assert not store.stand_in(store.add(portable)), "there is no selection yet"
+    store.pin(store.add(selected))
+    assert not store.stand_in(store.add(make_native(ms=0.6))), "it takes no more than the selection"
+    assert store.stand_in(store.add(portable))
+    store.pin(store.add(other))
+    assert not store.stand_in(store.add(make_record(ms=2.0, problem=other.problem)))
+    assert serving(store) == (sorted((selected, other), key=lambda r: r.problem.key), [portable])
+
+
+def test_what_may_not_serve_may_not_stand_in(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    store.pin(store.add(make_native()))
+    failed = make_record(outcome=Outcome.WRONG_RESULT)
+    with pytest.raises(StoreError, match="cannot be selected"):
+        store.stand_in(store.add(failed))
+    with pytest.raises(StoreError, match="has no record 999"):
+        store.stand_in(999)
+
+
+def test_families_compare_by_all_versions_but_their_templates(
+    make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    fast, slow = make_native(0.5), make_record(1.0)
+    assert is_better_selection(fast, slow)
+    assert not is_better_selection(slow, fast)
+    elsewhere = msgspec.structs.replace(fast.versions, triton="3.9.0")
+    assert not is_better_selection(msgspec.structs.replace(fast, versions=elsewhere), slow)
+    retold = msgspec.structs.replace(fast.versions, template="o" * 32)
+    assert not is_better_selection(msgspec.structs.replace(make_native(0.4), versions=retold), fast)
+
+
+def test_merging_keeps_the_best_of_both_kinds(
+    store: Store, tmp_path: Path, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    theirs = tmp_path / "theirs.sqlite"
+    selected, portable, ours = make_native(), make_record(ms=0.9), make_record(ms=1.0)
+    with open_store(str(theirs)) as other:
+        other.pin(other.add(selected))
+        other.stand_in(other.add(portable))
+    store.pin(store.add(ours))
+    store.merge_from(str(theirs))
+    assert serving(store) == ([selected], [portable])
+    with open_store(str(theirs)) as other:
+        other.pin(other.add(make_record(ms=0.8)))
+    store.merge_from(str(theirs))
+    assert serving(store) == ([selected], [make_record(ms=0.8)]), "a slower selection may still stand in"
+
+
+def test_a_table_brings_both(store: Store, make_record: MakeRecord, make_native: MakeRecord) -> None:
+    selected, portable = make_native(), make_record()
+    table = parse_table(dump_table(TunedTable(target=TARGET, records=(portable, selected))), "here")
+    assert table.records == (selected, portable)
+    counts = store.merge_tables(table)
+    assert (counts.records_added, counts.selections_added, counts.selections_kept) == (2, 1, 0)
+    assert serving(store) == ([selected], [portable])
+    assert store.merge_tables(table).records_known == 2
+
+
+def test_a_table_has_one_of_each_kind(make_record: MakeRecord, make_native: MakeRecord) -> None:
+    for pair in ((make_record(1.0), make_record(2.0)), (make_native(1.0), make_native(2.0))):
+        with pytest.raises(TableError, match="has a record before it"):
+            dump_table(TunedTable(target=TARGET, records=pair))
+
+
+def test_the_order_of_records_changes_no_hash(make_record: MakeRecord, make_native: MakeRecord) -> None:
+    both = make_native(), make_record()
+    one, other = (TunedTable(target=TARGET, records=records) for records in (both, both[::-1]))
+    assert table_hash(one) == table_hash(other)
+    assert dump_table(one) == dump_table(other)
+    assert table_hash(one) != table_hash(TunedTable(target=TARGET, records=both[:1]))
+
+
+def test_a_database_from_before_is_read_as_it_is(path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "data" / "schemas" / "0001.sqlite", path)
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert len(reader.selections(TARGET)) == 1
+    assert reader.stand_ins(TARGET) == ()
