@@ -83,7 +83,7 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
         admitted = [entry for entry in entries if isinstance(entry, Admitted)]
         measured = measure_interleaved([entry.replay for entry in admitted], device, rounds=rounds)
         clock = clock_mhz(device)
-        hosts = host_times([entry.contestant.call for entry in admitted], device)
+        hosts = host_times([entry.contestant for entry in admitted], device)
     return Bench(
         problem=problem,
         target=target.name,
@@ -202,20 +202,26 @@ def capture(run: Call) -> Run:
     return graph.replay
 
 
-def host_times(calls: Sequence[Call], device: torch.device) -> list[float]:
-    """Median host time of queueing each call, in microseconds, taken in turn."""
-    samples: list[list[float]] = [[] for _ in calls]
+def host_times(contestants: Sequence[Contestant], device: torch.device) -> list[float]:
+    """Median host time of queueing each contestant's call, in microseconds, taken in turn."""
+    samples: list[list[float]] = [[] for _ in contestants]
     for _ in range(HOST_ROUNDS):
-        for call, times in zip(calls, samples, strict=True):
-            call()
-            torch.cuda.synchronize(device)
-            torch.cuda._sleep(HOST_PAUSE_CYCLES)
-            start = time.perf_counter_ns()
-            for _ in range(HOST_CALLS):
-                call()
-            times.append((time.perf_counter_ns() - start) / HOST_CALLS / 1e3)
+        for contestant, times in zip(contestants, samples, strict=True):
+            with contestant.setting():
+                times.append(_host_time(contestant.call, device))
     torch.cuda.synchronize(device)
     return [statistics.median(times) for times in samples]
+
+
+def _host_time(call: Call, device: torch.device) -> float:
+    """Host time of one call in microseconds, over a batch that only queues."""
+    call()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(HOST_PAUSE_CYCLES)
+    start = time.perf_counter_ns()
+    for _ in range(HOST_CALLS):
+        call()
+    return (time.perf_counter_ns() - start) / HOST_CALLS / 1e3
 
 
 def _row(problem: Problem, entry: Admitted, measurement: Measurement, host: float) -> Row:

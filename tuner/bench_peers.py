@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_attention
-from flashtune.tuner.finals import BACKENDS, MEMORY_SHARE, SCORE_COPIES, Tensors, sdpa_run
+from flashtune.tuner.finals import BACKENDS, MEMORY_SHARE, SCORE_COPIES, Tensors, sdpa_call, sdpa_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +45,14 @@ class Contestant(msgspec.Struct, frozen=True):
         run: What is captured and replayed: everything resolved before. Returns the output
             [batch, heads, seqlen_q, value_head_dim], or a tuple that starts with it.
         call: What a program would write, whose host time is taken.
+        setting: What a program would have set up around its calls.
     """
 
     name: str
     detail: str
     run: Call
     call: Call
+    setting: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class RefusalError(Exception):
@@ -100,10 +104,13 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
-    run = sdpa_run(problem, tensors, BACKENDS[name])
-    if run is None:
+    backend = BACKENDS[name]
+    run, call = sdpa_run(problem, tensors, backend), sdpa_call(problem, tensors)
+    if run is None or call is None:
         raise RefusalError("it would need an explicit mask, which is too large")
-    return Contestant(name, f"cuDNN {cudnn_version()}" if name == CUDNN else "", run, run)
+    detail = f"cuDNN {cudnn_version()}" if name == CUDNN else ""
+    # Choosing the backend costs more than the call itself, and programs choose it once.
+    return Contestant(name, detail, run, call, functools.partial(sdpa_kernel, backend))
 
 
 def _flex(problem: Problem, tensors: Tensors) -> Contestant:

@@ -93,7 +93,20 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
-    """SDPA by one backend; None where its mask would be too large.
+    """SDPA by one backend; None where its mask would be too large."""
+    attend = sdpa_call(problem, tensors)
+    if attend is None:
+        return None
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return attend()
+
+    return run
+
+
+def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None:
+    """SDPA by whichever backend is enabled when it is called; None where its mask would be too large.
 
     SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal.
     """
@@ -105,7 +118,7 @@ def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | N
             return None
         ones = torch.ones(problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool, device=tensors.q.device)
         mask = ones.tril_(problem.diagonal)
-    attend: Callable[[], Tensor] = functools.partial(
+    return functools.partial(
         scaled_dot_product_attention,
         tensors.q,
         tensors.k,
@@ -115,12 +128,6 @@ def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | N
         scale=tensors.scale,
         enable_gqa=problem.group_size > 1,
     )
-
-    def run() -> Tensor:
-        with sdpa_kernel(backend):
-            return attend()
-
-    return run
 
 
 def _works(run: Run) -> bool:
