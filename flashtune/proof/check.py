@@ -201,7 +201,7 @@ def _findings(
     for _ in range(case.repeats):
         poison(prepared.out)
         poison(prepared.lse)
-        launch(q, k, v, out, lse, case.scale)
+        launch(q, k, v, out, lse, case.scale, prepared.scales)
         if first is None:
             yield from _compare(case, prepared, lse)
             first = out.clone() if case.repeats > 1 else out
@@ -211,7 +211,7 @@ def _findings(
         yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
     for workspace in workspaces:
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = checksum((prepared.q, prepared.k, prepared.v)) != prepared.checksum
+    changed = checksum(prepared.inputs) != prepared.checksum
     yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
 
 

@@ -1,7 +1,7 @@
 """The gate: how large a row's error may be, and how large it is.
 
 A kernel is right when every row of its output is about as near to the float64 reference as the same
-computation done plainly in the kernel's precision. Three figures decide for a row, each a maximum
+computation done plainly in the kernel's precision. Four figures decide for a row, each a maximum
 over the row's elements:
 
 `plain`     the error of the plain computation on this very row. Alone it would refuse right
@@ -11,9 +11,11 @@ over the row's elements:
             is off by about u·sqrt(Σ p²v²), where u is the unit roundoff of the weights. Float32
             steps (scores, exponentials, sums) add the same with their own, much smaller, unit.
 `rounding`  half a unit in the last place of the row's largest element: output may be rounded once.
+`lost`      what matrix units cut off that keep fewer bits of a sum than float32 has. Hopper's do so with
+            8-bit inputs, and with these alone; the plain computation takes its products exactly.
 
-A row's error may be 2·max(plain, typical) + rounding. The yardstick belongs to the row: rows that
-average many keys have small errors, and are not excused by the large ones of rows that see few. A
+A row's error may be 2·(max(plain, typical) + lost) + rounding. The yardstick belongs to the row: rows
+that average many keys have small errors, and are not excused by the large ones of rows that see few. A
 mistake of one key in a thousand stays under no such bound where that key is a needle. Rows with
 nothing to attend to have no error at all: they are zero, and their log-sum-exp is -inf.
 """
@@ -22,17 +24,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtune.problem import Dtype
+import torch
+
+from flashtune.problem import Dtype, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Largest relative error of rounding once to nearest.
-UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24}
+UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24, Dtype.E4M3: 2.0**-4}
 FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
 # Half of the smallest positive number, for rows whose largest element is next to nothing.
 LEAST_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
+# Weights lie between 0 and this when they are rounded: e4m3 has no small numbers to spare, and is used up
+# to the largest power of two that it holds, as FlashAttention-3 does. Larger types are used up to 1.
+WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.E4M3: 256.0}
 
+# Hopper's matrix units keep 13 bits behind the leading one of a sum of 8-bit products and cut the rest
+# off, at every instruction of 32 products. The DeepSeek-V3 report (2024, section 3.3.2) speaks of about 14
+# bits and finds errors of nearly 2 % in sums of 4096 products; "Some Matrix Multiplication Engines Are Not
+# As Accurate As We Thought" (PyTorch's blog, 2025) finds 13 behind the leading one in an H100.
+TRUNCATED_UNIT = 2.0**-13
+PRODUCTS_AT_ONCE = 32
 # Matrix units truncate as they add up a score's products: up to a roundoff for each step of 16, with
 # one sign. Measured in roundoffs of the largest score that the row could have.
 SCORE_STEPS = 16.0
@@ -58,21 +71,39 @@ class RowScale(NamedTuple):
     lse: Tensor
 
 
-def allowed_error(plain: Tensor, scale: RowScale, dtype: Dtype) -> Tensor:
+def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error that each row's output may have: [heads, rows] in float64."""
-    unit = UNIT_ROUNDOFF[dtype]
     steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt()
-    typical = scale.spread * (unit + FLOAT32_ROUNDOFF * steps)
+    typical = scale.spread * (UNIT_ROUNDOFF[problem.dtype] + FLOAT32_ROUNDOFF * steps)
     # The weights' sum is in float32 as well, and its error is common to the row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
-    rounding = scale.largest * (unit + summing) + LEAST_ROUNDING[dtype]
+    rounding = (
+        scale.largest * (UNIT_ROUNDOFF[problem.out_dtype] + summing) + LEAST_ROUNDING[problem.out_dtype]
+    )
+    if problem.dtype.is_quantized:
+        # A weight is off as its score is, less what all scores of the row are off by.
+        typical += scale.spread * scale.score * TRUNCATED_UNIT / 2 * problem.head_dim / PRODUCTS_AT_ONCE
+        # Partial sums are about as large as the row's result, or as its spread where that is next to zero.
+        rounding += 2.0 * (scale.largest + scale.spread) * _lost(scale.keys)
     return (2.0 * plain.maximum(typical) + rounding).where(scale.keys > 0, 0.0)
 
 
-def allowed_lse_error(plain: Tensor, scale: RowScale) -> Tensor:
+def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error of each row's log-sum-exp, which is float32: [heads, rows] in float64."""
     steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
-    return 2.0 * plain + FLOAT32_ROUNDOFF * steps
+    allowed = 2.0 * plain + FLOAT32_ROUNDOFF * steps
+    if problem.dtype.is_quantized:
+        allowed += 2.0 * scale.score * _lost(torch.tensor(float(problem.head_dim)))
+    return allowed
+
+
+def _lost(products: Tensor) -> Tensor:
+    """What a sum of so many products loses on average, relative to the sums on the way.
+
+    Each instruction cuts half a unit off the running sum, always towards zero. Each product loses as
+    much when it is aligned with the sum, but with a sign of its own.
+    """
+    return TRUNCATED_UNIT / 2 * (products / PRODUCTS_AT_ONCE + products.sqrt())
 
 
 def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:

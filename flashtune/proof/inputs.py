@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import MAX_INT32, Alignment
 from flashtune.problem import Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
-# NaNs that arithmetic does not produce, so that they are told from a NaN that a kernel wrote.
-POISON = {torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
-_BITS = {2: torch.int16, 4: torch.int32}
+# NaNs that arithmetic does not produce, so that they are told from a NaN that a kernel wrote. 8 bits have
+# room for no choice of them, but inputs alone have 8 bits.
+POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
+# A workspace may hold 8-bit floats: with all bits set, each byte is a NaN as well.
+WORKSPACE_POISON = -1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Rows of poison on either side: as many as the largest tile could run over.
 GUARD_ROWS = 256
 GRANULE = 64
@@ -66,7 +69,7 @@ class Guarded(NamedTuple):
     @property
     def poison(self) -> int:
         """The integer that the poison is."""
-        return POISON[self.bits.dtype] - self.role
+        return WORKSPACE_POISON if self.role is Role.WORKSPACE else POISON[self.bits.dtype] - self.role
 
 
 def guarded(
@@ -116,7 +119,7 @@ def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
 
 
 def guarded_flat(shape: tuple[int, ...], device: torch.device, role: Role) -> Guarded:
-    """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp or a workspace."""
+    """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp, a workspace, or scales."""
     size = math.prod(shape)
     guard = -(-min(size + GUARD_ROWS, MAX_FLAT_GUARD) // GRANULE) * GRANULE
     buffer = torch.empty(size + 2 * guard, dtype=torch.float32, device=device)

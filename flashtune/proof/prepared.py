@@ -16,6 +16,7 @@ from flashtune.proof.cases import Case
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat
 from flashtune.proof.probes import make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
+from flashtune.quantization import Scales, quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,21 +38,33 @@ class Prepared(NamedTuple):
 
     Attributes:
         q, k, v: Inputs, each in its poisoned surroundings.
+        factors: Scales of quantised inputs, likewise; empty where they are not quantised.
         out: Where the kernel writes.
         lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
         chosen: The rows that are compared.
         expected: What they must be.
-        checksum: Sums of the bits of q, k and v.
+        checksum: Sums of the bits of all inputs.
     """
 
     q: Guarded
     k: Guarded
     v: Guarded
+    factors: tuple[Guarded, ...]
     out: Guarded
     lse: Guarded
     chosen: Sample
     expected: Expected
     checksum: Tensor
+
+    @property
+    def inputs(self) -> tuple[Guarded, ...]:
+        """All that a kernel reads."""
+        return self.q, self.k, self.v, *self.factors
+
+    @property
+    def scales(self) -> Scales:
+        """What a launch is given beside the tensors."""
+        return Scales(*(factor.view for factor in self.factors))
 
 
 def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -76,23 +89,33 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator = torch.Generator(device=device)
     # The CPU's generator takes no more than 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
-    values = make_values(case.probe, problem, case.scale, case.block, generator)
-    out_shape = (*values.q.shape[:3], problem.value_head_dim)
+    values: tuple[Tensor, ...] = make_values(case.probe, problem, case.scale, case.block, generator)
+    factors: tuple[Guarded, ...] = ()
+    if problem.dtype.is_quantized:
+        values, scales = zip(*(quantize(value) for value in values), strict=True)
+        factors = tuple(_guarded_copy(scale) for scale in scales)
+    out_shape = (*values[0].shape[:3], problem.value_head_dim)
     # The tensors' rows differ in width, so that one's stride does not serve for another.
-    shapes = (values.q.shape, values.k.shape, values.v.shape, out_shape)
-    roles = (Role.INPUT, Role.INPUT, Role.INPUT, Role.OUTPUT)
+    inputs = ((tuple(value.shape), problem.dtype, Role.INPUT) for value in values)
+    tensors = (*inputs, (out_shape, problem.out_dtype, Role.OUTPUT))
     q, k, v, out = (
-        guarded(
-            shape, problem.dtype, alignment, case.layout, device, role, spare=2 * index, far=case.far == index
-        )
-        for index, (shape, role) in enumerate(zip(shapes, roles, strict=True))
+        guarded(shape, dtype, alignment, case.layout, device, role, spare=2 * index, far=case.far == index)
+        for index, (shape, dtype, role) in enumerate(tensors)
     )
     for tensor, value in zip((q, k, v), values, strict=True):
         tensor.view.copy_(value)
     chosen = sample(problem, generator)
-    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen)
-    lse = guarded_flat(tuple(out_shape[:3]), device, Role.OUTPUT)
-    return Prepared(q, k, v, out, lse, chosen, expected, checksum((q, k, v)))
+    given = Scales(*(factor.view for factor in factors))
+    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen, given)
+    lse = guarded_flat(out_shape[:3], device, Role.OUTPUT)
+    return Prepared(q, k, v, factors, out, lse, chosen, expected, checksum((q, k, v, *factors)))
+
+
+def _guarded_copy(scale: Tensor) -> Guarded:
+    """Scales, [batch, heads], in poisoned surroundings."""
+    copy = guarded_flat(tuple(scale.shape), scale.device, Role.INPUT)
+    copy.view.copy_(scale)
+    return copy
 
 
 _small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)

@@ -20,12 +20,19 @@ CLIMB = 14.0
 LAST_VISIBLE = 6.0
 FIRST_HIDDEN = 9.0
 NEEDLE = 8.0
+# Outliers are what quantisation suffers from: one element in a thousand is ten times as large, as in the
+# experiments of FlashAttention-3 (Shah et al., 2024).
+OUTLIER_SHARE = 0.001
+OUTLIER_SIZE = 10.0
+# Heads of quantised tensors differ in size by powers of two up to this one, so that no head's scale
+# serves for another.
+HEAD_POWER = 2
 
 
 class Probe(enum.StrEnum):
     """What a case is about.
 
-    random     Normal q, k and v.
+    random     Normal q, k and v; with outliers where they will be quantised, since those decide the scales.
     far_below  All scores near -150: padding that is not masked takes all the weight, and weights that
                are not relative to the maximum vanish.
     needle     Near-equal weights, and one key of each block stands out in V: a block that is
@@ -70,8 +77,19 @@ def make_values(
         _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim), generator),
         _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim), generator),
     )
+    made = _made(probe, values, problem, scale, block, generator)
+    if not problem.dtype.is_quantized:
+        return made
+    return _unlike_heads(made, problem, probe is Probe.RANDOM, generator)
+
+
+def _made(
+    probe: Probe, values: Values, problem: Problem, scale: float, block: int, generator: torch.Generator
+) -> Values:
     match probe:
         case Probe.RANDOM:
+            if problem.dtype.is_quantized:
+                return Values(*(_with_outliers(value, generator) for value in values))
             return values
         case Probe.FAR_BELOW:
             return _far_below(values, scale)
@@ -85,6 +103,29 @@ def make_values(
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _with_outliers(normal: Tensor, generator: torch.Generator) -> Tensor:
+    rare = torch.rand(normal.shape, generator=generator, device=normal.device) < OUTLIER_SHARE
+    return normal + rare * OUTLIER_SIZE * _normal(tuple(normal.shape), generator)
+
+
+def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch.Generator) -> Values:
+    """The same scores from keys whose heads differ in size, and values whose heads differ too.
+
+    With `grow` the scores of some query heads are twice as large.
+    """
+
+    def sizes(heads: int, least: int, largest: int) -> Tensor:
+        shape = (problem.batch, heads, 1, 1)
+        power = torch.randint(least, largest + 1, shape, generator=generator, device=generator.device)
+        return 2.0**power
+
+    k_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
+    v_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
+    q = values.q / k_size.repeat_interleave(problem.group_size, dim=1)
+    q = q * sizes(problem.heads, 0, 1) if grow else q
+    return Values(q, k_size * values.k, v_size * values.v)
 
 
 def _far_below(values: Values, scale: float) -> Values:

@@ -3,7 +3,8 @@
 Everything is worked out on the device that holds the inputs, a few heads at a time, so that memory
 stays bounded. The plain computation rounds where unfused low-precision attention rounds (scores and
 weights to float32, weights to the inputs' type before they meet V, the output once) and takes its
-products exactly: it hangs on no library's order of summation and on no TF32 setting.
+products exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs
+are the numbers that they stand for with their scales: what quantising cost is no error of a kernel's.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Problem
-from flashtune.proof.gate import RowScale, allowed_error, allowed_lse_error
+from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
+from flashtune.quantization import UNSCALED, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +95,15 @@ def _sampled_rows(seqlen_q: int, generator: torch.Generator) -> Tensor:
     return rows
 
 
-def expect(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Sample) -> Expected:
+def expect(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    chosen: Sample,
+    scales: Scales = UNSCALED,
+) -> Expected:
     """The reference of the chosen rows and what a kernel's error may be there.
 
     Args:
@@ -102,6 +113,7 @@ def expect(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, chos
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
         scale: Softmax scale.
         chosen: Rows and heads.
+        scales: Those of quantised tensors.
     """
     visible = _visible_keys(problem, chosen.rows)
     step = max(1, CHUNK_SCORES[q.device.type] // max(1, len(chosen.rows) * problem.seqlen_kv))
@@ -109,9 +121,20 @@ def expect(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, chos
     for heads in chosen.heads.split(step):
         batch, head = heads // problem.heads, heads % problem.heads
         kv_head = head // problem.group_size
-        rows = q[batch, head][:, chosen.rows]
-        parts.append(_expect_heads(problem, rows, k[batch, kv_head], v[batch, kv_head], scale, visible))
+        wide_q = _widened(q, scales.q, batch, head, chosen.rows)
+        wide_k = _widened(k, scales.k, batch, kv_head)
+        wide_v = _widened(v, scales.v, batch, kv_head)
+        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, visible))
     return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _widened(
+    tensor: Tensor, factor: Tensor | None, batch: Tensor, head: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Some heads of a tensor, all their rows or some, in float64 and times their scales."""
+    picked = tensor[batch, head]
+    wide = (picked if rows is None else picked[:, rows]).double()
+    return wide if factor is None else wide * factor[batch, head].double()[:, None, None]
 
 
 def _visible_keys(problem: Problem, rows: Tensor) -> Tensor:
@@ -122,11 +145,10 @@ def _visible_keys(problem: Problem, rows: Tensor) -> Tensor:
 
 
 def _expect_heads(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor
+    problem: Problem, wide_q: Tensor, wide_k: Tensor, wide_v: Tensor, scale: float, visible: Tensor
 ) -> Expected:
-    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...], visible [rows]."""
-    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
-    hidden = torch.arange(k.shape[1], device=k.device) >= visible[:, None]
+    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...] in float64, visible [rows]."""
+    hidden = torch.arange(wide_k.shape[1], device=wide_k.device) >= visible[:, None]
     # Scores are [heads, rows, keys].
     scores = (wide_q @ wide_k.mT).mul_(scale).masked_fill_(hidden, float("-inf"))
     weights, total, lse = _softmax(scores)
@@ -136,17 +158,17 @@ def _expect_heads(
         spread=(weights.square_() @ wide_v.square()).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
         score=scale * wide_q.norm(dim=-1) * wide_k.norm(dim=-1).amax(-1, keepdim=True),
-        keys=visible.double().expand(q.shape[:2]),
+        keys=visible.double().expand(wide_q.shape[:2]),
         lse=lse.abs().nan_to_num(posinf=0.0),
     )
-    plain_out, plain_lse = _plain(scores, wide_v, v.dtype)
+    plain_out, plain_lse = _plain(scores, wide_v, problem)
     plain_error = (plain_out - out).abs().amax(-1)
     plain_lse_error = (plain_lse - lse).abs().nan_to_num(nan=0.0)
     return Expected(
         out,
-        allowed_error(plain_error, row_scale, problem.dtype),
+        allowed_error(plain_error, row_scale, problem),
         lse,
-        allowed_lse_error(plain_lse_error, row_scale),
+        allowed_lse_error(plain_lse_error, row_scale, problem),
     )
 
 
@@ -160,8 +182,9 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, total.masked_fill(empty, 1.0), (shift + total.log()).masked_fill(empty, float("-inf"))
 
 
-def _plain(scores: Tensor, wide_v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _plain(scores: Tensor, wide_v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
     weights, total, lse = _softmax(scores.float())
-    out = (weights.to(dtype).double() @ wide_v).float() / total[..., None]
-    return out.to(dtype).double(), lse.double()
+    low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
+    out = (low.double() / WEIGHT_RANGE[problem.dtype] @ wide_v).float() / total[..., None]
+    return out.to(TORCH_DTYPES[problem.out_dtype]).double(), lse.double()

@@ -4,57 +4,98 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import TORCH_DTYPES
+from flashtune.proof.gate import PRODUCTS_AT_ONCE, TRUNCATED_UNIT, WEIGHT_RANGE, worst_ratio
 from flashtune.proof.probes import Probe, make_values
 from flashtune.proof.reference import expect, sample
+from flashtune.quantization import UNSCALED, Scales, quantize
 
 BLOCK = 64
 LOG2_E = 1.4426950408889634
 Spoil = Callable[[Tensor, int], Tensor]
+Mistake = Callable[[Scales], Scales]
 
 
 def online(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: Scales
 ) -> tuple[Tensor, Tensor]:
     """Attention as a flash kernel rounds it: float32 scores and sums, weights in the inputs' type."""
     shape = q.shape[:3]
-    low, rows = q.dtype, torch.arange(problem.seqlen_q)
+    rows, weight_range = torch.arange(problem.seqlen_q), WEIGHT_RANGE[problem.dtype]
+    low, final = TORCH_DTYPES[problem.dtype], TORCH_DTYPES[problem.out_dtype]
+    q_size, k_size, v_size = (_size(factor, problem) for factor in scales)
     visible = torch.full_like(rows, problem.seqlen_kv)
     if problem.causal is not Causal.NONE:
         visible = (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
-    k, v = (tensor.repeat_interleave(problem.group_size, 1) for tensor in (k, v))
+    head = torch.arange(problem.heads) // problem.group_size
+    k, v = k[:, head], v[:, head]  # 8-bit floats cannot be repeated
     largest, total = torch.full(shape, float("-inf")), torch.zeros(shape)
     accumulator = torch.zeros(*shape, problem.value_head_dim)
     for start in range(0, problem.seqlen_kv, BLOCK):
         block = slice(start, start + BLOCK)
-        scores = q.float() @ k[:, :, block].float().mT * torch.tensor(scale * LOG2_E)
+        products = product(problem, torch.zeros(()), q, k[:, :, block].mT)
+        scores = products * (scale * LOG2_E * q_size * k_size)
         keys = torch.arange(start, start + scores.shape[-1])
         scores = spoil(scores.masked_fill(keys >= visible[:, None], float("-inf")), start)
         maximum = torch.maximum(largest, scores.amax(-1))
         shift = maximum.masked_fill(maximum.isneginf(), 0.0)
         weights, rescale = torch.exp2(scores - shift[..., None]), torch.exp2(largest - shift)
         total = total * rescale + weights.sum(-1)
-        accumulator = accumulator * rescale[..., None] + weights.to(low).float() @ v[:, :, block].float()
+        low_weights = (weights * weight_range).to(low)
+        accumulator = product(problem, accumulator * rescale[..., None], low_weights, v[:, :, block])
         largest = maximum
     divisor = total.masked_fill(total == 0, 1.0)
-    return (accumulator / divisor[..., None]).to(low), (largest + total.log2()) / LOG2_E
+    out = accumulator * v_size / (weight_range * divisor[..., None])
+    return out.to(final), (largest + total.log2()) / LOG2_E
 
 
-def ratios(problem: Problem, probe: Probe, seed: int, spoil: Spoil) -> tuple[float, float]:
+def _size(factor: Tensor | None, problem: Problem) -> Tensor:
+    """A scale for each query head, [batch, heads, 1, 1]."""
+    if factor is None:
+        return torch.ones(())
+    return factor.repeat_interleave(problem.heads // factor.shape[1], 1)[..., None, None]
+
+
+def product(problem: Problem, start: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """A product added to a float32 sum; of 8-bit inputs with few bits of it kept, as Hopper does."""
+    if not problem.dtype.is_quantized:
+        return start + left.float() @ right.float()
+    total = start.double()
+    for first in range(0, left.shape[-1], PRODUCTS_AT_ONCE):
+        some = slice(first, first + PRODUCTS_AT_ONCE)
+        products = left[..., some, None].double() * right[..., None, some, :].double()
+        # All are cut off at one place, which the largest of them decides.
+        largest = products.abs().amax(-2).maximum(total.abs())
+        unit = torch.exp2(torch.frexp(largest).exponent.double() - 1) * TRUNCATED_UNIT
+        total = ((products / unit.unsqueeze(-2)).trunc().sum(-2) + (total / unit).trunc()) * unit
+        unit = torch.exp2(torch.frexp(total).exponent.double() - 1) * TRUNCATED_UNIT
+        total = (total / unit).trunc() * unit
+    return total.float()
+
+
+def ratios(
+    problem: Problem, probe: Probe, seed: int, spoil: Spoil, mistake: Mistake = lambda scales: scales
+) -> tuple[float, float]:
     """Worst row error and worst log-sum-exp error over what is allowed."""
     generator = torch.Generator().manual_seed(seed)
     scale = problem.head_dim**-0.5
     values = make_values(probe, problem, scale, BLOCK, generator)
-    q, k, v = (value.to(TORCH_DTYPES[problem.dtype]) for value in values)
+    scales = UNSCALED
+    if problem.dtype.is_quantized:
+        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(value) for value in values)
+        scales = Scales(q_scale, k_scale, v_scale)
+    else:
+        q, k, v = (value.to(TORCH_DTYPES[problem.dtype]) for value in values)
     chosen = sample(problem, generator)
-    expected = expect(problem, q, k, v, scale, chosen)
-    out, lse = (tensor.flatten(0, 1)[:, chosen.rows] for tensor in online(problem, q, k, v, scale, spoil))
+    expected = expect(problem, q, k, v, scale, chosen, scales)
+    results = online(problem, q, k, v, scale, spoil, mistake(scales))
+    out, lse = (tensor.flatten(0, 1)[:, chosen.rows] for tensor in results)
     return (
         worst_ratio(out, expected.out, expected.allowed).item(),
         worst_ratio(lse[..., None], expected.lse[..., None], expected.lse_allowed).item(),
@@ -110,6 +151,39 @@ def test_small_mistakes_fail(dtype: Dtype, spoil: Spoil) -> None:
     problem = make_problem(dtype, Causal.NONE, 130, 640)
     worst = [max(ratios(problem, probe, 5, spoil)) for probe in (Probe.RANDOM, Probe.NEEDLE, Probe.FAR_BELOW)]
     assert max(worst) > 2
+
+
+@pytest.mark.parametrize("probe", [Probe.RANDOM, Probe.NEEDLE])
+def test_a_forgotten_block_of_quantized_keys_fails(probe: Probe) -> None:
+    problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
+    assert ratios(problem, probe, 5, forget_block)[0] > 2
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda scales: scales._replace(q=scales.q.roll(1, 1)),
+        lambda scales: scales._replace(k=scales.k.flip(1)),
+        lambda scales: scales._replace(v=scales.v.flip(1)),
+        lambda scales: scales._replace(v=scales.v.flip(0)),
+        lambda scales: scales._replace(k=scales.q[:, : scales.k.shape[1]]),
+        lambda scales: UNSCALED,
+    ],
+    ids=[
+        "q of another head",
+        "k of another head",
+        "v of another head",
+        "v of another sequence",
+        "q's",
+        "none",
+    ],
+)
+def test_mistaken_scales_fail(mistake: Mistake) -> None:
+    problem = msgspec.structs.replace(make_problem(Dtype.E4M3, Causal.NONE, 70, 100, 32), batch=2)
+    worst = max(
+        max(ratios(problem, Probe.RANDOM, seed, lambda scores, start: scores, mistake)) for seed in (1, 2)
+    )
+    assert worst > 2
 
 
 def test_nan_and_infinity_are_never_within_bounds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 
@@ -11,9 +12,9 @@ from flashtune.config import Config
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Level, companions, far_cases, main_cases, tile_of
-from flashtune.proof.inputs import Layout, Role, guarded, guarded_flat, poison, stray_writes
+from flashtune.proof.inputs import Layout, Role, checksum, guarded, guarded_flat, poison, stray_writes
 from flashtune.proof.prepared import prepare
-from flashtune.proof.probes import Probe
+from flashtune.proof.probes import Probe, make_values
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 
@@ -121,3 +122,40 @@ def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() 
 def test_far_cases_span_each_tensor_in_turn() -> None:
     problem = make_problem()
     assert [case.far for case in far_cases(problem, make_config(problem))] == [0, 1, 2, 3]
+
+
+def test_quantized_cases_come_with_scales_that_are_watched_too() -> None:
+    problem = msgspec.structs.replace(make_problem(head_dim=64), dtype=Dtype.E4M3)
+    case = companions(problem, make_config(make_problem()), Level.QUICK, reduced=True)[0]
+    prepared = prepare(case, Alignment.SIXTEEN, CPU, 3)
+    types = [tensor.view.dtype for tensor in (prepared.q, prepared.k, prepared.v, prepared.out)]
+    assert types == [torch.float8_e4m3fn] * 3 + [torch.bfloat16]
+    posed = case.problem
+    assert [tuple(factor.view.shape) for factor in prepared.factors] == [
+        (posed.batch, posed.heads),
+        (posed.batch, posed.kv_heads),
+        (posed.batch, posed.kv_heads),
+    ]
+    assert all(scale is not None and (scale > 0).all() for scale in prepared.scales)
+    before = checksum(prepared.inputs)
+    prepared.factors[1].buffer[0] = 0.0
+    assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]
+
+
+def test_a_workspace_of_8_bit_floats_is_poison_too() -> None:
+    workspace = guarded_flat((64,), CPU, Role.WORKSPACE)
+    assert workspace.view.isnan().all()
+    assert workspace.view.view(torch.float8_e4m3fn).isnan().all()
+    workspace.view.zero_()
+    assert stray_writes(workspace) == 0
+
+
+def test_quantized_inputs_are_normal_with_outliers_in_unlike_heads() -> None:
+    problem = msgspec.structs.replace(make_problem(), dtype=Dtype.E4M3, heads=8, kv_heads=8, seqlen_kv=2048)
+    values = make_values(Probe.RANDOM, problem, 0.1, 64, torch.Generator().manual_seed(1))
+    spread = values.v.std((2, 3))
+    assert spread.max() > 3 * spread.min()
+    normalised = values.v / values.v.abs().median()
+    assert (normalised.abs() > 10 * spread.min()).any()
+    scores = (values.q[:, :, :64] @ values.k.mT).std((2, 3))
+    assert scores.max() < 3 * scores.min(), "what keys gain, queries lose"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.inputs import TORCH_DTYPES
 from flashtune.proof.reference import BORDER, CHUNK_SCORES, LAST_ROWS, Expected, Sample, expect, sample
 
 
