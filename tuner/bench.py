@@ -161,15 +161,28 @@ def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
 def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
     inputs = (tensors.q, tensors.k, tensors.v)
     causal = cast("CausalOption", problem.causal.value)
-    planned = flashtune.plan(*inputs, causal=causal, prefer="generated")
-    call = functools.partial(flashtune.attention, *inputs, causal=causal, prefer="generated")
-    return Contestant(OURS, detail, functools.partial(planned, *inputs), call)
+    q_scale, k_scale, v_scale = tensors.scales
+    planned = flashtune.plan(
+        *inputs, causal=causal, prefer="generated", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+    )
+    run = functools.partial(planned, *inputs, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    call = functools.partial(
+        flashtune.attention,
+        *inputs,
+        causal=causal,
+        prefer="generated",
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return Contestant(OURS, detail, run, call)
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:
     """Holds an output against the reference at sampled rows, the same for all contestants."""
     chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
-    expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
+    inputs = (tensors.q, tensors.k, tensors.v)
+    expected = expect(problem, *inputs, tensors.scale, chosen, tensors.scales)
     return functools.partial(error_of, chosen=chosen, expected=expected)
 
 

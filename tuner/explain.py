@@ -161,7 +161,7 @@ def sram_budget(chosen: Chosen, resources: Resources | None) -> SramBudget:
 
 def roofline(problem: Problem, target: Target) -> Roofline:
     """The least time of a problem on a target, by peak rates alone."""
-    peak = (target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half) * 1e12
+    peak = _peak(problem.dtype, target) * 1e12
     bandwidth = target.hbm_bandwidth * 1e9
     pairs = problem.batch * problem.heads * problem.visible_pairs()
     times = {
@@ -183,15 +183,26 @@ def roofline(problem: Problem, target: Target) -> Roofline:
     )
 
 
+def _peak(dtype: Dtype, target: Target) -> float:
+    """TFLOP/s of the units that multiply such elements."""
+    if dtype.is_quantized:
+        return target.peak.fp8
+    return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
+
+
 def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
-    """HBM bytes of the chosen config, of the other families' defaults and of the standard computation."""
+    """HBM bytes of the chosen config, of the other families' defaults and of the standard computation.
+
+    The standard computation takes no quantised inputs.
+    """
     problem, target = chosen.problem, chosen.target
     ways = [_traffic(chosen.family.name, chosen.family.hbm_items(problem, chosen.config, target))]
     for family in families():
         if family.name != chosen.family.name and family.supports(problem, target) is None:
             items = family.hbm_items(problem, family.default(problem, target), target)
             ways.append(_traffic(family.name, items))
-    ways.append(_traffic("standard", standard_hbm_items(problem)))
+    if not problem.dtype.is_quantized:
+        ways.append(_traffic("standard", standard_hbm_items(problem)))
     return tuple(ways)
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Problem
+from flashtune.quantization import UNSCALED, Scales, quantize
 from flashtune.record import Measurement, PeerTime
 from flashtune.standard import score_bytes, standard_attention
 from flashtune.target import Target
@@ -29,7 +31,6 @@ BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 # The standard computation holds its scores two and a half times over; the rest is the mask and the like.
 SCORE_COPIES = 3
 MEMORY_SHARE = 0.5
@@ -37,12 +38,16 @@ MAX_MASK_ELEMENTS = 2**28
 
 
 class Tensors(msgspec.Struct, frozen=True):
-    """Random inputs of a problem and room for its output, contiguous [batch, heads, seqlen, head_dim]."""
+    """Random inputs of a problem and room for its output, contiguous [batch, heads, seqlen, head_dim].
+
+    `scales` are those of quantised inputs.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
+    scales: Scales = UNSCALED
 
     @property
     def scale(self) -> float:
@@ -51,12 +56,17 @@ class Tensors(msgspec.Struct, frozen=True):
 
 
 def make_tensors(problem: Problem, device: torch.device) -> Tensors:
-    """Fresh random inputs."""
-    make = functools.partial(torch.randn, dtype=DTYPES[problem.dtype], device=device)
-    q = make(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    k = make(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim)
-    v = make(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
-    out = torch.empty(*q.shape[:3], problem.value_head_dim, dtype=q.dtype, device=device)
+    """Fresh random inputs, quantised with their own scales where the problem has such."""
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    shapes = ((*rows, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_head_dim))
+    out = torch.empty(*rows, problem.value_head_dim, dtype=TORCH_DTYPES[problem.out_dtype], device=device)
+    if problem.dtype.is_quantized:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
+        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
+        return Tensors(q, k, v, out, Scales(q_scale, k_scale, v_scale))
+    make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
+    q, k, v = map(make, shapes)
     return Tensors(q, k, v, out)
 
 
@@ -74,11 +84,17 @@ def kernel_run(
     """
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
     launch = bind(kernel, target, tensors.q, tensors.k, tensors.v, tensors.out)
-    return functools.partial(launch, tensors.q, tensors.k, tensors.v, tensors.out, None, tensors.scale)
+    inputs = (tensors.q, tensors.k, tensors.v, tensors.out, None, tensors.scale, tensors.scales)
+    return functools.partial(launch, *inputs)
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
-    """The other implementations that compute this problem here: SDPA's backends, the standard one."""
+    """The other implementations that compute this problem here: SDPA's backends, the standard one.
+
+    None of them takes quantised inputs.
+    """
+    if problem.dtype.is_quantized:
+        return
     for name, backend in BACKENDS.items():
         run = sdpa_run(problem, tensors, backend)
         if run is not None and _works(run):

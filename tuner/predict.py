@@ -102,6 +102,8 @@ def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target
 
 def matrix_rate(problem: Problem, config: Tiled, target: Target) -> float:
     """Peak FLOP/s of the units that make the products."""
+    if problem.dtype.is_quantized:
+        return target.peak.fp8 * 1e12
     if problem.dtype is not Dtype.FP32:
         return target.peak.half * 1e12
     thirds = getattr(config, "products", None) == "tf32x3"
