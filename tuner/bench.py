@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from flashtune.errors import TargetError, UsageError
 from flashtune.problem import Problem
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.reference import Expected, Sample, expect, sample
+from flashtune.quantization import UNSCALED
 from flashtune.record import Measurement
 from flashtune.target import device_target
 from flashtune.tuner.bench_ceiling import clock_mhz
@@ -31,9 +32,6 @@ from flashtune.tuner.bench_records import OURS, Bench, LeftOut, Row
 from flashtune.tuner.finals import Tensors, make_tensors
 from flashtune.tuner.measurement import Run, measure_interleaved
 from flashtune.versions import current_versions
-
-if TYPE_CHECKING:
-    from flashtune.api import CausalOption
 
 ROUNDS = 21
 # Host time is that of queueing: the device is kept busy for longer than a batch of calls takes.
@@ -150,8 +148,7 @@ def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]
 
 def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
     """Family of the kernel that dispatch selects, no baseline in its place, and what to say of it."""
-    causal = cast("CausalOption", problem.causal.value)
-    told = flashtune.explain(tensors.q, tensors.k, tensors.v, causal=causal, prefer="generated")
+    told = flashtune.explain(tensors.q, tensors.k, tensors.v, **_options(problem, tensors))
     assert told.selection is not None
     record = told.selection.record
     label = record.config.label() if record.config else ""
@@ -160,22 +157,21 @@ def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
 
 def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
     inputs = (tensors.q, tensors.k, tensors.v)
-    causal = cast("CausalOption", problem.causal.value)
-    q_scale, k_scale, v_scale = tensors.scales
-    planned = flashtune.plan(
-        *inputs, causal=causal, prefer="generated", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
-    )
-    run = functools.partial(planned, *inputs, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    call = functools.partial(
-        flashtune.attention,
-        *inputs,
-        causal=causal,
-        prefer="generated",
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    return Contestant(OURS, detail, run, call)
+    options = _options(problem, tensors)
+    planned = flashtune.plan(*inputs, **options)
+    run = functools.partial(planned, *inputs, **_scales(tensors))
+    return Contestant(OURS, detail, run, functools.partial(flashtune.attention, *inputs, **options))
+
+
+def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """What a program would pass beside the inputs; the generated kernel serves, whatever is faster."""
+    return {"causal": problem.causal.value, "prefer": "generated", **_scales(tensors)}
+
+
+def _scales(tensors: Tensors) -> dict[str, Any]:
+    """The scales of quantised inputs, as arguments; a call on other inputs names none."""
+    q, k, v = tensors.scales
+    return {} if tensors.scales is UNSCALED else {"q_scale": q, "k_scale": k, "v_scale": v}
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import flashtune
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.standard import standard_attention
-from flashtune.tuner import bench_peers
+from flashtune.tuner import bench, bench_peers
 from flashtune.tuner.bench import Admitted, admit, error_of, run_bench
 from flashtune.tuner.bench_ceiling import clock_mhz, measure_ceiling
 from flashtune.tuner.bench_peers import (
@@ -208,6 +209,37 @@ def test_flex_computes_the_same_and_is_compiled_once_for_each_shape(
     assert compiled.resets == 1
 
 
+@pytest.mark.parametrize(("dtype", "scaled"), [(Dtype.BF16, False), (Dtype.E4M3, True)])
+def test_our_kernel_is_a_generated_one_and_gets_the_scales_of_quantised_inputs(
+    monkeypatch: pytest.MonkeyPatch, dtype: Dtype, scaled: bool
+) -> None:
+    calls: list[dict[str, object]] = []
+
+    def record(*inputs: Tensor, **options: object) -> Callable[..., None]:
+        calls.append(options)
+        return lambda *again, **scales: calls.append(scales)
+
+    monkeypatch.setattr(flashtune, "plan", record)
+    monkeypatch.setattr(flashtune, "attention", record)
+    problem = a_problem(dtype=dtype)
+    bound = bench._ours(problem, make_tensors(problem, CPU), "")
+    bound.run()
+    bound.call()
+    planned, replayed, called = calls
+    assert planned == called
+    assert planned["prefer"] == "generated"
+    assert planned["causal"] == "bottom_right"
+    assert ({"q_scale", "k_scale", "v_scale"} <= planned.keys()) is scaled
+    assert set(replayed) == ({"q_scale", "k_scale", "v_scale"} if scaled else set())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_no_peer_takes_quantised_inputs(name: str) -> None:
+    problem = a_problem(dtype=Dtype.E4M3)
+    with pytest.raises(RefusalError, match="e4m3"):
+        bind_peer(name, problem, make_tensors(problem, CPU))
+
+
 def test_peers_that_are_not_installed_are_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_peers, "flash_attn_4_version", lambda: "")
     assert FLASH_ATTN_4 not in installed_peers()
@@ -232,16 +264,16 @@ def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", list(Causal))
 def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
     problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=512, seqlen_kv=512, causal=causal)
-    bench = run_bench(problem, 0)
-    names = [row.name for row in bench.rows]
+    found = run_bench(problem, 0)
+    names = [row.name for row in found.rows]
     assert names[0] == OURS
-    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), bench.left_out
-    assert bench.clock_mhz > 100
-    for row in bench.rows:
+    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), found.left_out
+    assert found.clock_mhz > 100
+    for row in found.rows:
         assert 0 < row.p20 <= row.ms <= row.p80
         assert row.error <= 1
         assert 0.5 < row.host_us < 5000
-        assert row.tflops == pytest.approx(bench.problem.nominal_flops() / row.ms / 1e9)
+        assert row.tflops == pytest.approx(found.problem.nominal_flops() / row.ms / 1e9)
 
 
 @pytest.mark.gpu
@@ -249,8 +281,8 @@ def test_flex_is_never_left_to_run_uncompiled_past_torchs_limit() -> None:
     limit = torch._dynamo.config.recompile_limit
     for number in range(limit + 2):
         problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=128 + 64 * number, causal=Causal.NONE)
-        bench = run_bench(problem, 0, peers=(FLEX,), rounds=3)
-        assert bench.row(FLEX) is not None, bench.left_out
+        found = run_bench(problem, 0, peers=(FLEX,), rounds=3)
+        assert found.row(FLEX) is not None, found.left_out
 
 
 @pytest.mark.gpu
