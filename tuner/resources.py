@@ -5,6 +5,8 @@ Needs no GPU: Triton cross-compiles, and what it asked of the hardware is read f
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -32,6 +34,7 @@ SRAM_GRANULE = 128
 REGISTER_GRANULE = 8
 TENSOR_MEMORY_GRANULE = 32
 TOOL_SECONDS = 120
+HOPPER = 90
 # ptxas says C7510 to C7519 where it has to wait after each asynchronous matrix instruction.
 WARPGROUP_INSTRUCTION = "wgmma.mma_async"
 SERIALIZED = re.compile(r"\(C751\d\)|wgmma\.mma_async instructions are serialized")
@@ -58,19 +61,16 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
     start = time.perf_counter()
-    compiled = compile_kernel(kernel, target)
+    compiled, remarks = _compile(kernel, target)
     seconds = time.perf_counter() - start
     usage = _nvidia_usage(compiled) if target.is_nvidia else _amd_usage(compiled)
     specialized = compiled.metadata.num_warps != kernel.options.num_warps
-    # ptxas serialises for want of registers, and then it spills as well; but warps that trade registers
-    # at run time may be short of them where nothing is spilled.
-    suspect = usage.spill_bytes > 0 or specialized
     return Resources(
         sram_bytes=compiled.metadata.shared,
         tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         registers=usage.registers,
         spill_bytes=usage.spill_bytes,
-        serialized_wgmma=suspect and _is_serialized(compiled),
+        serialized_wgmma=_is_serialized(compiled, remarks, suspect=specialized or usage.spill_bytes > 0),
         compile_seconds=seconds,
         warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
     )
@@ -136,17 +136,42 @@ def _amd_usage(compiled: CompiledKernel) -> _Usage:
         ) from None
 
 
-def _is_serialized(compiled: CompiledKernel) -> bool:
-    """Asks ptxas once more, for the remarks that Triton throws away (about half a second)."""
+def _compile(kernel: Kernel, target: Target) -> tuple[CompiledKernel, str]:
+    """The binary, and what ptxas remarked on the way: nothing where Triton's cache had the binary."""
+    from triton import knobs
+
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = compile_kernel(kernel, target)
+    return compiled, printed.getvalue()
+
+
+def _is_serialized(compiled: CompiledKernel, remarks: str, suspect: bool) -> bool:
+    """Whether ptxas serialised matrix instructions.
+
+    It does so for want of registers, and then it mostly spills as well, but for warps that trade
+    registers at run time. Of such suspects it is asked once more where its remarks are lost.
+    """
     if WARPGROUP_INSTRUCTION not in compiled.asm.get("ptx", ""):
         return False
+    if not remarks and suspect:
+        remarks = _assemble_again(compiled.asm["ptx"])
+    return SERIALIZED.search(remarks) is not None
+
+
+def _assemble_again(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
-        source.write_text(compiled.asm["ptx"], encoding="utf-8")
-        report = _run(
-            _tool("ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))
-        )
-    return SERIALIZED.search(report) is not None
+        source.write_text(ptx, encoding="utf-8")
+        binary = str(Path(folder, "kernel.cubin"))
+        return _run(_assembler(), "-v", "--gpu-name=sm_90a", str(source), "-o", binary)
+
+
+def _assembler() -> str:
+    """The ptxas that Triton itself runs for Hopper: a wheel brings several."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(HOPPER).path)
 
 
 def _tool(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashtune.config import LaunchOptions
@@ -99,3 +101,30 @@ def test_overflow_names_what_is_short() -> None:
     assert "232449 B of SRAM" in str(overflow(Resources(sram_bytes=b200.sram_per_block + 1), b200))
     columns = overflow(Resources(sram_bytes=0, tensor_memory_columns=640), b200)
     assert columns == "asks for 640 columns of tensor memory, and nvidia-b200 has 512"
+
+
+def test_serialisation_is_found_with_and_without_ptxas_remarks_at_hand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    calls: list[str] = []
+    real = room._assemble_again
+
+    def counted(ptx: str) -> str:
+        calls.append("again")
+        return real(ptx)
+
+    monkeypatch.setattr(room, "_assemble_again", counted)
+    kernel = a_kernel(128, block_m=128, block_n=128)
+    assert read_resources(kernel, find_target("h100")).serialized_wgmma
+    assert calls == [], "a fresh compilation tells by itself"
+    assert read_resources(kernel, find_target("h100")).serialized_wgmma
+    assert calls == ["again"], "a binary from the cache does not"
+
+
+def test_reading_resources_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    read_resources(a_kernel(), find_target("h100"))
+    assert capsys.readouterr().out == ""
