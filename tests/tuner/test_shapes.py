@@ -192,3 +192,9 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_shapes_file(tmp_path / "none.txt")
+
+
+def test_quantized_inputs_are_named_like_other_types() -> None:
+    (problem,) = parse_shape("heads=8,seqlen=512,head_dim=128,dtype=e4m3,causal")
+    assert problem.dtype is Dtype.E4M3
+    assert problem.key == "forward_e4m3_d128_h8x8_b1_q512_k512_bottom_right"

@@ -73,7 +73,8 @@ SHAPE_OPTIONS = (
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="bf16, fp16, fp32 or a list, for --model and --hf-config, in place of the checkpoint's own.",
+        help="bf16, fp16, fp32, e4m3 or a list, for --model and --hf-config, in place of the checkpoint's "
+        "own.",
     ),
 )
 
