@@ -34,7 +34,9 @@ def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled
             _add(jobs, problem, target)
         except FlashtuneError:
             continue
-    with CompilePool(max(1, min(len(jobs), usable_cores()))) as pool:
+    if not jobs:
+        return ()
+    with CompilePool(min(len(jobs), usable_cores())) as pool:
         futures = [pool.submit(scope, candidate) for scope, candidate in jobs.values()]
         return tuple(future.result() for future in futures)
 
