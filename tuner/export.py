@@ -166,6 +166,4 @@ def write_file(path: Path, content: bytes) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise FlashtuneError(
-            f"cannot write {path}: {error.strerror}; choose another place"
-        ) from error
+        raise FlashtuneError(f"cannot write {path}: {error.strerror}; choose another place") from error
