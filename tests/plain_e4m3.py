@@ -1,0 +1,44 @@
+"""A kernel of quantised inputs with a prologue, as families render them, and its mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashtune.config import LaunchOptions
+from flashtune.kernel import Kernel, Prologue, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
+from flashtune.templates.forward_q_outer.space import QOuterConfig
+
+SOURCE = Path(__file__).parent / "data" / "kernels" / "plain_e4m3.py"
+WORKSPACE = "values"
+# Its tile, for the lengths of a check.
+CONFIG = QOuterConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+PROBLEM = Problem(
+    dtype=Dtype.E4M3,
+    head_dim=64,
+    value_head_dim=64,
+    heads=8,
+    kv_heads=2,
+    batch=2,
+    seqlen_q=1024,
+    seqlen_kv=4096,
+)
+
+
+def plain_e4m3(index_bits: int = 32) -> Kernel:
+    """The kernel; it writes the log-sum-exp."""
+    specialization = Specialization(index_bits=index_bits, lse=True)
+    return Kernel(
+        family="plain_e4m3",
+        entry="attend",
+        source=SOURCE.read_text(encoding="utf-8"),
+        arguments=forward_arguments(Dtype.E4M3, specialization, (WORKSPACE,)),
+        options=LaunchOptions(4, 2),
+        specialization=specialization,
+        prologue=Prologue(
+            "transpose_values",
+            transpose_arguments(Dtype.E4M3, specialization, WORKSPACE),
+            LaunchOptions(4, 1),
+        ),
+    )

@@ -1,0 +1,52 @@
+"""Arguments of kernels: those of quantised inputs have scales, and are of their own types."""
+
+from __future__ import annotations
+
+from flashtune.kernel import Alignment, Argument, Specialization
+from flashtune.launch import compile_binary
+from flashtune.problem import Dtype
+from flashtune.target import find_target
+from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
+from tests.plain_e4m3 import plain_e4m3
+
+PLAIN = Specialization()
+
+
+def named(arguments: tuple[Argument, ...]) -> dict[str, Argument]:
+    return {argument.name: argument for argument in arguments}
+
+
+def test_scales_and_workspaces_follow_the_log_sum_exp() -> None:
+    arguments = forward_arguments(Dtype.E4M3, PLAIN, ("values",))
+    names = [argument.name for argument in arguments]
+    assert names[:10] == ["q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "values", "scale"]
+    types = [argument.type for argument in arguments[:10]]
+    assert types == [*["*fp8e4nv"] * 3, "*bf16", *["*fp32"] * 4, "*fp8e4nv", "fp32"]
+    # Scales may be views of larger tensors; what is allocated per call lies on a border.
+    assert named(arguments)["q_scale"].divisibility == 1
+    assert named(arguments)["values"].divisibility == 16
+
+
+def test_other_inputs_have_no_scales() -> None:
+    for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
+        arguments = forward_arguments(dtype, PLAIN, ("state",))
+        names = [argument.name for argument in arguments]
+        assert names[:7] == ["q", "k", "v", "out", "lse", "state", "scale"]
+        assert {argument.type for argument in arguments[:4]} == {f"*{dtype}"}
+        assert named(arguments)["state"].type == "*fp32"
+
+
+def test_a_prologue_is_told_what_its_kernel_is_told_of_v() -> None:
+    for specialization in (PLAIN, Specialization(Alignment.ANY, 64)):
+        kernel = named(forward_arguments(Dtype.E4M3, specialization, ("values",)))
+        prologue = transpose_arguments(Dtype.E4M3, specialization, "values")
+        assert [argument.name for argument in prologue[:2]] == ["v", "values"]
+        assert all(kernel[argument.name] == argument for argument in prologue if argument.name != "kv_heads")
+
+
+def test_both_kernels_of_a_source_compile_for_hopper() -> None:
+    binary = compile_binary(plain_e4m3(), find_target("h200"))
+    assert "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3" in str(binary.kernel.asm["ptx"])
+    assert binary.prologue is not None
+    assert "transpose_values" in str(binary.prologue.asm["ptx"])
+    assert compile_binary(plain_e4m3(64), find_target("h200")).kernel.asm["cubin"]
