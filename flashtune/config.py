@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -102,17 +101,16 @@ class Space(msgspec.Struct, frozen=True):
 
     def configs(self) -> Iterator[Config]:
         """Every config once, in axis order."""
-        for values in itertools.product(*(axis.values for axis in self.axes)):
-            chosen = dict(zip((axis.name for axis in self.axes), values, strict=True))
-            before: dict[str, AxisValue] = {}
-            for axis in self.axes:
-                if not axis.is_active(before) and chosen[axis.name] != axis.values[0]:
-                    break
-                before[axis.name] = chosen[axis.name]
-            else:
-                config = self.build(chosen)
-                if self.admits(config):
-                    yield config
+        return filter(self.admits, map(self.build, self._assignments({})))
+
+    def _assignments(self, chosen: dict[str, AxisValue]) -> Iterator[dict[str, AxisValue]]:
+        """The full assignments that begin as chosen; axes that are not searched are not walked."""
+        if len(chosen) == len(self.axes):
+            yield chosen
+            return
+        axis = self.axes[len(chosen)]
+        for value in axis.values if axis.is_active(chosen) else axis.values[:1]:
+            yield from self._assignments({**chosen, axis.name: value})
 
     def size(self) -> int:
         """How many configs there are."""

@@ -70,7 +70,9 @@ def predict_ms(
     if resident.blocks == 0:
         return math.inf
     pairs = computed_pairs(problem, config)
-    loop = loop_seconds(pairs, problem, config, resident, target) * spill_factor(resources)
+    own = family.overlap(config)
+    hidden = overlap(resident) if own is None else own
+    loop = loop_seconds(pairs, problem, config, hidden, target) * spill_factor(resources)
     compute = loop * imbalance(family.programs(problem, config), resident, target)
     # The first reads and the last writes of a program wait for HBM; the rest runs beside the loop.
     exposed = transfer_seconds(problem.minimal_bytes(), target)
@@ -86,10 +88,10 @@ def computed_pairs(problem: Problem, config: Tiled) -> float:
     return problem.batch * problem.heads * config.block_m * keys * padding
 
 
-def loop_seconds(pairs: float, problem: Problem, config: Tiled, resident: Occupancy, target: Target) -> float:
-    """Time of products and softmax, with all multiprocessors busy."""
+def loop_seconds(pairs: float, problem: Problem, config: Tiled, hidden: float, target: Target) -> float:
+    """Time of products and softmax, with all multiprocessors busy; `hidden` of the shorter costs nothing."""
     matrix, softmax = matrix_seconds(pairs, problem, config, target), softmax_seconds(pairs, target)
-    return max(matrix, softmax) + (1 - overlap(resident)) * min(matrix, softmax)
+    return max(matrix, softmax) + (1 - hidden) * min(matrix, softmax)
 
 
 def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -13,10 +14,13 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
 from flashtune.tuner.predict import predict_ms
 
-# A model that ranks more than this would delay the start of the search.
+# Of each family; a model that ranks more than this would delay the start of the search.
 MOST_RANKED = 4096
 # Predictions closer than this, relatively, count as one.
 SAME_PREDICTION = 1e-4
+# Predictions of different families compare badly: one whose best is up to this many times slower than
+# the best of all has its share of the start.
+WORTH_A_START = 2.0
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -33,9 +37,12 @@ def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
     order is random, so that a start from the top does not try near copies.
     """
     draw = random.Random(seed)  # noqa: S311 - no secret
-    candidates = list(scope.candidates())
-    draw.shuffle(candidates)
-    demands = ((candidate, demand(scope, candidate)) for candidate in candidates[:MOST_RANKED])
+    drawn: list[Candidate] = []
+    for entry in scope.spaces:
+        candidates = list(entry.candidates())
+        draw.shuffle(candidates)
+        drawn += candidates[:MOST_RANKED]
+    demands = ((candidate, demand(scope, candidate)) for candidate in drawn)
     ranked = [
         Ranked(candidate, _predict(scope, candidate, need)) for candidate, need in demands if not need.excess
     ]
@@ -47,6 +54,19 @@ def _predict(scope: Scope, candidate: Candidate, need: Demand) -> float:
     return predict_ms(
         scope.problem, family, candidate.config, Resources(sram_bytes=need.sram_bytes), scope.target
     )
+
+
+def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
+    """What to try first, by prediction: of each family that may win, by turns."""
+    if not ranked:
+        return ()
+    slowest = WORTH_A_START * ranked[0].predicted_ms
+    promising = dict.fromkeys(entry.candidate.family for entry in ranked if entry.predicted_ms <= slowest)
+    shares = (
+        varied((entry for entry in ranked if entry.candidate.family == family), limit) for family in promising
+    )
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*shares))
+    return tuple(itertools.islice((candidate for candidate in turns if candidate), limit))
 
 
 def varied(ranked: Iterable[Ranked], limit: int) -> tuple[Candidate, ...]:

@@ -22,9 +22,9 @@ class Budget(msgspec.Struct, frozen=True):
         patience: Candidates in a row that did not improve on the best.
     """
 
-    trials: int | None = 240
-    seconds: float | None = 42.0
-    patience: int | None = 90
+    trials: int | None = 320
+    seconds: float | None = 60.0
+    patience: int | None = 110
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +127,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         best: The record that was chosen, None where nothing works.
         best_id: Its row in the database.
         pinned: Whether it was made the selection.
+        stand_in: The record that serves the tensors that the selection's family cannot address; None
+            where it addresses all.
         default: The default config's record, timed in the same finals where there were any.
         reasons: Why candidates failed, the most frequent reasons and how often.
     """
@@ -142,4 +144,5 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     best_id: int | None
     pinned: bool
     default: Record | None
+    stand_in: Record | None = None
     reasons: tuple[tuple[str, int], ...] = ()

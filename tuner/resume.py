@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -20,7 +21,8 @@ from flashtune.versions import current_versions
 
 # How a compilation ends does not depend on whether there was a GPU to run its result on.
 COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
-WARM_CONFIGS = 8
+# Of each family.
+WARM_CONFIGS = 6
 # What another GPU or another mask costs a neighbour, in the steps of `distance`.
 OTHER_TARGET = 3.0
 OTHER_MASK = 1.0
@@ -63,7 +65,7 @@ def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
 def warm_configs(store: Store, scope: Scope) -> tuple[Candidate, ...]:
     """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
     shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
-    known = [entry.record for entry in store.selections()]
+    known = [entry.record for entry in (*store.selections(), *store.stand_ins())]
     known += [record for table in shipped for record in table.records]
     nearest = sorted(known, key=lambda record: remoteness(record, scope.problem, scope.target.name))
     near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)
@@ -88,4 +90,11 @@ def remoteness(record: Record, problem: Problem, target_name: str) -> float:
 
 
 def _first(candidates: Iterable[Candidate], limit: int) -> tuple[Candidate, ...]:
-    return tuple(dict.fromkeys(candidates))[:limit]
+    """The first few distinct ones of each family, in their order."""
+    taken: Counter[str] = Counter()
+    first = []
+    for candidate in dict.fromkeys(candidates):
+        taken[candidate.family] += 1
+        if taken[candidate.family] <= limit:
+            first.append(candidate)
+    return tuple(first)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch import same_makers
 from flashtune.errors import ProblemError
@@ -19,7 +21,7 @@ from flashtune.tuner.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.proposals import Proposer
-from flashtune.tuner.ranking import rank, varied
+from flashtune.tuner.ranking import opening, rank
 from flashtune.tuner.request import (
     Budget,
     Observer,
@@ -84,7 +86,7 @@ def run_search(
             # What is right and timed may serve, though the finals never compared it in one run.
             _pin(store, request, journal, ())
             raise
-    best, pinned = _pin(store, request, journal, final)
+    best, stand_in, pinned = _pin(store, request, journal, final)
     reporter.report(Phase.DONE)
     return SearchResult(
         problem=request.problem,
@@ -97,6 +99,7 @@ def run_search(
         best=best.record if best else None,
         best_id=best.id if best else None,
         pinned=pinned,
+        stand_in=stand_in.record if stand_in else None,
         default=_default(scope, journal, final),
         reasons=journal.reasons(),
     )
@@ -122,20 +125,21 @@ def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journ
     )
     trials = request.budget.trials
     few = len(everything) <= ENUMERATED and (trials is None or len(everything) <= trials)
-    start = (*defaults, *warm_configs(store, scope), *(everything if few else varied(ranked, START)))
+    start = (*defaults, *warm_configs(store, scope), *(everything if few else opening(ranked, START)))
     size = sum(entry.space.size() for entry in scope.spaces)
     return size, Proposer(scope, start, everything, journal.answers(), request.seed)
 
 
 def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredRecord, ...]:
-    """Times the best candidates, the defaults and the peers in one run, and stores that."""
+    """Times the best candidates, the fastest default, what may stand in, and the peers in one run."""
     best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
     defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
     if not best:
         return ()
     default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
-    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default))))
+    stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
+    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
     measured = measurer.finals(scope, entrants).result()
     return tuple(
         journal.amend(_measured_again(journal.rows[candidate].record, measurement))
@@ -149,22 +153,37 @@ def _measured_again(record: Record, measurement: Measurement) -> Record:
 
 def _pin(
     store: Store, request: SearchRequest, journal: Journal, final: tuple[StoredRecord, ...]
-) -> tuple[StoredRecord | None, bool]:
+) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
     """Selects among the finalists, or among all where there were no finals, and pins the choice.
 
     A prediction never takes the place of something measured, nor does the best of some families that
     of a faster one that was not searched.
+
+    Returns:
+        The choice, what stands in for the selection where that cannot address every tensor, and
+        whether the choice was made the selection.
     """
     rows = final or tuple(journal.rows.values())
-    chosen = select(row.record for row in rows)
-    if chosen is None:
-        return None, False
-    best = next(row for row in rows if row.record is chosen)
+    best = _selected(rows)
+    if best is None:
+        return None, None, False
     stored = (entry.record for entry in store.selections(request.target.name))
-    if any(_stands(present, chosen, request) for present in stored if present.problem == request.problem):
-        return best, False
-    store.pin(best.id)
-    return best, True
+    present = next((record for record in stored if record.problem == request.problem), None)
+    pinned = present is None or not _stands(present, best.record, request)
+    if pinned:
+        store.pin(best.id)
+    other = _selected(row for row in rows if serves_any_tensors(row.record))
+    measured = other is not None and other.record.provenance is Provenance.MEASURED
+    if other is None or not (pinned or measured) or not store.stand_in(other.id):
+        other = None
+    return best, other, pinned
+
+
+def _selected(rows: Iterable[StoredRecord]) -> StoredRecord | None:
+    """The row to select among those of one problem and run."""
+    listed = list(rows)
+    record = select(row.record for row in listed)
+    return next((row for row in listed if row.record is record), None)
 
 
 def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:

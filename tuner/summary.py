@@ -21,6 +21,7 @@ def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
         *_best(result),
+        *_stand_in(result),
         *_rivals(result),
         ("tried", _tried(result)),
         *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
@@ -49,6 +50,13 @@ def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "", "the clock was held down while timing: compare within this run only"
     if best.provenance is Provenance.PREDICTED:
         yield "", "predicted by a model, not measured: dispatch will not take it for a measurement"
+
+
+def _stand_in(result: SearchResult) -> Iterator[tuple[str, str]]:
+    record = result.stand_in
+    if record is None or record.config is None:
+        return
+    yield "other strides", f"{describe_time(record)}   {record.family} {record.config.label()}"
 
 
 def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:

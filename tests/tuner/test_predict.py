@@ -13,6 +13,7 @@ from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Resources
 from flashtune.target import find_target
+from flashtune.templates.family import Family
 from flashtune.templates.forward_kv_outer.family import KVOuterConfig
 from flashtune.templates.forward_q_outer.space import Products, QOuterConfig
 from flashtune.templates.registry import find_family
@@ -128,3 +129,15 @@ def test_one_program_to_a_head_is_slow_where_heads_are_few() -> None:
 def test_a_config_without_tiles_is_refused() -> None:
     with pytest.raises(UsageError, match="name no block_m"):
         predict_ms(a_problem(), Q_OUTER, Config(num_warps=4, num_stages=2), LEAN, H200)
+
+
+def test_a_familys_own_schedule_decides_what_hides(native: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem()
+    config = native.default(problem, H200)
+
+    def predicted(share: float | None) -> float:
+        monkeypatch.setattr(type(native), "overlap", lambda self, config: share)
+        return predict_ms(problem, native, config, LEAN, H200)
+
+    assert predicted(0.0) > predicted(0.5) > predicted(1.0)
+    assert predicted(0.0) > predicted(None) > predicted(1.0)

@@ -61,7 +61,7 @@ def command(
     reference, measured, and stored one by one; the best are then timed in turn with SDPA's backends,
     and one is selected. With --target, kernels are compiled for that GPU and their times predicted.
 
-    Without --trials and --seconds a shape takes under a minute. With one of them, that one alone
+    Without --trials and --seconds a shape takes about a minute. With one of them, that one alone
     decides. Interrupted at any moment, the same command goes on where it stopped.
     """
     from rich.console import Console

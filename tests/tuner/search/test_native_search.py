@@ -1,0 +1,170 @@
+"""The joint search over portable families and one of a single GPU that cannot address every tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.config import Axis, Config, Space
+from flashtune.db.store import Store
+from flashtune.errors import ProblemError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Resources
+from flashtune.target import find_target
+from flashtune.templates.family import Family
+from flashtune.tuner.candidates import Candidate, Scope, open_spaces
+from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.equipment import Equipment
+from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.predict import predict_ms
+from flashtune.tuner.prediction import Predictor
+from flashtune.tuner.ranking import opening, rank
+from flashtune.tuner.request import Budget, SearchRequest, SearchResult
+from flashtune.tuner.resume import WARM_CONFIGS, warm_configs
+from flashtune.tuner.search import run_search
+from flashtune.tuner.summary import summary_lines
+from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
+
+H200 = find_target("h200")
+PORTABLE = "forward_q_outer"
+LONG = a_problem(seqlen_q=4096, seqlen_kv=4096, heads=16, kv_heads=16)
+
+
+def search(
+    store: Store, factors: dict[str, float], trials: int = 60, families: tuple[str, ...] = (), **given: Any
+) -> tuple[SearchResult, FakeMeasurer]:
+    """A search in which a candidate takes its predicted time, times its family's factor."""
+    measurer = FakeMeasurer(lambda candidate: timed(candidate, factors.get(candidate.family, 1.0)))
+    request = SearchRequest(
+        problem=LONG, target=H200, device=0, budget=Budget(trials, None, None), families=families
+    )
+    equipment = Equipment(FakeCompiler(compiled), given.get("measurer", measurer), 2)
+    return run_search(request, store, equipment=equipment), measurer
+
+
+def compiled(candidate: Candidate) -> Compiled:
+    return Compiled(Outcome.OK, KERNEL, Resources(sram_bytes=1024, registers=64))
+
+
+def timed(candidate: Candidate, factor: float) -> Evaluation:
+    from flashtune.templates.registry import find_family
+
+    resources = Resources(sram_bytes=65536, registers=64)
+    return right(factor * predict_ms(LONG, find_family(candidate.family), candidate.config, resources, H200))
+
+
+def chosen(store: Store) -> tuple[list[str], list[str]]:
+    return (
+        [row.record.family for row in store.selections()],
+        [row.record.family for row in store.stand_ins()],
+    )
+
+
+def test_the_best_portable_kernel_stands_in_for_a_native_winner(native: Family, store: Store) -> None:
+    result, measurer = search(store, {native.name: 0.6, PORTABLE: 1.0, "forward_kv_outer": 5.0})
+    assert chosen(store) == ([native.name], [PORTABLE])
+    assert result.best is not None
+    assert result.best.family == native.name
+    assert result.stand_in == store.stand_ins()[0].record
+    # It was timed with the finalists, and with their peers.
+    (entrants,) = measurer.entrants
+    assert result.stand_in is not None
+    assert result.stand_in.config is not None
+    assert Candidate(PORTABLE, result.stand_in.config) in entrants
+    assert result.stand_in.measurement is not None
+    assert [peer.name for peer in result.stand_in.measurement.peers] == ["sdpa-cudnn"]
+    portable = [candidate for candidate in measurer.seen if candidate.family == PORTABLE]
+    fastest = min(timed(candidate, 1.0).measurement.ms for candidate in portable)  # type: ignore[union-attr]
+    assert result.stand_in.ms == pytest.approx(fastest)
+    (line,) = (line for line in summary_lines(result, "here") if line.startswith("other strides"))
+    assert PORTABLE in line
+
+
+def test_nothing_stands_in_for_a_portable_winner(native: Family, store: Store) -> None:
+    result, _ = search(store, {native.name: 1.5, PORTABLE: 0.8})
+    assert result.stand_in is None
+    assert chosen(store) == ([PORTABLE], [])
+
+
+def test_a_search_of_the_portable_family_alone_renews_the_stand_in(native: Family, store: Store) -> None:
+    search(store, {native.name: 0.5}, trials=30)
+    before = store.stand_ins()[0].record
+    result, _ = search(store, {native.name: 0.5, PORTABLE: 0.9}, trials=60, families=(PORTABLE,))
+    assert not result.pinned
+    assert chosen(store) == ([native.name], [PORTABLE])
+    assert store.stand_ins()[0].record == result.stand_in
+    assert result.stand_in is not None
+    assert (result.stand_in.ms or 0) < (before.ms or 0)
+
+
+def test_predictions_stand_in_for_predictions_alone(native: Family, store: Store) -> None:
+    search(store, {native.name: 0.5}, trials=30)
+    measured = chosen(store), store.stand_ins()[0].record
+    result, _ = search(store, {}, measurer=Predictor())
+    assert not result.pinned
+    assert result.stand_in is None
+    assert (chosen(store), store.stand_ins()[0].record) == measured
+
+
+def test_every_promising_family_has_its_share_of_the_start(native: Family) -> None:
+    scope = Scope(LONG, H200, Specialization(), open_spaces(LONG, H200, ()))
+    ranked = rank(scope, seed=0)
+    start = opening(ranked, 24)
+    assert len(start) == len(set(start)) == 24
+    families = [candidate.family for candidate in start]
+    assert set(families[:2]) == {native.name, PORTABLE}
+    assert min(families.count(native.name), families.count(PORTABLE)) >= 10
+    assert "forward_kv_outer" not in families, "it is predicted to be far behind"
+    assert opening((), 24) == ()
+
+
+def test_families_that_cannot_address_a_problems_own_tensors_are_not_searched(native: Family) -> None:
+    def searched(problem: Problem) -> set[str]:
+        return {entry.family.name for entry in open_spaces(problem, H200, ())}
+
+    odd = a_problem(value_head_dim=36)
+    assert native.supports(odd, H200) is None
+    assert native.name in searched(a_problem())
+    assert native.name not in searched(odd)
+    with pytest.raises(ProblemError, match="cannot address tensors with such strides"):
+        open_spaces(odd, H200, (native.name,))
+
+
+def test_winners_of_near_shapes_are_tried_of_each_family(
+    native: Family, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashtune.tuner.resume.shipped_table", lambda name: None)
+    result, _ = search(store, {native.name: 0.5}, trials=40)
+    assert result.best is not None
+    assert result.stand_in is not None
+    near = msgspec.structs.replace(LONG, seqlen_q=8192, seqlen_kv=8192)
+    scope = Scope(near, H200, Specialization(), open_spaces(near, H200, ()))
+    warm = warm_configs(store, scope)
+    assert {candidate.family for candidate in warm} == {native.name, PORTABLE}
+    assert len(warm) <= 2 * WARM_CONFIGS
+
+
+def test_a_large_conditional_space_is_walked_without_its_inactive_corners() -> None:
+    class Wide(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+        on: bool = False
+        a: int = 0
+        b: int = 0
+        c: int = 0
+        d: int = 0
+        e: int = 0
+
+    def is_on(values: dict[str, Any]) -> bool:
+        return bool(values["on"])
+
+    many = tuple(range(10))
+    axes = (
+        Axis("num_warps", (4,)),
+        Axis("num_stages", (2,)),
+        Axis("on", (False,), False),
+        *(Axis(name, many, only_if=is_on) for name in "abcde"),
+    )
+    # A hundred thousand combinations, of which one is reached.
+    assert Space(Wide, axes).size() == 1
