@@ -61,6 +61,8 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
 
     try:
         metadata = compile_kernel(kernel, target).metadata
+        if kernel.first is not None:
+            compile_kernel(kernel.first, target)
     except KernelError as error:
         return f"does not compile: {error}"
     # Capacity is all that is asked here: registers would cost a tool's run for each kernel.
