@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashtune
 from flashtune import calls, serving
 from flashtune.compilation import kernel_folder
+from flashtune.quantization import UNSCALED, Scales
 from flashtune.request import read_request
 from flashtune.versions import driver_version
 
@@ -142,7 +143,15 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     request = read_request(q, k, v, options.causal, "bhsd", False, "generated")
     key = calls.call_key(q, k, v, options.causal, "bhsd", False, "generated")
 
-    def nothing(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+    def nothing(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Stands where the launch would be."""
 
     calls._servers[key] = serving._launcher(nothing, request, q)

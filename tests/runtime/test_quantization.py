@@ -20,6 +20,7 @@ from flashtune.request import Prefer, read_request
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def normal(heads: int) -> Tensor:
@@ -27,7 +28,7 @@ def normal(heads: int) -> Tensor:
 
 
 @pytest.fixture
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
+def tensors() -> Triple:
     q, k, v = (quantize(normal(heads))[0] for heads in (HEADS, KV_HEADS, KV_HEADS))
     return q, k, v
 
@@ -67,13 +68,13 @@ def test_quantize_takes_what_is_empty_and_refuses_what_is_no_attention_input() -
         quantize(torch.zeros(1, 2, 3, 4), layout="hbsd")
 
 
-def test_negation_turns_signs_alone(tensors: tuple[Tensor, ...]) -> None:
+def test_negation_turns_signs_alone(tensors: Triple) -> None:
     assert torch.equal(negated(tensors[0]).float(), -tensors[0].float())
     assert torch.equal(negated(torch.ones(2)), -torch.ones(2))
 
 
-def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: tuple[Tensor, ...]) -> None:
-    request = read_request(*tensors, True, "bhsd", False, "fastest")  # type: ignore[arg-type]
+def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> None:
+    request = read_request(*tensors, True, "bhsd", False, "fastest")
     assert request.problem.dtype is Dtype.E4M3
     assert request.out_dtype is torch.bfloat16
     assert request.prefer is Prefer.GENERATED, "no baseline takes such tensors"
@@ -90,9 +91,9 @@ def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: tuple[Tensor,
         (Scales(q=0.5), "q_scale is a float"),  # type: ignore[arg-type]
     ],
 )
-def test_scales_that_do_not_fit(tensors: tuple[Tensor, ...], scales: Scales, message: str) -> None:
+def test_scales_that_do_not_fit(tensors: Triple, scales: Scales, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
-        read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)  # type: ignore[arg-type]
+        read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
 
 
 def test_scales_of_other_inputs_are_refused() -> None:
@@ -101,14 +102,14 @@ def test_scales_of_other_inputs_are_refused() -> None:
         flashtune.attention(q, k, k, v_scale=scale_of(KV_HEADS))
 
 
-def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: tuple[Tensor, ...]) -> None:
+def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
     q, k, v = tensors
     for call in (flashtune.attention, flashtune.plan, flashtune.explain):
         with pytest.raises(ProblemError, match="on cpu and e4m3 is computed on a GPU alone"):
             call(q, k, v, v_scale=scale_of(KV_HEADS))
 
 
-def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: tuple[Tensor, ...]) -> None:
+def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Triple) -> None:
     q, k, v = tensors
 
     def key(*scales: Tensor | None) -> tuple[object, ...]:
@@ -129,7 +130,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
     """A server of every request, whose launches note what they are given."""
     given: list[Given] = []
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, scale: float, scales: Scales) -> None:
+    def launch(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
+    ) -> None:
         given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": scales})
         out.zero_()
 
@@ -138,7 +147,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
 
 
 def test_a_call_allocates_the_wider_output_and_hands_scales_on(
-    tensors: tuple[Tensor, Tensor, Tensor], launches: list[Given]
+    tensors: Triple, launches: list[Given]
 ) -> None:
     q, k, v = tensors
     q_scale, spread = scale_of(HEADS), torch.tensor([[3.0], [5.0]]).expand(BATCH, KV_HEADS)
@@ -156,9 +165,7 @@ def test_a_call_allocates_the_wider_output_and_hands_scales_on(
     assert launches[-1]["scales"] == UNSCALED
 
 
-def test_scales_are_checked_on_shapes_that_are_known(
-    tensors: tuple[Tensor, Tensor, Tensor], launches: list[Given]
-) -> None:
+def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[Given]) -> None:
     q, k, v = tensors
     flashtune.attention(q, k, v, k_scale=scale_of(KV_HEADS))
     with pytest.raises(ProblemError, match="k_scale"):
@@ -167,7 +174,7 @@ def test_scales_are_checked_on_shapes_that_are_known(
 
 
 def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
-    tensors: tuple[Tensor, Tensor, Tensor], launches: list[Given]
+    tensors: Triple, launches: list[Given]
 ) -> None:
     q, k, v = tensors
     planned = flashtune.plan(q, k, v, scale=-1.0, v_scale=scale_of(KV_HEADS))
@@ -180,7 +187,7 @@ def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
             planned(q, k, v, **scales)
 
 
-def test_operators_carry_scales(tensors: tuple[Tensor, Tensor, Tensor], launches: list[Given]) -> None:
+def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
     q, k, v = tensors
     factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
     op = torch.ops.flashtune.attention
@@ -216,7 +223,7 @@ def addresses(*tensors: Tensor) -> Sequence[int]:
 
 
 def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: Triple,
 ) -> None:
     q, k, v = tensors
     out, ones, k_scale = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.ones(BATCH * HEADS), scale_of(KV_HEADS)
@@ -228,7 +235,7 @@ def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), LEAST_SCALE)]
 
 
-def test_other_kernels_are_given_no_scales(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_other_kernels_are_given_no_scales(tensors: Triple) -> None:
     q, k, v = tensors
     out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
     kernel, kept = Noted(), list[Tensor]()
