@@ -1,0 +1,187 @@
+"""Hopper's own forward pass in Gluon: a producer warp and consumer groups, for sm_90 alone."""
+
+from __future__ import annotations
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.kernel import Alignment, Argument, Prologue, Specialization
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, power_of_two
+from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
+from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.forward_hopper.space import (
+    CONSUMER_REGISTERS,
+    GROUP_WARPS,
+    PRODUCER_REGISTERS,
+    HopperConfig,
+    Order,
+    Programs,
+    Staging,
+    hopper_space,
+    usual_config,
+)
+from flashtune.templates.forward_hopper.sram import hopper_items
+
+HOPPER = 90
+DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
+# The copy engine moves rows of a multiple of 16 bytes.
+ROW_BYTES = 16
+# The share of products and softmax that runs side by side, from the best kernels of an H200.
+OVERLAP = 0.8
+WORKSPACE = "transposed"
+
+
+class HopperContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    groups: int
+    rows: int
+    block_n: int
+    num_stages: int
+    q_stages: int
+    staging: Staging
+    ping_pong: bool
+    late_wait: bool
+    lazy_rescale: bool
+    decomposed: bool
+    pack: int
+    section: int
+    long_first: bool
+    alternate: bool
+    programs: Programs
+    consumer_registers: int
+    producer_registers: int
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    qk_columns: int
+    v_columns: int
+    padded_values: int
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class ForwardHopper:
+    """The family; it holds no state."""
+
+    name = "forward_hopper"
+    config_type = HopperConfig
+    interpreted = False
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if not target.is_nvidia or target.capability != HOPPER:
+            return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
+        if problem.dtype not in DTYPES:
+            return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
+        dims = problem.head_dim, problem.value_head_dim
+        if max(dims) > MAX_HEAD_DIM:
+            return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
+        step = ROW_BYTES // problem.dtype.itemsize
+        if min(dims) < ROW_BYTES or any(dim % step for dim in dims):
+            return f"forward_hopper takes head dims of {ROW_BYTES} and more that are multiples of {step}"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return specialization.takes_descriptors(dtype)
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return hopper_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """The best of most lengths, for shapes that nobody tuned."""
+        return usual_config(problem)
+
+    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+        workspaces = (WORKSPACE,) if problem.dtype.is_quantized else ()
+        common = forward_arguments(problem.dtype, specialization, workspaces)
+        return (*common, Argument("section", "i32"))
+
+    def options(self, config: Config) -> LaunchOptions:
+        return LaunchOptions(config.num_warps, config.num_stages)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+        """Eight-bit products want V transposed, which no copy engine does."""
+        if not problem.dtype.is_quantized:
+            return None
+        arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
+        return Prologue("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, HopperConfig)
+        return hopper_items(problem, config)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, HopperConfig)
+        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
+
+    def overlap(self, config: Config) -> float | None:
+        return OVERLAP
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, HopperConfig)
+        size = problem.dtype.itemsize
+        both = (problem.head_dim + problem.value_head_dim) * size
+        all_heads = problem.batch * problem.heads
+        rows = all_heads * problem.seqlen_q
+        streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n) * both
+        name = "k and v read for every tile of queries"
+        heads = min(config.section * config.pack or all_heads, all_heads)
+        if stays_in_cache(-(-heads // problem.group_size) * problem.seqlen_kv * both, target):
+            name = "k and v read once, then from L2"
+            streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
+        return (
+            TrafficItem("q read once", rows * problem.head_dim * size),
+            TrafficItem(name, streamed),
+            TrafficItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
+        )
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
+        assert isinstance(config, HopperConfig)
+        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        return HopperContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            groups=config.groups,
+            rows=config.rows,
+            block_n=config.block_n,
+            num_stages=config.num_stages,
+            q_stages=config.q_stages,
+            staging=config.staging,
+            ping_pong=config.ping_pong and config.groups > 1,
+            late_wait=config.late_wait,
+            lazy_rescale=config.lazy_rescale,
+            decomposed=config.decomposed,
+            pack=config.pack,
+            section=config.section,
+            long_first=config.order is not Order.LINEAR,
+            alternate=config.order is Order.ALTERNATE,
+            programs=config.programs,
+            consumer_registers=CONSUMER_REGISTERS[config.groups],
+            producer_registers=PRODUCER_REGISTERS,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            qk_columns=columns(qk_chunks),
+            v_columns=columns(v_chunks),
+            padded_values=power_of_two(problem.value_head_dim),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = ForwardHopper()

@@ -1,0 +1,192 @@
+"""The space of the Hopper family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from flashtune.config import Axis, AxisValue, BlockSize, Config, Space
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import columns, head_chunks, is_exact
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
+Section = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+
+GROUP_WARPS = 4
+GROUP_THREADS = 128
+# Registers of a thread: what the multiprocessor has, shared among the groups and the producer's four warps.
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+PRODUCER_REGISTERS = 24
+# What the loop needs beside tiles: addresses, sums, maxima, and the compiler's room to schedule.
+SPARE_REGISTERS = 24
+MOST_ROWS = 256
+MOST_PACKED = 16
+
+
+class Staging(enum.StrEnum):
+    """Where a tile of output passes through shared memory on its way out.
+
+    OWN has room of its own; HALF passes in two halves through half of it; QUERIES takes the place
+    of the tile's queries, so that the next tile's are copied in only after it has left.
+    """
+
+    OWN = "own"
+    HALF = "half"
+    QUERIES = "queries"
+
+
+class Order(enum.StrEnum):
+    """The order in which tiles of queries are worked on.
+
+    LONG_FIRST starts with the tiles that see the most keys; ALTERNATE also runs every other round
+    of programs backwards, so that who had a long tile gets a short one.
+    """
+
+    LINEAR = "linear"
+    LONG_FIRST = "long_first"
+    ALTERNATE = "alternate"
+
+
+class Programs(enum.StrEnum):
+    """How many programs a launch has.
+
+    PERSISTENT is one for each multiprocessor; EVEN as few as finish in as many rounds; PER_TILE one
+    for each tile.
+    """
+
+    PERSISTENT = "persistent"
+    EVEN = "even"
+    PER_TILE = "per_tile"
+
+
+class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space. `num_stages` tiles of K and as many of V are in flight.
+
+    Attributes:
+        groups: Consumer groups of four warps.
+        rows: Queries of one group's tile.
+        block_n: Keys of a block.
+        q_stages: Tiles of queries in flight for each group.
+        staging: Where outputs pass through shared memory.
+        ping_pong: Groups issue their products in turns.
+        late_wait: The wait for PV stands behind the exponentials, not before.
+        lazy_rescale: Rescale the accumulator only when a maximum has grown by much.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        pack: Query heads of one KV head that share a tile.
+        section: Heads (packs of heads) that are worked on at a time; 0 for all.
+        order: Which tiles first.
+        programs: How many programs.
+    """
+
+    groups: Count
+    rows: BlockSize
+    block_n: BlockSize
+    q_stages: Count = 1
+    staging: Staging = Staging.OWN
+    ping_pong: bool = False
+    late_wait: bool = False
+    lazy_rescale: bool = True
+    decomposed: bool = False
+    pack: Count = 1
+    section: Section = 0
+    order: Order = Order.LINEAR
+    programs: Programs = Programs.PERSISTENT
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile, of all groups together."""
+        return self.groups * self.rows
+
+
+def hopper_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying. What no measurement ever chose is left out: see docs/hopper.md."""
+    causal = problem.causal is not Causal.NONE
+    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    axes = (
+        Axis("num_warps", (GROUP_WARPS,)),
+        Axis("groups", (1, 2, 3)),
+        Axis("rows", (64, 128)),
+        Axis("block_n", (64, 128)),
+        Axis("num_stages", (2, 3, 4)),
+        Axis("q_stages", (1, 2)),
+        Axis("staging", tuple(Staging), False),
+        Axis("ping_pong", (False, True), only_if=_has_turns),
+        Axis("late_wait", (False, True)),
+        Axis("lazy_rescale", (True, False), False),
+        Axis("decomposed", (True, False) if odd_width else (False,), False),
+        Axis("pack", _packs(problem)),
+        Axis("section", (0, 1, 4, 8), False),
+        Axis("order", tuple(Order) if causal else (Order.LINEAR,), False),
+        Axis("programs", tuple(Programs), False),
+    )
+    return Space(HopperConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def _has_turns(chosen: dict[str, AxisValue]) -> bool:
+    return chosen["groups"] != 1
+
+
+def _packs(problem: Problem) -> tuple[int, ...]:
+    """Powers of two that divide the group of query heads; quantised heads have scales of their own."""
+    most = 1 if problem.dtype.is_quantized else MOST_PACKED
+    return tuple(pack for pack in (1, 2, 4, 8, 16) if pack <= most and problem.group_size % pack == 0)
+
+
+def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether a config has registers and room for its tiles, and its choices make sense together."""
+    assert isinstance(config, HopperConfig)
+    if config.block_m > MOST_ROWS or config.programs is Programs.PER_TILE and config.order is Order.ALTERNATE:
+        return False
+    return _staging_fits(problem, config) and _registers_fit(problem, config)
+
+
+def _staging_fits(problem: Problem, config: HopperConfig) -> bool:
+    qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+    v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+    if config.staging is Staging.HALF:
+        return len(v_chunks) == 1 and v_chunks[0].width >= 2 * GROUP_WARPS * 16
+    if config.staging is Staging.QUERIES:
+        same = [chunk.width for chunk in qk_chunks] == [chunk.width for chunk in v_chunks]
+        return same and config.q_stages == 1 and not problem.dtype.is_quantized
+    return True
+
+
+def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
+    """Scores, weights in the inputs' type, and accumulators of a group, spread over its threads."""
+    scores = config.rows * config.block_n // GROUP_THREADS
+    weights = scores * problem.dtype.itemsize // 4
+    width = columns(head_chunks(problem.value_head_dim, config.decomposed))
+    accumulators = config.rows * width // GROUP_THREADS
+    return scores + weights + accumulators + SPARE_REGISTERS <= CONSUMER_REGISTERS[config.groups]
+
+
+def usual_config(problem: Problem) -> HopperConfig:
+    """What measurements on an H200 found best for most lengths, by head dims."""
+    width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
+    causal = problem.causal is not Causal.NONE
+    long = problem.seqlen_kv > 4096
+    narrow = width <= 64 and problem.dtype is not Dtype.E4M3
+    wide = width > 128
+    return HopperConfig(
+        num_warps=GROUP_WARPS,
+        num_stages=2,
+        groups=3 if narrow else 2,
+        rows=64,
+        block_n=64 if wide else 128,
+        q_stages=1 if wide else 2,
+        staging=_wide_staging(problem) if wide else Staging.OWN,
+        ping_pong=not wide,
+        late_wait=not narrow,
+        decomposed=not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim)),
+        section=0 if causal and long else 4,
+        order=Order.ALTERNATE if causal else Order.LINEAR,
+        programs=Programs.PERSISTENT if causal and long else Programs.EVEN,
+    )
+
+
+def _wide_staging(problem: Problem) -> Staging:
+    """Where wide outputs have room beside wide tiles of K and V."""
+    return Staging.HALF if is_exact(problem.value_head_dim) else Staging.OWN

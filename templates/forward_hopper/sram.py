@@ -1,0 +1,31 @@
+"""The SRAM of the Hopper family: it allocates its tiles itself, so the model is a sum."""
+
+from __future__ import annotations
+
+from flashtune.problem import Problem
+from flashtune.templates.common.tiles import columns, head_chunks
+from flashtune.templates.family import TrafficItem
+from flashtune.templates.forward_hopper.space import HopperConfig, Staging
+
+BARRIER_BYTES = 8
+# Each ring has barriers for tiles that are full and for tiles that are empty.
+SIDES = 2
+
+
+def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, ...]:
+    """All allocations of a program, in bytes."""
+    size = problem.dtype.itemsize
+    queries = columns(head_chunks(problem.head_dim, config.decomposed)) * size
+    values = columns(head_chunks(problem.value_head_dim, config.decomposed))
+    q_slots = config.q_stages * config.groups
+    staged = {Staging.OWN: values, Staging.HALF: values // 2, Staging.QUERIES: 0}[config.staging]
+    block = config.num_stages * config.block_n
+    barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
+    items = (
+        TrafficItem(f"q, {config.q_stages} in flight", q_slots * config.rows * queries),
+        TrafficItem(f"k, {config.num_stages} in flight", block * queries),
+        TrafficItem(f"v, {config.num_stages} in flight", block * values * size),
+        TrafficItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
+        TrafficItem("barriers", barriers),
+    )
+    return tuple(item for item in items if item.bytes)
