@@ -18,7 +18,7 @@ import msgspec
 from flashtune.errors import UsageError
 from flashtune.target import TARGETS, Target
 from flashtune.templates.registry import families
-from flashtune.tuner.audit_points import Point, draw_points
+from flashtune.tuner.audit_points import Point, computes_anything, draw_points
 from flashtune.tuner.candidates import Scope, demand
 from flashtune.tuner.compile_pool import Compiled, Compiler
 from flashtune.tuner.resources import overflow
@@ -139,7 +139,7 @@ def audit_targets() -> tuple[Target, ...]:
 
 
 def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
-    """Compares each family's model with the compiler on each target.
+    """Compares each family's model with the compiler on each target that the family is for.
 
     `watch` is told what is compared, how many points of it are done, and of how many.
 
@@ -150,6 +150,8 @@ def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
 
     rows = []
     for target, family in itertools.product(request.targets, families()):
+        if not computes_anything(family, target):
+            continue
         drawn = itertools.islice(draw_points(family, target, request.seed), MOST_DRAWN * request.points)
         compiled = _compiled(drawn, target, compiler, request.in_flight)
         name = f"{family.name} on {target.name}"

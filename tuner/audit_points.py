@@ -45,8 +45,20 @@ class Point(msgspec.Struct, frozen=True):
         return self.specialization.alignment is not Alignment.SIXTEEN
 
 
+def computes_anything(family: Family, target: Target) -> bool:
+    """Whether a family is for a target at all: some are for one architecture."""
+    return any(
+        family.supports(_problem(dtype, head_dim, head_dim, LENGTHS[-1], Causal.NONE), target) is None
+        for dtype in dict.fromkeys(DTYPES)
+        for head_dim in HEAD_DIMS
+    )
+
+
 def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
-    """Points without end and without repetition, the same for the same seed."""
+    """Points without end and without repetition, the same for the same seed.
+
+    The family must compute something on the target.
+    """
     draw = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
     drawn: set[Point] = set()
     while True:
@@ -76,22 +88,29 @@ def _admitted(
     space: Space, values: dict[str, AxisValue], family: Family, problem: Problem, assumed: Specialization
 ) -> Point | None:
     config = space.build(values)
-    return Point(problem, Candidate(family.name, config), assumed) if space.contains(config) else None
+    drawable = space.contains(config) and family.takes(problem.dtype, assumed)
+    return Point(problem, Candidate(family.name, config), assumed) if drawable else None
 
 
 def _draw_problem(draw: random.Random) -> Problem:
     head_dim = draw.choice(HEAD_DIMS)
     length = draw.choice(LENGTHS)
+    dtype = draw.choice(DTYPES)
+    value_head_dim = head_dim if draw.randrange(EVERY_UNLIKE) else draw.choice(HEAD_DIMS)
+    return _problem(dtype, head_dim, value_head_dim, length, draw.choice(tuple(Causal)))
+
+
+def _problem(dtype: Dtype, head_dim: int, value_head_dim: int, length: int, causal: Causal) -> Problem:
     return Problem(
-        dtype=draw.choice(DTYPES),
+        dtype=dtype,
         head_dim=head_dim,
-        value_head_dim=head_dim if draw.randrange(EVERY_UNLIKE) else draw.choice(HEAD_DIMS),
+        value_head_dim=value_head_dim,
         heads=HEADS,
         kv_heads=HEADS,
         batch=BATCH,
         seqlen_q=length,
         seqlen_kv=length,
-        causal=draw.choice(tuple(Causal)),
+        causal=causal,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import platform
 import sys
@@ -10,39 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from flashtune.errors import FlashtuneError, TargetError
 from flashtune.target import TARGETS, Target, device_target, find_target
+from flashtune.tuner.compilers import compilers
+from flashtune.tuner.finding import Finding, Level
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 # What stands in where there is neither a GPU nor --target: compilers need no GPU.
 OFFLINE_TARGET = "h100"
-
-
-class Level(enum.StrEnum):
-    """How a check came out."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.
-
-    Attributes:
-        name: What was looked at.
-        level: How it came out.
-        said: What was found.
-        advice: What to do about it; empty where nothing need be done.
-    """
-
-    name: str
-    level: Level
-    said: str
-    advice: str = ""
 
 
 def examine(target: Target | None, db: str | None) -> Iterator[Finding]:
@@ -62,7 +37,7 @@ def examine(target: Target | None, db: str | None) -> Iterator[Finding]:
     yield from gpus()
     chosen = target or _target_here()
     yield interpreter()
-    yield compiler(chosen)
+    yield from compilers(chosen)
     yield shipped(chosen)
 
 
@@ -165,29 +140,6 @@ def interpreter() -> Finding:
     return Finding("interpreter", Level.WARN, "on: kernels run on the CPU", advice)
 
 
-def compiler(target: Target) -> Finding:
-    """Compiles a small kernel for the target and reads what it takes."""
-    from flashtune.compilation import interpreting
-
-    if interpreting():
-        return Finding("compiler", Level.WARN, "not tried", "the interpreter is on: unset TRITON_INTERPRET")
-    from flashtune.templates.rendering import render
-    from flashtune.tuner.chosen import default_kernel
-    from flashtune.tuner.resources import read_resources
-    from flashtune.tuner.shapes import parse_shape
-
-    (problem,) = parse_shape("heads=1,seqlen=128,head_dim=64,dtype=fp16")
-    try:
-        chosen = default_kernel(problem, target)
-        resources = read_resources(
-            render(chosen.family, problem, chosen.config, chosen.specialization), target
-        )
-    except FlashtuneError as error:
-        return Finding("compiler", Level.FAIL, f"{target.name}: {error}", "reinstall triton, or upgrade it")
-    said = f"compiles for {target.name} ({target.arch}) in {resources.compile_seconds:.1f} s"
-    return Finding("compiler", Level.OK, said)
-
-
 def caches() -> Iterator[Finding]:
     """Whether the folders for rendered kernels and for Triton's binaries can be written."""
     from flashtune.compilation import kernel_folder
@@ -245,4 +197,5 @@ def shipped(target: Target) -> Finding:
         return Finding(
             name, Level.WARN, f"none for {target.name}", "run flashtune search for the shapes in use"
         )
-    return Finding(name, Level.OK, f"{len(table.records)} shapes for {target.name}")
+    shapes = {record.problem for record in table.records}
+    return Finding(name, Level.OK, f"{len(shapes)} shapes for {target.name}")

@@ -33,7 +33,7 @@ def json_table(target: str, records: Iterable[Record]) -> bytes:
     """The records as a table that `flashtune import` reads.
 
     Raises:
-        TableError: Two records are of one problem, or one may not serve.
+        TableError: Two records serve the same tensors of one problem, or one may not serve.
     """
     return dump_table(TunedTable(target=target, records=tuple(records)))
 
@@ -108,7 +108,10 @@ def _plain(text: str) -> str:
 
 
 def triton_configs(records: Iterable[Record]) -> str:
-    """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners."""
+    """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners.
+
+    Those of kernels in plain Triton: what a Gluon kernel is configured by, no other kernel has.
+    """
     lines = [
         '"""Attention configs selected by flashtune, as `triton.Config`: CONFIGS[target][problem]."""',
         "",
@@ -118,7 +121,7 @@ def triton_configs(records: Iterable[Record]) -> str:
     ]
     by_target: dict[str, list[tuple[Problem, Config]]] = {}
     for record in records:
-        if record.config is not None:
+        if record.config is not None and find_family(record.family).interpreted:
             by_target.setdefault(_plain(record.target), []).append((record.problem, record.config))
     for target, pairs in by_target.items():
         lines.append(f"    {_quoted(target)}: {{")

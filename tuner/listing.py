@@ -23,20 +23,28 @@ class Listed(msgspec.Struct, frozen=True):
         tflops: TFLOP/s by the field's convention, None without a time.
         best_sdpa_ms: The fastest of SDPA's backends, timed in the same run; None if none was.
         standing: What it is worth to dispatch, under the versions installed here.
+        stands_in: Whether it serves the tensors alone that the selection before it cannot address.
     """
 
     found: Found
     tflops: float | None
     best_sdpa_ms: float | None
     standing: Standing
+    stands_in: bool = False
 
 
 def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
-    """The selections with their figures, in the same order."""
-    return tuple(
-        Listed(entry, tflops(entry.record), best_sdpa_ms(entry.record), standing(entry.record))
-        for entry in found
-    )
+    """The selections with their figures, in the same order; what stands in for one comes after it."""
+    listed: list[Listed] = []
+    seen: set[tuple[str, str, str]] = set()
+    for entry in found:
+        record = entry.record
+        place = entry.source, record.target, record.problem.key
+        listed.append(
+            Listed(entry, tflops(record), best_sdpa_ms(record), standing(record), stands_in=place in seen)
+        )
+        seen.add(place)
+    return tuple(listed)
 
 
 def ranked(found: Iterable[Found]) -> tuple[Found, ...]:

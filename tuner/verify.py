@@ -2,7 +2,8 @@
 
 On the GPU that a record is of, its kernel runs there. Elsewhere it runs under the interpreter, which
 proves its source, in float32; that its binary is right is then a matter of the record's receipt: the
-verdict of a GPU, bound to the kernel's digest, the template and the versions that made it.
+verdict of a GPU, bound to the kernel's digest, the template and the versions that made it. Of families
+that no interpreter runs the receipt is all there is without their GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from flashtune.versions import current_versions
 
 # A verdict of the interpreter is no receipt.
 INTERPRETER = "interpreter"
-GLUON = "triton.experimental.gluon"
 # What the interpreter does not see of a config, set to one value so that fewer kernels differ.
 UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0}
 
@@ -82,7 +82,8 @@ def verify_records(
             return _result(record, subject.kernel, Means.NONE, misfit)
         if id(record) in checked:
             return _result(record, subject.kernel, Means.GPU, checked[id(record)][0])
-        result = _by_receipt(subject, interpreted.get(_source(subject)), same_triton)
+        verdict = interpreted[_source(subject)] if _is_interpreted(subject) else None
+        result = _by_receipt(subject, verdict, same_triton)
         if require_gpu and not result.failed:
             return msgspec.structs.replace(result, failed=f"was not compared on {record.target} here")
         return result
@@ -186,7 +187,7 @@ def _run_on_gpu(
 
 def _interpret(subjects: list[_Subject], progress: Progress) -> dict[Hashable, str]:
     """By source: why it failed under the interpreter, empty if it passed."""
-    tasks = {_source(subject): _task(subject) for subject in subjects if GLUON not in subject.kernel.source}
+    tasks = {_source(subject): _task(subject) for subject in subjects if _is_interpreted(subject)}
     if not tasks:
         return {}
     pool = verify_jobs.start_interpreters(usable_cores())
@@ -198,6 +199,10 @@ def _interpret(subjects: list[_Subject], progress: Progress) -> dict[Hashable, s
     }
     collected = _collect(pool, jobs, "under the interpreter", progress)
     return {key: lost or verdict.failed for key, (lost, verdict) in collected.items()}
+
+
+def _is_interpreted(subject: _Subject) -> bool:
+    return find_family(subject.record.family).interpreted
 
 
 def _task(subject: _Subject) -> Interpretable:

@@ -54,7 +54,8 @@ def problems(draw: st.DrawFn) -> Problem:
 @st.composite
 def candidates(draw: st.DrawFn, problem: Problem, target: Target) -> tuple[str, Config | None]:
     """A family and a config of its space, or a baseline."""
-    family = draw(st.sampled_from([*families(), None]))
+    able = [family for family in families() if family.supports(problem, target) is None]
+    family = draw(st.sampled_from([*able, None]))
     if family is None:
         return draw(st.sampled_from(sorted(codec.BASELINES))), None
     space = family.space(problem, target)
@@ -82,7 +83,12 @@ def records(draw: st.DrawFn) -> Record:
         provenance=draw(st.sampled_from(Provenance)),
         versions=draw(st.builds(Versions, TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)),
         resources=draw(
-            st.none() | st.builds(Resources, NATURAL, NATURAL, NATURAL, NATURAL, st.booleans(), TIME)
+            st.none()
+            | st.builds(
+                Resources,
+                *(NATURAL, NATURAL, NATURAL, NATURAL, st.booleans(), TIME),
+                st.just(msgspec.UNSET) | NATURAL,
+            )
         ),
         verdict=draw(st.none() | st.builds(Verdict, st.booleans(), ratio, NATURAL, TEXT, TEXT)),
         measurement=draw(st.none() | st.builds(Measurement, TIME, TIME, TIME, NATURAL, st.booleans(), peers)),

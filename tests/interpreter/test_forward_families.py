@@ -25,7 +25,7 @@ from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 
 TARGET = find_target("h200")
-FORWARD = [family for family in families() if family.name.startswith("forward_")]
+FORWARD = [family for family in families() if family.name.startswith("forward_") and family.interpreted]
 BY_FAMILY = pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
 # The interpreter takes milliseconds for every block, so blocks are few; warps mean nothing to it.
 SMALL = {"block_m": (16, 32), "block_n": (16, 32), "num_warps": (4,), "num_stages": (1, 2)}

@@ -62,7 +62,7 @@ def test_a_model_that_is_exact_passes() -> None:
         assert row.caught == row.misfits
         assert row.wrongly_pruned == row.overestimates == 0
         assert row.median_ratio == 1
-        assert row.refused > 0
+    assert sum(row.refused for row in audit.rows) > 0
 
 
 def test_a_model_that_claims_too_much_fails() -> None:

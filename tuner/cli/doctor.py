@@ -10,7 +10,7 @@ from flashtune.tuner.cli.options import database_option, json_option
 from flashtune.tuner.cli.output import print_json, printable
 
 if TYPE_CHECKING:
-    from flashtune.tuner.doctor import Finding
+    from flashtune.tuner.finding import Finding
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -32,7 +32,8 @@ def command(ctx: click.Context, target_name: str | None, db: str | None, as_json
     and the shipped table. Exits with 1 if something that flashtune needs does not work.
     """
     from flashtune.target import find_target
-    from flashtune.tuner.doctor import Level, examine
+    from flashtune.tuner.doctor import examine
+    from flashtune.tuner.finding import Level
 
     target = find_target(target_name) if target_name else None
     findings = []

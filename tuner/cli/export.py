@@ -100,8 +100,12 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
 
 
 def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.templates.registry import find_family
     from flashtune.tuner.export import triton_configs
 
+    native = {r.family for r in records if r.config is not None and not find_family(r.family).interpreted}
+    if native:
+        note(f"configs of {' and '.join(sorted(native))} mean nothing to other kernels and were left out")
     _write(out / "configs.py" if out and out.is_dir() else out, triton_configs(records).encode())
 
 

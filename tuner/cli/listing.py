@@ -24,7 +24,7 @@ def selections_table(rows: Sequence[Listed]) -> Table:
         table.add_row(
             plain(record.target),
             record.problem.key,
-            plain(record.family),
+            plain(record.family) + (" (other strides)" if row.stands_in else ""),
             _config(record),
             _number(record.ms, 4),
             _number(row.tflops, 1),

@@ -55,7 +55,8 @@ def command(
 
     The last columns say what a selection is worth here: `timed` was verified and measured by these
     versions, `verified` is right but not timed at this shape, `unproven` has to pass a self-check
-    before it serves.
+    before it serves. Below a selection that cannot address every tensor stands the kernel that
+    serves the others.
     """
     from flashtune.tuner.stored import database_selections, narrowed, place, records_of, shipped_selections
 

@@ -46,8 +46,9 @@ def command(
     """Check that every selected kernel compiles for its GPU, fits, and computes what it should.
 
     A kernel of this machine's GPU runs on it, and the verdict is remembered, so that dispatch need
-    not check again. Any other runs under Triton's interpreter at small sizes and in float32, and
-    needs a receipt: the verdict of a GPU, stored with the record and bound to the kernel's digest.
+    not check again. Any other runs under Triton's interpreter at small sizes and in float32, if it
+    is in plain Triton, and needs a receipt: the verdict of a GPU, stored with the record and bound to
+    the kernel's digest.
     """
     from flashtune.tuner.verify import remember, verify_records
 
@@ -124,6 +125,8 @@ def _counts(report: Report) -> dict[str, int]:
 
 
 def _print(report: Report) -> None:
+    from flashtune.tuner.verify_report import Means
+
     counts = _counts(report)
     click.echo(
         f"{counts['kernels']} selected kernels: "
@@ -131,6 +134,9 @@ def _print(report: Report) -> None:
         f"{counts['interpreter']} under the interpreter), "
         f"{counts['receipt']} by receipt alone, {counts['failed']} failed"
     )
+    alone = sorted({result.family for result in report.results if result.means is Means.RECEIPT})
+    if alone:
+        click.echo(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
     receipts = Counter(result.receipt_triton for result in report.results if result.receipt_triton)
     for version, count in sorted(receipts.items()):
         click.echo(f"{count} have a GPU's receipt, of Triton {version}")

@@ -12,7 +12,8 @@ from click.testing import Result
 from flashtune.errors import KernelError
 from flashtune.record import Resources
 from flashtune.target import find_target
-from flashtune.tuner.doctor import Level, gpu, interpreter, library
+from flashtune.tuner.doctor import gpu, interpreter, library
+from flashtune.tuner.finding import Level
 
 Run = Callable[..., Result]
 

@@ -13,6 +13,7 @@ from flashtune.problem import Causal, Problem
 from flashtune.record import Outcome, Provenance, Record, Resources
 from flashtune.standard import standard_hbm_items
 from flashtune.target import find_target
+from flashtune.templates.registry import find_family
 from flashtune.tuner.chosen import choose, contiguous_specialization, default_kernel
 from flashtune.tuner.config_text import change_config
 from flashtune.tuner.explain import explain, rank, roofline
@@ -21,6 +22,7 @@ from flashtune.tuner.shapes import parse_shape
 Run = Callable[..., Result]
 Stored = tuple[Record, ...]
 H200 = find_target("h200")
+Q_OUTER = find_family("forward_q_outer")
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
     assert [rival["ms"] for rival in told["rivals"]] == [0.5, 0.6, 0.7, 0.9, 0.9]
     assert told["sram"]["modelled"] == sum(item["bytes"] for item in told["sram"]["items"])
     assert told["sram"]["compiled"] == 49_152
-    assert {way["name"] for way in told["traffic"]} == {"forward_q_outer", "forward_kv_outer", "standard"}
+    assert {way["name"] for way in told["traffic"]} >= {"forward_q_outer", "forward_kv_outer", "standard"}
 
 
 def test_without_a_database_the_default_is_explained(
@@ -114,7 +116,7 @@ def test_roofline_of_long_prefill_is_the_matrix_units_and_of_one_query_the_memor
 
 def test_traffic_of_the_standard_computation_dwarfs_the_fused_on_long_sequences(no_compiler: None) -> None:
     (long,) = parse_shape("heads=16,seqlen=8192,head_dim=64")
-    told = explain(default_kernel(long, H200), ())
+    told = explain(default_kernel(long, find_target("a100")), ())
     ways = {way.name: way.bytes for way in told.traffic}
     assert ways["forward_q_outer"] < ways["forward_kv_outer"]
     assert ways["forward_q_outer"] * 10 < ways["standard"]
@@ -194,11 +196,11 @@ def test_contiguous_tensors_have_the_alignment_of_their_head_dim() -> None:
 )
 def test_configs_that_are_none(problem: Problem, text: str, part: str) -> None:
     with pytest.raises(UsageError, match=part):
-        change_config(default_kernel(problem, H200).config, text)
+        change_config(Q_OUTER.default(problem, H200), text)
 
 
 def test_configs_take_numbers_words_and_switches(problem: Problem) -> None:
-    base = default_kernel(problem, H200).config
+    base = Q_OUTER.default(problem, H200)
     changed = change_config(base, " block_m = 64 , qk_ahead, loads=descriptor, two_phases=false ")
     values = msgspec.to_builtins(changed)
     assert (values["block_m"], values["qk_ahead"], values["loads"], values["two_phases"]) == (

@@ -1,0 +1,164 @@
+"""Every command that knows kernels, with a selection of a family of one GPU and its stand-in stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import Result
+
+from flashtune.db.store import open_store
+from flashtune.db.table import load_table
+from flashtune.errors import KernelError
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.record import Record, Resources
+from flashtune.target import TARGETS, find_target
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import render
+from flashtune.tuner import verify as verify_room
+from flashtune.tuner.audit import Request, run_audit
+from flashtune.tuner.audit_points import computes_anything
+from flashtune.tuner.verify import verify_records
+from flashtune.tuner.verify_report import Means
+from flashtune.versions import current_versions
+from tests.tuner.test_audit import Scripted
+
+Run = Callable[..., Result]
+MakeRecord = Callable[..., Record]
+H200 = find_target("h200")
+
+
+@pytest.fixture
+def pair(native: Family, problem: Problem, make_record: MakeRecord, tmp_path: Path) -> tuple[Record, Record]:
+    """A native selection and what stands in for it, both in the user's database."""
+    portable = make_record(ms=0.5)
+    config = native.default(problem, H200)
+    selected = msgspec.structs.replace(
+        make_record(ms=0.3),
+        family=native.name,
+        config=config,
+        kernel=render(native, problem, config, Specialization()).digest,
+        versions=msgspec.structs.replace(portable.versions, template=current_versions(native.name).template),
+    )
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.pin(store.add(portable))
+        store.pin(store.add(selected))
+    return selected, portable
+
+
+def test_show_lists_both_and_tells_them_apart(run: Run, pair: tuple[Record, Record]) -> None:
+    first, second = json.loads(run("show", "--json").stdout)
+    assert (first["found"]["record"]["family"], first["stands_in"]) == ("forward_native", False)
+    assert (second["found"]["record"]["family"], second["stands_in"]) == ("forward_q_outer", True)
+    assert "(other strides)" in run("show").stdout.replace("\n", " ")
+
+
+def test_a_table_of_both_goes_out_and_comes_in(run: Run, pair: tuple[Record, Record], tmp_path: Path) -> None:
+    table, other = tmp_path / "h200.json", tmp_path / "other.sqlite"
+    assert run("export", "--out", table).exit_code == 0
+    assert load_table(table).records == pair
+    assert run("import", table, "--db", other).exit_code == 0
+    again = tmp_path / "again.json"
+    assert run("export", "--db", other, "--out", again).exit_code == 0
+    assert again.read_bytes() == table.read_bytes()
+
+
+def test_each_kernel_is_a_file_and_configs_are_of_plain_triton(
+    run: Run, pair: tuple[Record, Record], tmp_path: Path
+) -> None:
+    assert run("export", "--format", "python", "--out", tmp_path / "kernels").exit_code == 0
+    names = sorted(file.name for file in (tmp_path / "kernels").iterdir())
+    assert [name.split("_bf16")[0] for name in names] == ["forward_native", "forward_q_outer"]
+    result = run("export", "--format", "triton-config")
+    assert result.stdout.count("triton.Config(") == 1
+    assert "'BLOCK_N'" in result.stdout.replace('"', "'")
+    assert "configs of forward_native mean nothing to other kernels" in result.stderr
+
+
+def test_render_and_explain_speak_of_the_selection(run: Run, pair: tuple[Record, Record], shape: str) -> None:
+    rendered = run("render", "--shape", shape, "--target", "h200")
+    assert "def forward_native(" in rendered.stdout
+    assert (
+        "def forward_q_outer("
+        in run("render", "--shape", shape, "--target", "h200", "--family", "forward_q_outer").stdout
+    )
+    explained = json.loads(run("explain", "--shape", shape, "--target", "h200", "--json").stdout)
+    (explanation,) = explained if isinstance(explained, list) else [explained]
+    assert (explanation["family"], explanation["source"]) == ("forward_native", "database")
+    assert {way["name"] for way in explanation["traffic"]} >= {"forward_native", "forward_q_outer"}
+
+
+def test_elsewhere_it_is_refused_with_the_reason(run: Run, native: Family, shape: str) -> None:
+    result = run("render", "--shape", shape, "--target", "a100", "--family", native.name)
+    assert result.exit_code == 2
+    assert "runs on sm_90 alone" in result.stderr
+    default = run("render", "--shape", shape, "--target", "a100")
+    assert "def forward_q_outer(" in default.stdout
+
+
+def test_doctor_tries_gluon_where_a_gpu_has_kernels_in_it(
+    run: Run, native: Family, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse_gluon(kernel: object, target: object) -> Resources:
+        if getattr(kernel, "family", "") == native.name:
+            raise KernelError("AttributeError: this Triton calls it otherwise")
+        return Resources(sram_bytes=1)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr("flashtune.tuner.resources.read_resources", refuse_gluon)
+    result = run("doctor", "--target", "h200", "--json")
+    assert result.exit_code == 0, result.output
+    found = {row["name"]: row for row in json.loads(result.stdout)}
+    assert found["compiler"]["level"] == "ok"
+    assert found["compiler of forward_native"]["level"] == "warn"
+    assert "portable kernels serve" in found["compiler of forward_native"]["advice"]
+    elsewhere = {row["name"] for row in json.loads(run("doctor", "--target", "a100", "--json").stdout)}
+    assert "compiler of forward_native" not in elsewhere
+
+
+def test_its_sram_model_is_audited_on_its_gpus_alone(native: Family) -> None:
+    targets = tuple(target for target in TARGETS if computes_anything(native, target))
+    assert {target.arch for target in targets} == {"sm_90"}
+    both = find_target("a100"), H200
+    audit = run_audit(Request(both, 8, seed=1), Scripted(1.0), lambda *_: None)
+    assert [row.target for row in audit.rows if row.family == native.name] == ["nvidia-h200"]
+    assert audit.failures() == ()
+
+
+def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
+    pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def interpret(
+        subjects: list[verify_room._Subject], progress: verify_room.Progress
+    ) -> dict[Hashable, str]:
+        seen.extend(subject.record.family for subject in subjects)
+        return real([subject for subject in subjects if subject.record.family == "forward_native"], progress)
+
+    real = verify_room._interpret
+    monkeypatch.setattr(
+        verify_room, "_compile", lambda subjects, _: {verify_room._binary(s): "" for s in subjects}
+    )
+    monkeypatch.setattr(verify_room, "_interpret", interpret)
+    (result,) = verify_records([pair[0]], gpu=None).results
+    assert (result.means, result.failed) == (Means.RECEIPT, "")
+    assert seen == ["forward_native"]
+    unproven = msgspec.structs.replace(pair[0], verdict=None)
+    assert "no GPU ever verified it" in verify_records([unproven], gpu=None).results[0].failed
+
+
+def test_the_summary_says_what_no_interpreter_ran(
+    run: Run, pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        verify_room, "_compile", lambda subjects, _: {verify_room._binary(s): "" for s in subjects}
+    )
+    result = run("verify", "--db", tmp_path / "flashtune.sqlite", "--target", "h200")
+    assert result.exit_code == 0, result.output
+    assert "1 under the interpreter), 1 by receipt alone" in result.stdout
+    assert "no interpreter runs forward_native: without its GPU a receipt is all there is" in result.stdout

@@ -1,0 +1,56 @@
+"""Whether the compilers of this machine work: Triton's, and Gluon's where a GPU has kernels in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flashtune.errors import FlashtuneError
+from flashtune.tuner.finding import Finding, Level
+
+if TYPE_CHECKING:
+    from flashtune.record import Record
+    from flashtune.target import Target
+
+
+def compilers(target: Target) -> Iterator[Finding]:
+    """Compiles a small kernel of each level of programming for the target and reads what it takes."""
+    from flashtune.compilation import interpreting
+
+    if interpreting():
+        yield Finding("compiler", Level.WARN, "not tried", "the interpreter is on: unset TRITON_INTERPRET")
+        return
+    from flashtune.dispatch import default_selections
+    from flashtune.kernel import Specialization
+    from flashtune.templates.registry import find_family
+    from flashtune.tuner.shapes import parse_shape
+
+    (problem,) = parse_shape("heads=1,seqlen=128,head_dim=64,dtype=fp16")
+    tried: set[bool] = set()
+    for selection in default_selections(problem, target, Specialization()):
+        portable = find_family(selection.record.family).interpreted
+        if portable not in tried:
+            yield compiler(selection.record, target, portable)
+        tried.add(portable)
+
+
+def compiler(record: Record, target: Target, portable: bool) -> Finding:
+    """Whether one kernel compiles; without the others the portable ones serve."""
+    from flashtune.rendered import kernel_of
+    from flashtune.tuner.resources import read_resources
+
+    name = "compiler" if portable else f"compiler of {record.family}"
+    try:
+        resources = read_resources(kernel_of(record, record.specialization), target)
+    except FlashtuneError as error:
+        said = f"{target.name}: {error}"
+        if portable:
+            return Finding(name, Level.FAIL, said, "reinstall triton, or upgrade it")
+        return Finding(
+            name,
+            Level.WARN,
+            said,
+            "portable kernels serve instead, slower: use a Triton that it is tested with",
+        )
+    said = f"compiles for {target.name} ({target.arch}) in {resources.compile_seconds:.1f} s"
+    return Finding(name, Level.OK, said)
