@@ -1,9 +1,10 @@
-"""A third family, of one GPU and in Gluon, beside those that ship: `native` installs it for one test."""
+"""A family of one GPU, in Gluon, in place of the one that ships: `native` installs it for one test."""
 
 from __future__ import annotations
 
+import pkgutil
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flashtune.templates.family import Family
 
 FOLDER = Path(__file__).parent / "data" / "families"
 NAME = "forward_native"
+SHIPPED = "forward_hopper"
 
 
 class Folders:
@@ -29,6 +31,10 @@ class Folders:
         return next((path for path in paths if path.exists()), paths[0])
 
 
+def _without_shipped(path: Iterable[str]) -> Iterator[pkgutil.ModuleInfo]:
+    return (module for module in pkgutil.iter_modules(path) if module.name != SHIPPED)
+
+
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     """The family `forward_native`: sm_90 alone, 16-byte borders alone, never interpreted."""
@@ -39,6 +45,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
         monkeypatch.setattr(module, "resources", everywhere)
     monkeypatch.setattr(room, "__path__", [*room.__path__, str(FOLDER)])
     monkeypatch.setattr(dispatch, "DEFAULT_FAMILIES", (NAME, *dispatch.DEFAULT_FAMILIES))
+    others = types.SimpleNamespace(iter_modules=_without_shipped)
+    monkeypatch.setattr(registry, "pkgutil", others)
     registry.family_names.cache_clear()
     yield registry.find_family(NAME)
     monkeypatch.undo()

@@ -58,7 +58,7 @@ def test_other_static_features_are_no_neighbours(
 ) -> None:
     selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
     assert (selection.source, selection.standing) == ("default", Standing.UNPROVEN)
-    assert selection.record.family == "forward_q_outer"
+    assert selection.record.family == "forward_hopper"
     assert selection.record.kernel is None
 
 
