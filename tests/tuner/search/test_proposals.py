@@ -12,6 +12,8 @@ from flashtune.tuner.proposals import FAMILY_CHANCES, Answer, Proposer
 from flashtune.tuner.ranking import rank, varied
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, by_tile
 
+PORTABLE = ("forward_kv_outer", "forward_q_outer")
+
 
 def proposer_of(scope: Scope, start: tuple[Candidate, ...] = ()) -> Proposer:
     return Proposer(scope, start, tuple(scope.candidates()), {}, seed=0)
@@ -85,7 +87,7 @@ def test_inactive_axes_take_no_part(scope: Scope) -> None:
 
 def test_one_study_spans_the_families() -> None:
     problem, target = a_problem(), find_target("h100")
-    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, ()))
+    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     proposer = Proposer(scope, (), (), {}, seed=1)
     proposed = [candidate for candidate in (proposer.ask() for _ in range(12)) if candidate]
     assert {candidate.family for candidate in proposed} == {"forward_kv_outer", "forward_q_outer"}
@@ -138,7 +140,7 @@ def test_a_family_that_does_not_exist_is_a_usage_error() -> None:
 
 def test_a_family_far_behind_is_given_up() -> None:
     problem, target = a_problem(), find_target("h200")
-    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, ()))
+    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     slow, fast = "forward_kv_outer", "forward_q_outer"
     proposer = proposer_of(scope)
     proposed = []
