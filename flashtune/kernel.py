@@ -80,7 +80,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
         arguments: Run-time arguments in order: q, k, v, out, lse, scales of quantised inputs,
-            workspaces, scale, integers.
+            workspaces, scale, integers; descriptors instead of q, k, v, out and workspaces.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.
         prologue: What is launched before it, if anything.
@@ -93,6 +93,11 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     options: LaunchOptions
     specialization: Specialization
     prologue: Prologue | None = None
+
+    @property
+    def takes_descriptors(self) -> bool:
+        """Whether tensors are passed as descriptors, which the module's `descriptors` makes."""
+        return self.arguments[0].type.startswith("tensordesc")
 
     @property
     def first(self) -> Kernel | None:

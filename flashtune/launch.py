@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
+from flashtune.descriptors import LEAST_SCALE, DescriptorArguments, DescriptorLaunch, typed
 from flashtune.quantization import E4M3, UNSCALED, Scales
 from flashtune.queueing import Queue
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from flashtune.target import Target
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
-
-# A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
-LEAST_SCALE = 1e-30
 
 
 class Binary(NamedTuple):
@@ -106,14 +104,28 @@ def bind(
         return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers, allocate)
     binary = compiled or compile_binary(kernel, target)
     queue = Queue(binary.kernel, grid, integers, q.device)
-    if q.dtype is not E4M3:
-        return DeviceLaunch(queue, workspaces, allocate)
     prologue = None
     if binary.prologue is not None:
         first_grid, first_integers = module.prologue_plan(q, k, v, out)
         prologue = Queue(binary.prologue, first_grid, first_integers, q.device)
-    ones = torch.ones(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
-    return QuantizedLaunch(queue, prologue, ones, workspaces, allocate)
+    if kernel.takes_descriptors:
+        # The kernel reads what the prologue wrote of v.
+        values = typed(allocate_workspace(workspaces[0], q.device), v) if workspaces else v
+        arguments = DescriptorArguments(
+            module.descriptors(q, k, values, out), binary.kernel.metadata.tensordesc_meta
+        )
+        if q.dtype is not E4M3:
+            return DescriptorLaunch(queue, arguments)
+    else:
+        arguments = None
+        if q.dtype is not E4M3:
+            return DeviceLaunch(queue, workspaces, allocate)
+    return QuantizedLaunch(queue, prologue, _ones(q), workspaces, allocate, arguments)
+
+
+def _ones(q: Tensor) -> Tensor:
+    """What stands for the scales of a call that gives none: as many as there are heads in all."""
+    return torch.ones(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
 
 
 class InterpreterLaunch:
@@ -156,7 +168,7 @@ class DeviceLaunch:
 
     def __init__(
         self,
-        queue: Callable[[tuple[int | float, ...]], None],
+        queue: Callable[[tuple[Any, ...]], None],
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
     ) -> None:
@@ -191,19 +203,21 @@ class DeviceLaunch:
 class QuantizedLaunch:
     """The binary for quantised inputs, after its prologue, which fills the workspaces from v."""
 
-    __slots__ = ("_allocate", "_ones", "_prologue", "_queue", "_workspaces")
+    __slots__ = ("_allocate", "_arguments", "_ones", "_prologue", "_queue", "_workspaces")
 
     def __init__(
         self,
-        queue: Callable[[tuple[int | float, ...]], None],
-        prologue: Callable[[tuple[int | float, ...]], None] | None,
+        queue: Callable[[tuple[Any, ...]], None],
+        prologue: Callable[[tuple[Any, ...]], None] | None,
         ones: Tensor,
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
+        arguments: DescriptorArguments | None = None,
     ) -> None:
         """`ones` stands for the scales of a call that gives none: as many as there are heads in all."""
         self._queue = queue
         self._prologue = prologue
+        self._arguments = arguments
         self._ones = ones
         self._workspaces = workspaces
         self._allocate = allocate
@@ -227,5 +241,9 @@ class QuantizedLaunch:
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
-        self._queue((*tensors, *factors, *pointers, scale))
+        if self._arguments is None:
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address)
+            self._queue((*addresses, row_lse, *factors, *pointers, scale))
+            return
+        tensors = self._arguments((q, k, typed(workspaces[0], v), out))
+        self._queue((*tensors, row_lse, *factors, scale))

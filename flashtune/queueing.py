@@ -8,6 +8,7 @@ import torch
 from triton.runtime._allocation import _allocator
 
 from flashtune.compilation import first_line
+from flashtune.descriptors import without_making
 from flashtune.errors import KernelError
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ class Queue:
         with torch.cuda.device(device):
             try:
                 # Reading `run` loads the binary onto the current device.
-                self._run: Callable[..., None] = compiled.run
+                run: Callable[..., None] = compiled.run
             except Exception as error:
                 raise KernelError(first_line(error)) from error
+        self._run = without_making(run) if getattr(compiled.metadata, "tensordesc_meta", None) else run
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._current: Callable[[], int] = torch.cuda.current_device
         # Only GPU drivers have it, and only on a GPU is this class made.
@@ -47,7 +49,7 @@ class Queue:
         self._integers = integers
         self._scratch = compiled.metadata.global_scratch_size > 0
 
-    def __call__(self, values: tuple[int | float, ...]) -> None:
+    def __call__(self, values: tuple[Any, ...]) -> None:
         """Queues the kernel on its device's current stream. `values` come before its integers."""
         if self._current() != self._device:
             # The binary belongs to its device's context, which must be the current one.

@@ -27,7 +27,8 @@ class Family(Protocol):
     """One way to compute attention: a template, its space, its SRAM model, its arguments.
 
     The template renders a module that depends on torch and triton alone and holds the jitted
-    kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`.
+    kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`; where its arguments are
+    descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor.
 
     Attributes:
         name: Its folder's name.
@@ -93,7 +94,9 @@ class Family(Protocol):
         """The typed values that the template renders from."""
         ...
 
-    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
         """The kernel's run-time arguments, in order, for this specialisation."""
         ...
 
@@ -114,7 +117,7 @@ def kernel_of_source(
         family=family.name,
         entry=family.name,
         source=source,
-        arguments=family.arguments(problem, specialization),
+        arguments=family.arguments(problem, config, specialization),
         options=family.options(config),
         specialization=specialization,
         prologue=family.prologue(problem, config, specialization),

@@ -46,9 +46,13 @@ WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.E4M3: 2
 # As Accurate As We Thought" (PyTorch's blog, 2025) finds 13 behind the leading one in an H100.
 TRUNCATED_UNIT = 2.0**-13
 PRODUCTS_AT_ONCE = 32
-# Matrix units truncate as they add up a score's products: up to a roundoff for each step of 16, with
-# one sign. Measured in roundoffs of the largest score that the row could have.
-SCORE_STEPS = 16.0
+# Matrix units truncate as they add up a score's products: by up to a unit in the last place, which is two
+# roundoffs, for each step of 16 products, with one sign. Other units round in at least as many steps as
+# these. Measured in roundoffs of the largest score that the row could have: right kernels of head dim 256
+# reached 17 in fp16 on an H200, where all products of a row had one sign.
+PRODUCTS_OF_A_STEP = 16
+ROUNDOFFS_OF_A_STEP = 2.0
+LEAST_SCORE_STEPS = 16.0
 # Roundoffs of an exponential, a division and a logarithm as the GPU approximates them.
 FUNCTION_STEPS = 32.0
 
@@ -73,7 +77,7 @@ class RowScale(NamedTuple):
 
 def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error that each row's output may have: [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt()
+    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt()
     typical = scale.spread * (UNIT_ROUNDOFF[problem.dtype] + FLOAT32_ROUNDOFF * steps)
     # The weights' sum is in float32 as well, and its error is common to the row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
@@ -90,11 +94,16 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
 
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error of each row's log-sum-exp, which is float32: [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + SCORE_STEPS * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
+    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
     allowed = 2.0 * plain + FLOAT32_ROUNDOFF * steps
     if problem.dtype.is_quantized:
         allowed += 2.0 * scale.score * _lost(torch.tensor(float(problem.head_dim)))
     return allowed
+
+
+def _score_steps(problem: Problem) -> float:
+    """Roundoffs of the largest score that a score may be off by."""
+    return max(LEAST_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
 def _lost(products: Tensor) -> Tensor:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.kernel import Alignment, Argument, Prologue, Specialization
+from flashtune.kernel import Argument, Prologue, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, power_of_two
+from flashtune.templates.common.arguments import transpose_arguments
+from flashtune.templates.common.tiles import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
 from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (
     CONSUMER_REGISTERS,
     GROUP_WARPS,
     PRODUCER_REGISTERS,
+    QUANTIZED_DEPTH,
     HopperConfig,
     Order,
-    Programs,
-    Staging,
     hopper_space,
     usual_config,
 )
@@ -44,7 +44,7 @@ class HopperContext(Context, frozen=True):
     block_n: int
     num_stages: int
     q_stages: int
-    staging: Staging
+    halved: bool
     ping_pong: bool
     late_wait: bool
     lazy_rescale: bool
@@ -53,7 +53,7 @@ class HopperContext(Context, frozen=True):
     section: int
     long_first: bool
     alternate: bool
-    programs: Programs
+    even: bool
     consumer_registers: int
     producer_registers: int
     qk_chunks: tuple[Chunk, ...]
@@ -61,8 +61,6 @@ class HopperContext(Context, frozen=True):
     qk_columns: int
     v_columns: int
     padded_values: int
-    alignment: Alignment
-    index_bits: int
     lse: bool
 
 
@@ -82,24 +80,26 @@ class ForwardHopper:
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
         step = ROW_BYTES // problem.dtype.itemsize
-        if min(dims) < ROW_BYTES or any(dim % step for dim in dims):
-            return f"forward_hopper takes head dims of {ROW_BYTES} and more that are multiples of {step}"
+        least = QUANTIZED_DEPTH if problem.dtype.is_quantized else MIN_DOT_WIDTH
+        if min(dims) < least or any(dim % step for dim in dims):
+            return f"forward_hopper takes {problem.dtype.value} head dims from {least} on, in steps of {step}"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
         return specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
-        return hopper_space(problem, target)
+        return hopper_space(problem)
 
     def default(self, problem: Problem, target: Target) -> Config:
         """The best of most lengths, for shapes that nobody tuned."""
         return usual_config(problem)
 
-    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-        workspaces = (WORKSPACE,) if problem.dtype.is_quantized else ()
-        common = forward_arguments(problem.dtype, specialization, workspaces)
-        return (*common, Argument("section", "i32"))
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        assert isinstance(config, HopperConfig)
+        return hopper_arguments(problem, config, specialization)
 
     def options(self, config: Config) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages)
@@ -161,7 +161,7 @@ class ForwardHopper:
             block_n=config.block_n,
             num_stages=config.num_stages,
             q_stages=config.q_stages,
-            staging=config.staging,
+            halved=config.halved,
             ping_pong=config.ping_pong and config.groups > 1,
             late_wait=config.late_wait,
             lazy_rescale=config.lazy_rescale,
@@ -170,7 +170,7 @@ class ForwardHopper:
             section=config.section,
             long_first=config.order is not Order.LINEAR,
             alternate=config.order is Order.ALTERNATE,
-            programs=config.programs,
+            even=config.even,
             consumer_registers=CONSUMER_REGISTERS[config.groups],
             producer_registers=PRODUCER_REGISTERS,
             qk_chunks=qk_chunks,
@@ -178,8 +178,6 @@ class ForwardHopper:
             qk_columns=columns(qk_chunks),
             v_columns=columns(v_chunks),
             padded_values=power_of_two(problem.value_head_dim),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
             lse=specialization.lse,
         )
 

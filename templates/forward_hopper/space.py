@@ -9,7 +9,6 @@ import msgspec
 
 from flashtune.config import Axis, AxisValue, BlockSize, Config, Space
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.target import Target
 from flashtune.templates.common.tiles import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -23,19 +22,11 @@ PRODUCER_REGISTERS = 24
 # What the loop needs beside tiles: addresses, sums, maxima, and the compiler's room to schedule.
 SPARE_REGISTERS = 24
 MOST_ROWS = 256
+# Outputs this wide have halves as wide as the copy engine's widest rows.
+LEAST_HALVED = 128
+# One product of eight-bit tiles sums over so many columns.
+QUANTIZED_DEPTH = 32
 MOST_PACKED = 16
-
-
-class Staging(enum.StrEnum):
-    """Where a tile of output passes through shared memory on its way out.
-
-    OWN has room of its own; HALF passes in two halves through half of it; QUERIES takes the place
-    of the tile's queries, so that the next tile's are copied in only after it has left.
-    """
-
-    OWN = "own"
-    HALF = "half"
-    QUERIES = "queries"
 
 
 class Order(enum.StrEnum):
@@ -50,18 +41,6 @@ class Order(enum.StrEnum):
     ALTERNATE = "alternate"
 
 
-class Programs(enum.StrEnum):
-    """How many programs a launch has.
-
-    PERSISTENT is one for each multiprocessor; EVEN as few as finish in as many rounds; PER_TILE one
-    for each tile.
-    """
-
-    PERSISTENT = "persistent"
-    EVEN = "even"
-    PER_TILE = "per_tile"
-
-
 class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One point of the space. `num_stages` tiles of K and as many of V are in flight.
 
@@ -70,7 +49,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows: Queries of one group's tile.
         block_n: Keys of a block.
         q_stages: Tiles of queries in flight for each group.
-        staging: Where outputs pass through shared memory.
+        halved: Outputs pass through shared memory in two halves, through the room of one.
         ping_pong: Groups issue their products in turns.
         late_wait: The wait for PV stands behind the exponentials, not before.
         lazy_rescale: Rescale the accumulator only when a maximum has grown by much.
@@ -78,14 +57,14 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         pack: Query heads of one KV head that share a tile.
         section: Heads (packs of heads) that are worked on at a time; 0 for all.
         order: Which tiles first.
-        programs: How many programs.
+        even: As few programs as finish in as many rounds, not one for each multiprocessor.
     """
 
     groups: Count
     rows: BlockSize
     block_n: BlockSize
     q_stages: Count = 1
-    staging: Staging = Staging.OWN
+    halved: bool = False
     ping_pong: bool = False
     late_wait: bool = False
     lazy_rescale: bool = True
@@ -93,7 +72,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     pack: Count = 1
     section: Section = 0
     order: Order = Order.LINEAR
-    programs: Programs = Programs.PERSISTENT
+    even: bool = False
 
     @property
     def block_m(self) -> int:
@@ -101,7 +80,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.groups * self.rows
 
 
-def hopper_space(problem: Problem, target: Target) -> Space:
+def hopper_space(problem: Problem) -> Space:
     """All configs worth trying. What no measurement ever chose is left out: see docs/hopper.md."""
     causal = problem.causal is not Causal.NONE
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -112,17 +91,17 @@ def hopper_space(problem: Problem, target: Target) -> Space:
         Axis("block_n", (64, 128)),
         Axis("num_stages", (2, 3, 4)),
         Axis("q_stages", (1, 2)),
-        Axis("staging", tuple(Staging), False),
+        Axis("halved", (False, True)),
         Axis("ping_pong", (False, True), only_if=_has_turns),
         Axis("late_wait", (False, True)),
         Axis("lazy_rescale", (True, False), False),
         Axis("decomposed", (True, False) if odd_width else (False,), False),
         Axis("pack", _packs(problem)),
-        Axis("section", (0, 1, 4, 8), False),
+        Axis("section", (0, 4, 8) if causal else (1, 4), False),
         Axis("order", tuple(Order) if causal else (Order.LINEAR,), False),
-        Axis("programs", tuple(Programs), False),
+        Axis("even", (False, True)),
     )
-    return Space(HopperConfig, axes, lambda config: _is_possible(problem, config, target))
+    return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
 
 
 def _has_turns(chosen: dict[str, AxisValue]) -> bool:
@@ -135,23 +114,26 @@ def _packs(problem: Problem) -> tuple[int, ...]:
     return tuple(pack for pack in (1, 2, 4, 8, 16) if pack <= most and problem.group_size % pack == 0)
 
 
-def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
+def _is_possible(problem: Problem, config: Config) -> bool:
     """Whether a config has registers and room for its tiles, and its choices make sense together."""
     assert isinstance(config, HopperConfig)
-    if config.block_m > MOST_ROWS or config.programs is Programs.PER_TILE and config.order is Order.ALTERNATE:
-        return False
-    return _staging_fits(problem, config) and _registers_fit(problem, config)
+    return (
+        config.block_m <= MOST_ROWS
+        and _products_fit(problem, config.decomposed)
+        and (not config.halved or _can_be_halved(problem, config.decomposed))
+        and _registers_fit(problem, config)
+    )
 
 
-def _staging_fits(problem: Problem, config: HopperConfig) -> bool:
-    qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-    v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
-    if config.staging is Staging.HALF:
-        return len(v_chunks) == 1 and v_chunks[0].width >= 2 * GROUP_WARPS * 16
-    if config.staging is Staging.QUERIES:
-        same = [chunk.width for chunk in qk_chunks] == [chunk.width for chunk in v_chunks]
-        return same and config.q_stages == 1 and not problem.dtype.is_quantized
-    return True
+def _products_fit(problem: Problem, decomposed: bool) -> bool:
+    narrowest = min(chunk.width for chunk in head_chunks(problem.head_dim, decomposed))
+    return not problem.dtype.is_quantized or narrowest >= QUANTIZED_DEPTH
+
+
+def _can_be_halved(problem: Problem, decomposed: bool) -> bool:
+    """Whether outputs are one tile, and wide enough."""
+    chunks = head_chunks(problem.value_head_dim, decomposed)
+    return len(chunks) == 1 and chunks[0].width >= LEAST_HALVED
 
 
 def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
@@ -170,6 +152,7 @@ def usual_config(problem: Problem) -> HopperConfig:
     long = problem.seqlen_kv > 4096
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
+    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
@@ -177,16 +160,11 @@ def usual_config(problem: Problem) -> HopperConfig:
         rows=64,
         block_n=64 if wide else 128,
         q_stages=1 if wide else 2,
-        staging=_wide_staging(problem) if wide else Staging.OWN,
+        halved=wide and _can_be_halved(problem, True),
         ping_pong=not wide,
         late_wait=not narrow,
-        decomposed=not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim)),
+        decomposed=odd_width and _products_fit(problem, True),
         section=0 if causal and long else 4,
         order=Order.ALTERNATE if causal else Order.LINEAR,
-        programs=Programs.PERSISTENT if causal and long else Programs.EVEN,
+        even=not (causal and long),
     )
-
-
-def _wide_staging(problem: Problem) -> Staging:
-    """Where wide outputs have room beside wide tiles of K and V."""
-    return Staging.HALF if is_exact(problem.value_head_dim) else Staging.OWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.problem import Problem
 from flashtune.templates.common.tiles import columns, head_chunks
 from flashtune.templates.family import TrafficItem
-from flashtune.templates.forward_hopper.space import HopperConfig, Staging
+from flashtune.templates.forward_hopper.space import HopperConfig
 
 BARRIER_BYTES = 8
 # Each ring has barriers for tiles that are full and for tiles that are empty.
@@ -18,7 +18,7 @@ def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, .
     queries = columns(head_chunks(problem.head_dim, config.decomposed)) * size
     values = columns(head_chunks(problem.value_head_dim, config.decomposed))
     q_slots = config.q_stages * config.groups
-    staged = {Staging.OWN: values, Staging.HALF: values // 2, Staging.QUERIES: 0}[config.staging]
+    staged = values // 2 if config.halved else values
     block = config.num_stages * config.block_n
     barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
     items = (

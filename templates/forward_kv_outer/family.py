@@ -93,7 +93,9 @@ class ForwardKVOuter:
             side = max(16, side // 2)
         return KVOuterConfig(block_m=side, block_n=side, num_warps=4, num_stages=1)
 
-    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, WORKSPACES)
 
     def options(self, config: Config) -> LaunchOptions:

@@ -89,7 +89,9 @@ class ForwardQOuter:
             long_first=long_first,
         )
 
-    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
 
     def options(self, config: Config) -> LaunchOptions:

@@ -86,7 +86,9 @@ class ForwardNative:
         assert isinstance(config, NativeConfig)
         return NativeContext(config.block_m)
 
-    def arguments(self, problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
 
     def options(self, config: Config) -> LaunchOptions:

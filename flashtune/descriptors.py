@@ -1,0 +1,123 @@
+"""Descriptors of the copy engine as kernel arguments: made once for an address, then found again.
+
+Making the descriptors of a call takes most of the host time that a call may cost. They depend on
+addresses, shapes and strides alone; shapes and strides are bound, and allocators hand out the same
+few addresses again and again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from flashtune.errors import KernelError
+from flashtune.quantization import UNSCALED, Scales
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Addresses of one tensor that are remembered; then all are forgotten.
+MOST_ADDRESSES = 512
+# A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
+LEAST_SCALE = 1e-30
+
+
+class DescriptorArguments:
+    """What stands for tensors of bound shapes and strides among a kernel's arguments."""
+
+    __slots__ = ("_known", "_metadata", "_patterns")
+
+    def __init__(
+        self, patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
+    ) -> None:
+        """Binds shapes and strides.
+
+        Args:
+            patterns: For each tensor its descriptors, on tensors of any address.
+            metadata: The compiler's notes on each descriptor, in order.
+        """
+        rest = iter(metadata)
+        self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
+        self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+        """The arguments for these tensors, of which only addresses and types are read."""
+        values: list[Any] = []
+        for position, tensor in enumerate(tensors):
+            known = self._known[position]
+            found = known.get(tensor.data_ptr())
+            if found is None:
+                found = [
+                    value
+                    for pattern, notes in self._patterns[position]
+                    for value in _made(pattern, notes, tensor)
+                ]
+                if len(known) >= MOST_ADDRESSES:
+                    known.clear()
+                known[tensor.data_ptr()] = found
+            values += found
+        return values
+
+
+def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> list[Any]:
+    """A descriptor as the launcher takes it: the tensor map, then its shape and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    descriptor = dataclasses.replace(pattern, base=tensor)
+    # Later releases pass the launch's other arguments too, for descriptors of another kind.
+    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+    made: list[Any] = make_tensordesc_arg(descriptor, notes, *rest)
+    return made
+
+
+def without_making(run: Any) -> Callable[..., None]:
+    """A binary's launcher that takes descriptors as they were made before, instead of making them.
+
+    Raises:
+        KernelError: This Triton's launcher is built in another way.
+    """
+    inner = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+    if inner is None:
+        raise KernelError(
+            "this Triton launches kernels with descriptors in a way that flashtune does not know"
+        )
+    launcher = copy.copy(run)
+    launcher.launch = inner
+    bare: Callable[..., None] = launcher
+    return bare
+
+
+class DescriptorLaunch:
+    """The binary of a kernel whose tensors are passed as descriptors."""
+
+    __slots__ = ("_arguments", "_queue")
+
+    def __init__(self, queue: Callable[[tuple[Any, ...]], None], arguments: DescriptorArguments) -> None:
+        self._queue = queue
+        self._arguments = arguments
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        """Queues the kernel on its device's current stream."""
+        del scales  # nothing is quantised here
+        row_lse = out.data_ptr() if lse is None else lse.data_ptr()
+        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        self._queue((*self._arguments((q, k, v, out)), row_lse, scale))
+
+
+def typed(workspace: Tensor, like: Tensor) -> Tensor:
+    """A workspace, which is allocated in float32, as elements of another tensor's type."""
+    return workspace.view(like.dtype)

@@ -1,0 +1,52 @@
+"""The kernel's run-time arguments: descriptors of its tensors instead of addresses and strides."""
+
+from __future__ import annotations
+
+from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.templates.common.arguments import COUNTS, SCALES, pointer_type
+from flashtune.templates.common.tiles import Chunk, head_chunks
+from flashtune.templates.forward_hopper.space import HopperConfig
+
+# The copy engine's widest row that keeps banks of shared memory apart.
+WIDEST_SWIZZLE = 128
+
+
+def hopper_arguments(
+    problem: Problem, config: HopperConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """Descriptors of q, k, v and out, tile by tile; lse, scales of quantised inputs, scale, counts."""
+    dtype = problem.dtype
+    qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+    v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+    queries, keys = (config.pack, config.rows // config.pack), (1, config.block_n)
+    # Where outputs pass in halves, so does the descriptor's tile.
+    parts = 2 if config.halved else 1
+    return (
+        *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
+        *(_descriptor("k", chunk, qk_chunks, dtype, (*keys, chunk.width)) for chunk in qk_chunks),
+        *(_descriptor("v", chunk, v_chunks, dtype, _values(chunk, config, dtype)) for chunk in v_chunks),
+        *(
+            _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
+            for chunk in v_chunks
+        ),
+        Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
+        *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
+        Argument("scale", "fp32"),
+        *(Argument(name, "i32") for name in (*COUNTS, "section")),
+    )
+
+
+def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype) -> tuple[int, int, int]:
+    """A tile of V, which the prologue of quantised kernels transposes."""
+    return (1, chunk.width, config.block_n) if dtype.is_quantized else (1, config.block_n, chunk.width)
+
+
+def _descriptor(
+    tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: Dtype, box: tuple[int, int, int]
+) -> Argument:
+    name = f"{tensor}_desc_{chunk.index}" if len(chunks) > 1 else f"{tensor}_desc"
+    swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)
+    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, 4)"
+    sides = ", ".join(str(side) for side in (1, *box))
+    return Argument(name, f"tensordesc<{pointer_type(dtype)[1:]}[{sides}],{layout}>")
