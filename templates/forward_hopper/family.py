@@ -19,6 +19,7 @@ from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     Order,
     hopper_space,
+    padded,
     usual_config,
 )
 from flashtune.templates.forward_hopper.sram import hopper_items
@@ -30,6 +31,8 @@ ROW_BYTES = 16
 # The share of products and softmax that runs side by side, from the best kernels of an H200.
 OVERLAP = 0.8
 WORKSPACE = "transposed"
+# What the compiler may add to the tiles: the exchange between roles, and gaps for alignment.
+SPARE_BYTES = 1024
 
 
 class HopperContext(Context, frozen=True):
@@ -92,8 +95,11 @@ class ForwardHopper:
         return hopper_space(problem)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """The best of most lengths, for shapes that nobody tuned."""
-        return usual_config(problem)
+        """The best of most lengths, for shapes that nobody tuned; padded where it would not fit otherwise."""
+        usual = usual_config(problem)
+        room = target.sram_per_block - SPARE_BYTES
+        fits = sum(item.bytes for item in hopper_items(problem, usual)) <= room
+        return usual if fits else padded(problem, usual)
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization

@@ -168,3 +168,8 @@ def usual_config(problem: Problem) -> HopperConfig:
         order=Order.ALTERNATE if causal else Order.LINEAR,
         even=not (causal and long),
     )
+
+
+def padded(problem: Problem, config: HopperConfig) -> HopperConfig:
+    """A config with one tile for a head, whose outputs pass in halves where they can: it takes less room."""
+    return msgspec.structs.replace(config, decomposed=False, halved=_can_be_halved(problem, False))

@@ -4,7 +4,7 @@ Computes     bf16, head dim 256, value head dim 256, causal: none
 Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, halved True, ping_pong False, late_wait False,
              lazy_rescale True, decomposed False, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper f3f400d70645
+Template     forward_hopper b9c1a533798c
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -28,8 +28,14 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 # Triton 3.9 renamed the copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -55,6 +61,7 @@ SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
 
 
 @gluon.jit
@@ -110,7 +117,10 @@ def has_grown(GROUP: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv):
+def produce(
+    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv,
+):
     """Copies the tiles of all of this program's work in, in the order in which consumers want them."""
     workers = gl.num_programs(0)
     q_stage, q_phase = 0, 1
@@ -124,28 +134,37 @@ def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, 
             slot = q_stage * GROUPS + group
             mbarrier.wait(q_empty.index(slot), q_phase)
             mbarrier.expect(q_full.index(slot), 32768)
-            copy_in(q_desc, [batch, pack * PACK, tile * TILE + group * POSITIONS, 0], q_full.index(slot), q_tiles.index(slot))
+            position = tile * TILE + group * POSITIONS
+            q_tile = q_tiles.index(slot)
+            copy_in(q_desc, [batch, pack * PACK, position, 0], q_full.index(slot), q_tile)
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         this_batch = batch
-        tile, batch, pack = locate(gl.minimum(index + workers, total - 1), workers, total, tiles, section, all_packs, packs)
+        upcoming = gl.minimum(index + workers, total - 1)
+        tile, batch, pack = locate(upcoming, workers, total, tiles, section, all_packs, packs)
         # Values are wanted one block after keys.
         for step in range(last + 2):
             if step <= last:
                 key = (last - step) * BLOCK_N
                 mbarrier.wait(k_empty.index(k_stage), k_phase)
                 mbarrier.expect(k_full.index(k_stage), 32768)
-                copy_in(k_desc, [this_batch, kv_head, key, 0], k_full.index(k_stage), k_tiles.index(k_stage))
+                k_tile = k_tiles.index(k_stage)
+                copy_in(k_desc, [this_batch, kv_head, key, 0], k_full.index(k_stage), k_tile)
                 k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
             if step > 0:
                 key = (last - step + 1) * BLOCK_N
                 mbarrier.wait(v_empty.index(v_stage), v_phase)
                 mbarrier.expect(v_full.index(v_stage), 32768)
-                copy_in(v_desc, [this_batch, kv_head, key, 0], v_full.index(v_stage), v_tiles.index(v_stage))
+                v_tile = v_tiles.index(v_stage)
+                copy_in(v_desc, [this_batch, kv_head, key, 0], v_full.index(v_stage), v_tile)
                 v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv):
+def consume(
+    GROUP: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+    scale_log2, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv,
+):
     """Attention of one group's rows of every tile, blocks of keys from the last to the first."""
     workers = gl.num_programs(0)
     q_stage, q_phase = 0, 0
@@ -191,7 +210,8 @@ def consume(GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_e
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            accumulator = warpgroup_mma(weights, v_tiles.index(v_stage).reshape([BLOCK_N, 256]), accumulator, is_async=True)
+            v_tile = v_tiles.index(v_stage).reshape([BLOCK_N, 256])
+            accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(k_stage))
             k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
@@ -205,7 +225,8 @@ def consume(GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_e
             exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
             # Each thread sums its own columns; rows are summed over threads once, at the end.
             block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-            running_sum = running_sum * gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))[:, None] + block_sum
+            sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
+            running_sum = running_sum * sum_rescale[:, None] + block_sum
             accumulator = warpgroup_mma_wait(0, deps=[accumulator])
             mbarrier.arrive(v_empty.index(v_stage))
             v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -216,10 +237,12 @@ def consume(GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_e
         mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        accumulator = warpgroup_mma(weights, v_tiles.index(v_stage).reshape([BLOCK_N, 256]), accumulator, is_async=True)
+        v_tile = v_tiles.index(v_stage).reshape([BLOCK_N, 256])
+        accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         # What comes next is worked out beside the last product: divisions take long.
         more = index + workers < total
-        tile, batch, pack = locate(gl.where(more, index + workers, index), workers, total, tiles, section, all_packs, packs)
+        upcoming = gl.where(more, index + workers, index)
+        tile, batch, pack = locate(upcoming, workers, total, tiles, section, all_packs, packs)
         accumulator = warpgroup_mma_wait(0, deps=[accumulator])
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -265,10 +288,18 @@ def forward_hopper(
     seqlen_kv,
     section,
 ):
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES * GROUPS, 1, PACK, POSITIONS, 256], gl.NVMMASharedLayout(128, 16, 4))
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4))
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4))
-    o_tiles = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 4))
+    q_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [Q_STAGES * GROUPS, 1, PACK, POSITIONS, 256], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    k_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    v_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    o_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [GROUPS, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 4)
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES * GROUPS):
@@ -291,12 +322,35 @@ def forward_hopper(
     packs_per_kv = group_size // PACK
     tiles = (seqlen_q + TILE - 1) // TILE
     total = tiles * all_packs
-    producer_arguments = (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv)
+    scale_log2 = scale * LOG2_E
     gl.warp_specialize(
         [
-            (consume, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, scale * LOG2_E, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv)),
-            (consume, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, scale * LOG2_E, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv)),
-            (produce, producer_arguments),
+            (
+                consume,
+                (
+                    0,
+                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
+                    seqlen_q, seqlen_kv,
+                ),
+            ),
+            (
+                consume,
+                (
+                    1,
+                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
+                    seqlen_q, seqlen_kv,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q,
+                    seqlen_kv,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
@@ -304,13 +358,44 @@ def forward_hopper(
 
 
 def descriptors(q, k, v, out):
-    """How the copy engine finds tiles of each tensor; it reads zeros past their ends, and writes nothing there.
-    """
+    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
     return (
-        (TensorDescriptor(q, [*q.shape], [*q.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)),),
-        (TensorDescriptor(k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)),),
-        (TensorDescriptor(v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)),),
-        (TensorDescriptor(out, [*out.shape], [*out.stride()[:3], 1], [1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 4)),),
+        (
+            TensorDescriptor(
+                q,
+                [*q.shape],
+                [*q.stride()[:3], 1],
+                [1, 1, 64, 256],
+                gl.NVMMASharedLayout(128, 16, 4),
+            ),
+        ),
+        (
+            TensorDescriptor(
+                k,
+                [*k.shape],
+                [*k.stride()[:3], 1],
+                [1, 1, 64, 256],
+                gl.NVMMASharedLayout(128, 16, 4),
+            ),
+        ),
+        (
+            TensorDescriptor(
+                v,
+                [*v.shape],
+                [*v.stride()[:3], 1],
+                [1, 1, 64, 256],
+                gl.NVMMASharedLayout(128, 16, 4),
+            ),
+        ),
+        (
+            TensorDescriptor(
+                out,
+                [*out.shape],
+                [*out.stride()[:3], 1],
+                [1, 1, 64, 128],
+                gl.NVMMASharedLayout(128, 16, 4),
+            ),
+        ),
     )
 
 

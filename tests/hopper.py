@@ -1,0 +1,66 @@
+"""Problems and configs of the family `forward_hopper`, as tests of several rooms sample them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.registry import find_family
+
+FAMILY = find_family("forward_hopper")
+H200 = find_target("h200")
+PLAIN = Specialization()
+
+
+def a_problem(
+    head_dim: int = 128,
+    value_head_dim: int = 0,
+    dtype: Dtype = Dtype.BF16,
+    causal: Causal = Causal.NONE,
+    **changes: int,
+) -> Problem:
+    """8 heads of 1024 queries and keys, twice."""
+    problem = Problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim or head_dim,
+        heads=8,
+        kv_heads=8,
+        batch=2,
+        seqlen_q=1024,
+        seqlen_kv=1024,
+        causal=causal,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def a_config(problem: Problem, **changes: Any) -> HopperConfig:
+    """The family's default with changes, decoded as a table's would be."""
+    default = FAMILY.default(problem, H200)
+    return msgspec.convert({**msgspec.to_builtins(default), **changes}, HopperConfig)
+
+
+def sram_bytes(problem: Problem, config: HopperConfig) -> int:
+    """What the model says."""
+    return sum(item.bytes for item in FAMILY.sram_items(problem, config, H200, PLAIN))
+
+
+def fitting_configs(problem: Problem) -> list[HopperConfig]:
+    """All of a problem's space that the model does not refuse."""
+    return [
+        config
+        for config in FAMILY.space(problem, H200).configs()
+        if isinstance(config, HopperConfig) and sram_bytes(problem, config) <= H200.sram_per_block
+    ]
+
+
+def sampled_configs(problem: Problem, count: int, seed: int = 0) -> list[HopperConfig]:
+    """Some of them; the same ones for the same seed."""
+    fitting = fitting_configs(problem)
+    return random.Random(f"{problem.key} {seed}").sample(fitting, min(count, len(fitting)))

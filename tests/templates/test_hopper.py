@@ -1,0 +1,202 @@
+"""The Hopper family without a GPU: what it takes, its space, its SRAM model, and that its kernels compile."""
+
+from __future__ import annotations
+
+import ast
+
+import msgspec
+import pytest
+
+from flashtune.compilation import compile_kernel
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.family import why_not
+from flashtune.templates.forward_hopper.space import HopperConfig, Order
+from flashtune.templates.rendering import render
+from flashtune.tuner.resources import read_resources
+from tests.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sampled_configs, sram_bytes
+
+SIXTEEN_BITS = (Dtype.BF16, Dtype.FP16)
+SPACES = [
+    a_problem(64),
+    a_problem(64, causal=Causal.TOP_LEFT, kv_heads=1),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT),
+    a_problem(128, kv_heads=2, dtype=Dtype.FP16),
+    a_problem(96, 80, causal=Causal.BOTTOM_RIGHT, kv_heads=4),
+    a_problem(192, 128),
+    a_problem(256, causal=Causal.TOP_LEFT),
+    a_problem(40, 256),
+    a_problem(128, dtype=Dtype.E4M3, kv_heads=2),
+    a_problem(96, 64, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
+    a_problem(64, 80, dtype=Dtype.E4M3),
+    a_problem(256, dtype=Dtype.E4M3),
+]
+BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
+
+
+# ---- what it takes ---------------------------------------------------------------------------------
+
+
+def test_it_runs_on_hopper_alone() -> None:
+    for name in ("h100", "h200"):
+        assert FAMILY.supports(a_problem(), find_target(name)) is None
+    for name in ("a100", "b200", "rtx-5090", "mi300x"):
+        target = find_target(name)
+        reason = FAMILY.supports(a_problem(), target)
+        assert reason == f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
+    assert not FAMILY.interpreted
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (a_problem(64, dtype=Dtype.FP32), "takes bf16, fp16 and e4m3, not fp32"),
+        (a_problem(264, 64), "takes head dims up to 256"),
+        (a_problem(64, 264), "takes head dims up to 256"),
+        (a_problem(8), "bf16 head dims from 16 on, in steps of 8"),
+        (a_problem(64, 8), "bf16 head dims from 16 on, in steps of 8"),
+        (a_problem(100, dtype=Dtype.FP16), "fp16 head dims from 16 on, in steps of 8"),
+        (a_problem(16, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
+        (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
+    ],
+)
+def test_what_it_does_not_compute_has_a_reason(problem: Problem, reason: str) -> None:
+    assert reason in str(FAMILY.supports(problem, H200))
+
+
+def test_it_takes_what_the_copy_engine_can_address() -> None:
+    for dtype, least in ((Dtype.BF16, 8), (Dtype.FP16, 8), (Dtype.E4M3, 16)):
+        for alignment in Alignment:
+            for index_bits in (32, 64):
+                specialization = Specialization(alignment, index_bits)
+                assert FAMILY.takes(dtype, specialization) is (alignment >= least)
+    problem = a_problem()
+    assert why_not(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
+    assert "cannot address" in str(why_not(FAMILY, problem, H200, Specialization(Alignment.ANY)))
+
+
+# ---- the space -------------------------------------------------------------------------------------
+
+
+@BY_SPACE
+def test_every_config_of_a_space_renders(problem: Problem) -> None:
+    configs = sampled_configs(problem, 12)
+    assert len(configs) == 12
+    for number, config in enumerate(configs):
+        kernel = render(FAMILY, problem, config, Specialization(lse=number % 2 == 0))
+        names = {node.name for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
+        assert kernel.entry in names
+        assert ("take_turn" in names) is config.ping_pong
+        assert ("has_grown" in names) is config.lazy_rescale
+        assert ("transpose_values" in names) is problem.dtype.is_quantized
+
+
+@BY_SPACE
+def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
+    space = FAMILY.space(problem, H200)
+    configs = sampled_configs(problem, 300)
+    for config in configs:
+        assert space.contains(config)
+        assert config.block_m == config.groups * config.rows <= 256
+        assert problem.group_size % config.pack == 0
+        assert config.pack == 1 or not problem.dtype.is_quantized
+        assert config.groups > 1 or not config.ping_pong
+        assert config.order is Order.LINEAR or problem.causal is not Causal.NONE
+    assert len(set(configs)) == len(configs)
+
+
+def test_configs_out_of_reach_are_no_points() -> None:
+    wide, narrow = a_problem(256), a_problem(64)
+    assert FAMILY.space(wide, H200).contains(a_config(wide))
+    for problem, changes in (
+        # More registers than a thread has.
+        (wide, {"block_n": 128, "rows": 128, "halved": False}),
+        (narrow, {"groups": 3, "rows": 128}),
+        # Turns among one group, halves of what is narrow, heads that share nothing.
+        (narrow, {"groups": 1, "ping_pong": True}),
+        (narrow, {"halved": True}),
+        (narrow, {"pack": 2}),
+        (narrow, {"order": "long_first"}),
+    ):
+        assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
+
+
+def dims_of(dtype: Dtype) -> range:
+    return range(32, 257, 16) if dtype is Dtype.E4M3 else range(16, 257, 8)
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, Dtype.E4M3])
+@pytest.mark.parametrize("causal", list(Causal))
+def test_defaults_lie_in_their_space_and_fit(dtype: Dtype, causal: Causal) -> None:
+    for head_dim in dims_of(dtype):
+        for value_head_dim in {head_dim, 64, 128, 256}:
+            for length in (100, 16384):
+                problem = a_problem(head_dim, value_head_dim, dtype, causal, seqlen_kv=length)
+                assert FAMILY.supports(problem, H200) is None
+                config = a_config(problem)
+                assert FAMILY.space(problem, H200).contains(config), problem.key
+                assert sram_bytes(problem, config) <= H200.sram_per_block, problem.key
+
+
+# ---- compiled --------------------------------------------------------------------------------------
+
+# A problem, changes of its default config, and whether the log-sum-exp is written.
+COMPILED = {
+    "d128 causal": (a_problem(128, causal=Causal.BOTTOM_RIGHT), {}, False),
+    "d64 in three groups": (a_problem(64), {}, True),
+    "d64 packed": (a_problem(64, kv_heads=2), {"pack": 4, "groups": 1, "ping_pong": False}, True),
+    "d96 decomposed": (a_problem(96, causal=Causal.TOP_LEFT), {}, True),
+    "d96 padded": (a_problem(96), {"decomposed": False, "q_stages": 1}, False),
+    "d192, 128": (a_problem(192, 128, dtype=Dtype.FP16), {}, False),
+    "d256 halved": (a_problem(256), {}, False),
+    "e4m3": (a_problem(128, dtype=Dtype.E4M3), {}, True),
+    "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> None:
+    problem, changes, lse = COMPILED[name]
+    config = a_config(problem, **changes)
+    kernel = render(FAMILY, problem, config, Specialization(lse=lse))
+    resources = read_resources(kernel, H200)
+    # The compiler adds the exchange between roles and aligns what it allocates.
+    assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
+    assert resources.sram_bytes <= H200.sram_per_block
+    # Groups of four warps; the producer's warp is rounded up to four as well.
+    assert resources.warps == 4 * (config.groups + 1)
+    # Products are never serialised, nor are tiles spilled; an address or two may be.
+    assert not resources.serialized_wgmma
+    assert resources.spill_bytes <= 32
+
+
+def test_descriptors_are_what_the_launcher_is_told_of() -> None:
+    problem = a_problem(96, 80)
+    binary = compile_kernel(render(FAMILY, problem, a_config(problem), PLAIN), H200)
+    # Two tiles of each of q, k, v and out.
+    assert len(binary.metadata.tensordesc_meta) == 8
+    assert [notes["block_size"][-1] for notes in binary.metadata.tensordesc_meta] == [64, 32] * 2 + [
+        64,
+        16,
+    ] * 2
+    assert binary.metadata.global_scratch_size == 0
+
+
+def test_both_kernels_of_a_quantised_source_compile() -> None:
+    problem = a_problem(128, dtype=Dtype.E4M3)
+    kernel = render(FAMILY, problem, a_config(problem), PLAIN)
+    assert kernel.first is not None
+    assert "transpose_values" in str(compile_kernel(kernel.first, H200).asm["ptx"])
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in str(
+        compile_kernel(kernel, H200).asm["ptx"]
+    )
+
+
+def test_configs_of_a_table_are_decoded_strictly() -> None:
+    problem = a_problem()
+    plain = msgspec.to_builtins(a_config(problem))
+    assert msgspec.convert(plain, HopperConfig) == a_config(problem)
+    for changes in ({"groups": 0}, {"pack": 65}, {"order": "random"}, {"even": "yes"}, {"turns": 1}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({**plain, **changes}, HopperConfig)
