@@ -1,0 +1,250 @@
+"""Writes what `flashtune bench --save` found into the tables of the pages.
+
+    python benchmarks/tables.py                                    # prints them, from benchmarks/results
+    python benchmarks/tables.py --write                            # and puts them into the pages
+    python benchmarks/tables.py --write grid.json gqa.json fp8.json
+
+Reports may hold parts of the benchmark's grids, in any order. Pages mark where a table belongs by a pair
+of comments; a table for which nothing was measured is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from flashtune.errors import FlashtuneError
+from flashtune.problem import Causal, Problem
+from flashtune.tuner.bench_grid import GRIDS, case_of, grid_problems, read_figures
+from flashtune.tuner.bench_peers import CUDNN
+from flashtune.tuner.bench_records import OURS, Bench, Row
+from flashtune.tuner.bench_run import read_report
+from flashtune.tuner.bench_summary import AgainstPoint, against
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = (ROOT / "benchmarks/results/nvidia-h200-bench.json",)
+PAGES = (ROOT / "README.md", ROOT / "docs/hopper.md", ROOT / "benchmarks/results/README.md")
+PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
+FAMILY, FLASH = "forward_hopper", "sdpa-flash"
+SHORTEST, USUAL = 512, 8192
+
+Results = dict[str, list[Bench]]
+
+
+def main() -> None:
+    """Reads, prints and writes."""
+    parser = argparse.ArgumentParser(description="Tables of the pages, from flashtune bench.")
+    parser.add_argument("reports", nargs="*", type=Path, default=RESULTS, help="what --save has written")
+    parser.add_argument("--write", action="store_true", help="put the tables between the pages' marks")
+    options = parser.parse_args()
+    try:
+        results = by_grid(
+            bench for path in options.reports for bench in read_report(path.read_bytes(), path.name).benches
+        )
+    except FlashtuneError as error:
+        sys.exit(str(error))
+    texts = {name: text for name, table in TABLES.items() if (text := "\n".join(table(results)))}
+    for name, text in texts.items():
+        print(f"## {name}\n\n{text}\n")
+    if options.write:
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8"), texts), encoding="utf-8")
+
+
+def by_grid(benches: Iterable[Bench]) -> Results:
+    """The benches of each grid that hold a row of ours, in the grid's order; others are passed over."""
+    found = {bench.problem: bench for bench in benches if bench.row(OURS) is not None}
+    return {name: [found[problem] for problem in grid_problems(name) if problem in found] for name in GRIDS}
+
+
+def filled(page: str, texts: dict[str, str]) -> str:
+    """The page with each text between its pair of marks, where it has one.
+
+    Raises:
+        ValueError: A table begins and does not end.
+    """
+    for name, text in texts.items():
+        begin, end = (
+            f"<!-- table {name}: written by benchmarks/tables.py -->",
+            f"<!-- end of table {name} -->",
+        )
+        before, found, rest = page.partition(begin)
+        if not found:
+            continue
+        _, ended, after = rest.partition(end)
+        if not ended:
+            raise ValueError(f"the table {name} of a page has no end: put {end} below its beginning")
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
+
+
+def paper_table(results: Results) -> Iterator[str]:
+    """TFLOP/s at each point, our speed over cuDNN's in the same run, and over the best peer's."""
+    points = _standing(results, "paper")
+
+    def ratios(bench: Bench) -> str:
+        point = points.get(case_of(bench.problem))
+        return f" ({point.ours:.2f}, **{point.ratio:.2f}**)" if point else ""
+
+    intro = "TFLOP/s (over cuDNN in the same run, **and that over the best peer's own ratio to cuDNN**):"
+    yield from _by_length(results["paper"], intro, ratios)
+    if points:
+        worst = min(points.values(), key=lambda point: point.ratio)
+        mean = statistics.geometric_mean([point.ratio for point in points.values()])
+        longer = (point.ratio for point in points.values() if point.seqlen > SHORTEST)
+        yield ""
+        yield f"Over the best peer at {len(points)} points: geometric mean {mean:.3f},"
+        yield f"worst {worst.ratio:.3f} ({worst.case}); beyond S={SHORTEST} the worst is"
+        yield f"{min(longer, default=worst.ratio):.3f}."
+
+
+def behind_table(results: Results) -> Iterator[str]:
+    """The points where a peer is faster."""
+    points = _standing(results, "paper").values()
+    lost = sorted((point for point in points if point.ratio < 1), key=lambda point: point.ratio)
+    if lost:
+        yield f"A peer is faster at {len(lost)} of these {len(points)} points:"
+        yield ""
+        rows = ((point.case, point.best, f"{point.ratio:.3f}") for point in lost)
+        yield from _table(("point", "peer", "flashtune over it"), rows)
+    elif points:
+        yield "No peer is faster at any of these points."
+
+
+def gqa_table(results: Results) -> Iterator[str]:
+    """TFLOP/s, and our speed over cuDNN's in the same run."""
+
+    def ratio(bench: Bench) -> str:
+        found = _over(bench, CUDNN)
+        return f" ({found:.2f})" if found else ""
+
+    yield from _by_length(results["gqa"], "TFLOP/s (over cuDNN in the same run):", ratio)
+
+
+def fp8_table(results: Results) -> Iterator[str]:
+    """TFLOP/s, and our speed over figures that were published."""
+    points = _standing(results, "fp8")
+
+    def ratio(bench: Bench) -> str:
+        point = points.get(case_of(bench.problem))
+        return f" ({point.ratio:.2f})" if point else ""
+
+    intro = "TFLOP/s, V's transposition included (over what cudnn-frontend publishes for an H200):"
+    yield from _by_length(results["fp8"], intro, ratio)
+
+
+def winners_table(results: Results) -> Iterator[str]:
+    """What each axis is at the selected configs, and where another family was selected."""
+    lines = {title: list(map(_config, line)) for title, line in _lines(results["paper"]).items()}
+    axes = dict.fromkeys(axis for line in lines.values() for config in line for axis in config)
+    rows = [(f"`{axis}`", *(_values(line, axis) for line in lines.values())) for axis in axes]
+    if rows:
+        yield "Values at each length, from the shortest to the longest; one value stands for all."
+        yield ""
+        yield from _table(("axis", *lines), (row for row in rows if len(set(row[1:])) > 1))
+        yield ""
+        same = (f"{row[0]} {row[1]}" for row in rows if len(set(row[1:])) == 1)
+        yield f"The same everywhere: {', '.join(same)}."
+    others = [case_of(bench.problem) for bench in results["paper"] if not _config(bench)]
+    if others:
+        yield f"Another family was selected for {', '.join(others)}."
+
+
+def summary_table(results: Results) -> Iterator[str]:
+    """One length, for the front page."""
+    columns = [bench for bench in results["paper"] if bench.problem.seqlen_kv == USUAL]
+
+    def ratios(peer: str) -> tuple[str, ...]:
+        return tuple(f"{ratio:.2f}" if (ratio := _over(bench, peer)) else "–" for bench in columns)
+
+    if columns:
+        rows = (
+            ("flashtune, TFLOP/s", *(f"{_ours(bench).tflops:.0f}" for bench in columns)),
+            ("over SDPA's cuDNN backend", *ratios(CUDNN)),
+            ("over SDPA's flash backend", *ratios(FLASH)),
+        )
+        yield from _table(("", *(_title(bench.problem) for bench in columns)), rows)
+
+
+TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
+    "summary": summary_table,
+    "paper": paper_table,
+    "behind": behind_table,
+    "gqa": gqa_table,
+    "fp8": fp8_table,
+    "winners": winners_table,
+}
+
+
+def _standing(results: Results, grid: str) -> dict[str, AgainstPoint]:
+    """Where the benches of a grid stand among figures measured elsewhere, by the case's name."""
+    path = ROOT / "benchmarks/peers" / PEERS[grid]
+    found = against(results[grid], read_figures(path.read_bytes(), path.name))
+    return {point.case: point for point in found.points} if found else {}
+
+
+def _lines(benches: Sequence[Bench]) -> dict[str, list[Bench]]:
+    """The benches of each head dim and mask, shortest first."""
+    found: dict[str, list[Bench]] = {}
+    for bench in sorted(benches, key=lambda bench: bench.problem.seqlen_kv):
+        found.setdefault(_title(bench.problem), []).append(bench)
+    # Titles in the order of the grid, whichever lengths are missing.
+    return {title: found[title] for title in dict.fromkeys(_title(bench.problem) for bench in benches)}
+
+
+def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], str]) -> Iterator[str]:
+    """One line for each head dim and mask, one column for each length; nothing without benches."""
+    if not benches:
+        return
+    yield intro
+    yield ""
+    lengths = sorted({bench.problem.seqlen_kv for bench in benches})
+    rows = []
+    for title, line in _lines(benches).items():
+        cells = {bench.problem.seqlen_kv: f"{_ours(bench).tflops:.0f}{ratio(bench)}" for bench in line}
+        rows.append((title, *(cells.get(length, "–") for length in lengths)))
+    yield from _table(("", *(f"S={length}" for length in lengths)), rows)
+
+
+def _title(problem: Problem) -> str:
+    return f"D{problem.head_dim} {'full' if problem.causal is Causal.NONE else 'causal'}"
+
+
+def _ours(bench: Bench) -> Row:
+    row = bench.row(OURS)
+    assert row is not None  # by_grid keeps no other
+    return row
+
+
+def _over(bench: Bench, peer: str) -> float | None:
+    """Our speed over a peer's; None where it has no row."""
+    row = bench.row(peer)
+    return row.ms / _ours(bench).ms if row else None
+
+
+def _config(bench: Bench) -> dict[str, str]:
+    """The selected config by axis; empty where another family won."""
+    family, *words = _ours(bench).detail.split()
+    pairs = (word.partition("=") for word in words if family == FAMILY)
+    return {axis: value for axis, equals, value in pairs if equals}
+
+
+def _values(line: Sequence[dict[str, str]], axis: str) -> str:
+    """An axis's values along a line, a dash where another family was selected."""
+    values = [config.get(axis, "–") for config in line]
+    distinct = set(values) - {"–"}
+    return distinct.pop() if len(distinct) == 1 else " ".join(values)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    main()
