@@ -13,6 +13,7 @@ CONSTRAINTS ?= constraints/torch-2.13.txt
 WORKERS ?= 2
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
+BY_TRITON := tests/templates tests/golden tests/runtime/test_descriptors.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -101,7 +102,7 @@ other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret unde
 
 .PHONY: $(OTHER_TRITONS:%=triton-%)
 $(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
-	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) --dist loadgroup tests/templates tests/golden
+	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) --dist loadgroup $(BY_TRITON)
 	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
 
 test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
