@@ -21,6 +21,9 @@ SAME_PREDICTION = 1e-4
 # Predictions of different families compare badly: one whose best is up to this many times slower than
 # the best of all has its share of the start.
 WORTH_A_START = 2.0
+# A family whose default is predicted to take this many times as long as another's is not searched unless
+# it was asked for: one of its launches can take longer than all that the others need.
+HOPELESS = 3.0
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -47,6 +50,21 @@ def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
         Ranked(candidate, _predict(scope, candidate, need)) for candidate, need in demands if not need.excess
     ]
     return tuple(sorted(ranked, key=lambda entry: entry.predicted_ms))
+
+
+def promising(scope: Scope) -> Scope:
+    """A scope without the families that the prediction gives no chance.
+
+    The prediction of what does not fit counts for nothing, so that such families stay.
+    """
+    predicted = {
+        candidate.family: _predict(scope, candidate, need)
+        for candidate in scope.defaults()
+        if not (need := demand(scope, candidate)).excess
+    }
+    limit = HOPELESS * min(predicted.values(), default=math.inf)
+    spaces = tuple(entry for entry in scope.spaces if predicted.get(entry.family.name, 0.0) <= limit)
+    return msgspec.structs.replace(scope, spaces=spaces)
 
 
 def _predict(scope: Scope, candidate: Candidate, need: Demand) -> float:

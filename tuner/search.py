@@ -21,7 +21,7 @@ from flashtune.tuner.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.proposals import Proposer
-from flashtune.tuner.ranking import opening, rank
+from flashtune.tuner.ranking import opening, promising, rank
 from flashtune.tuner.request import (
     Budget,
     Observer,
@@ -110,7 +110,8 @@ def _scope(request: SearchRequest) -> Scope:
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
     spaces = open_spaces(problem, request.target, request.families, request.spaces)
-    return Scope(problem, request.target, contiguous_specialization(problem), spaces)
+    scope = Scope(problem, request.target, contiguous_specialization(problem), spaces)
+    return scope if request.families or request.spaces else promising(scope)
 
 
 def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journal) -> tuple[int, Proposer]:

@@ -19,7 +19,7 @@ def hopper_arguments(
     dtype = problem.dtype
     qk_chunks = head_chunks(problem.head_dim, config.decomposed)
     v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
-    queries, keys = (config.pack, config.rows // config.pack), (1, config.block_n)
+    queries, keys = (1, 1, config.pack, config.rows // config.pack), (1, 1, config.block_n)
     # Where outputs pass in halves, so does the descriptor's tile.
     parts = 2 if config.halved else 1
     return (
@@ -37,16 +37,17 @@ def hopper_arguments(
     )
 
 
-def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype) -> tuple[int, int, int]:
+def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype) -> tuple[int, ...]:
     """A tile of V, which the prologue of quantised kernels transposes."""
-    return (1, chunk.width, config.block_n) if dtype.is_quantized else (1, config.block_n, chunk.width)
+    sides = (chunk.width, config.block_n) if dtype.is_quantized else (config.block_n, chunk.width)
+    return 1, 1, *sides
 
 
 def _descriptor(
-    tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: Dtype, box: tuple[int, int, int]
+    tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: Dtype, box: tuple[int, ...]
 ) -> Argument:
     name = f"{tensor}_desc_{chunk.index}" if len(chunks) > 1 else f"{tensor}_desc"
     swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)
-    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, 4)"
-    sides = ", ".join(str(side) for side in (1, *box))
+    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, {len(box)})"
+    sides = ", ".join(str(side) for side in box)
     return Argument(name, f"tensordesc<{pointer_type(dtype)[1:]}[{sides}],{layout}>")

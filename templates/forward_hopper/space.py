@@ -16,6 +16,8 @@ Section = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 GROUP_WARPS = 4
 GROUP_THREADS = 128
+# Rows of one matrix instruction of a group.
+GROUP_ROWS = 64
 # Registers of a thread: what the multiprocessor has, shared among the groups and the producer's four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
@@ -26,7 +28,9 @@ MOST_ROWS = 256
 LEAST_HALVED = 128
 # One product of eight-bit tiles sums over so many columns.
 QUANTIZED_DEPTH = 32
-MOST_PACKED = 16
+PACKS = (1, 2, 4, 8, 16)
+# Under this many queries a tile has room for several heads.
+FEW_QUERIES = 128
 
 
 class Order(enum.StrEnum):
@@ -54,7 +58,8 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         late_wait: The wait for PV stands behind the exponentials, not before.
         lazy_rescale: Rescale the accumulator only when a maximum has grown by much.
         decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        pack: Query heads of one KV head that share a tile.
+        pack: Query heads of one KV head that share a tile; where they do not divide the group, a
+            tile has rows to spare.
         section: Heads (packs of heads) that are worked on at a time; 0 for all.
         order: Which tiles first.
         even: As few programs as finish in as many rounds, not one for each multiprocessor.
@@ -109,9 +114,10 @@ def _has_turns(chosen: dict[str, AxisValue]) -> bool:
 
 
 def _packs(problem: Problem) -> tuple[int, ...]:
-    """Powers of two that divide the group of query heads; quantised heads have scales of their own."""
-    most = 1 if problem.dtype.is_quantized else MOST_PACKED
-    return tuple(pack for pack in (1, 2, 4, 8, 16) if pack <= most and problem.group_size % pack == 0)
+    """Packing fills tiles that the queries of one head leave empty; quantised heads have own scales."""
+    if problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
+        return (1,)
+    return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
 
 def _is_possible(problem: Problem, config: Config) -> bool:
@@ -153,17 +159,21 @@ def usual_config(problem: Problem) -> HopperConfig:
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    groups = 3 if narrow else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
-        groups=3 if narrow else 2,
-        rows=64,
+        groups=groups,
+        rows=GROUP_ROWS,
         block_n=64 if wide else 128,
         q_stages=1 if wide else 2,
         halved=wide and _can_be_halved(problem, True),
         ping_pong=not wide,
         late_wait=not narrow,
         decomposed=odd_width and _products_fit(problem, True),
+        pack=max(
+            pack for pack in _packs(problem) if pack == 1 or pack * problem.seqlen_q <= groups * GROUP_ROWS
+        ),
         section=0 if causal and long else 4,
         order=Order.ALTERNATE if causal else Order.LINEAR,
         even=not (causal and long),
