@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
+from flashtune.config import AxisValue
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
+from flashtune.templates.forward_hopper.family import SPARE_BYTES
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 
@@ -51,16 +53,17 @@ def sram_bytes(problem: Problem, config: HopperConfig) -> int:
     return sum(item.bytes for item in FAMILY.sram_items(problem, config, H200, PLAIN))
 
 
-def fitting_configs(problem: Problem) -> list[HopperConfig]:
-    """All of a problem's space that the model does not refuse."""
-    return [
-        config
-        for config in FAMILY.space(problem, H200).configs()
-        if isinstance(config, HopperConfig) and sram_bytes(problem, config) <= H200.sram_per_block
-    ]
-
-
 def sampled_configs(problem: Problem, count: int, seed: int = 0) -> list[HopperConfig]:
-    """Some of them; the same ones for the same seed."""
-    fitting = fitting_configs(problem)
-    return random.Random(f"{problem.key} {seed}").sample(fitting, min(count, len(fitting)))
+    """Different points of a problem's space that fit by the model; the same ones for the same seed."""
+    space = FAMILY.space(problem, H200)
+    chance = random.Random(f"{problem.key} {seed}")
+    found: dict[HopperConfig, None] = {}
+    while len(found) < count:
+        chosen: dict[str, AxisValue] = {}
+        for axis in space.axes:
+            chosen[axis.name] = chance.choice(axis.values) if axis.is_active(chosen) else axis.values[0]
+        config = space.build(chosen)
+        assert isinstance(config, HopperConfig)
+        if space.admits(config) and sram_bytes(problem, config) + SPARE_BYTES <= H200.sram_per_block:
+            found[config] = None
+    return list(found)
