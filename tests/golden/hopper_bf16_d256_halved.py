@@ -4,7 +4,7 @@ Computes     bf16, head dim 256, value head dim 256, causal: none
 Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, halved True, ping_pong False, late_wait False,
              lazy_rescale True, decomposed False, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper b9c1a533798c
+Template     forward_hopper 3df3f2d5e08a
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -19,6 +19,7 @@ Sub-notation
   *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
   pack                              PACK query heads of one KV head, whose rows share a tile
+  head                              the first query head of a pack, counted within its KV head's group
 Tunables
   GROUPS, ROWS, BLOCK_N             consumer groups, rows of a group's tile, keys of a block
   STAGES, Q_STAGES                  tiles of K and of V, and of queries for each group, in flight
@@ -72,8 +73,8 @@ def next_slot(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def locate(index, workers, total, tiles, section, all_packs, packs):
-    """Which tile of queries, of which sequence and of which pack of heads, is the index-th.
+def locate(index, workers, total, tiles, section, all_packs, packs, packs_per_kv):
+    """Which tile of queries is the index-th, and of which sequence, KV head and query heads.
 
     Heads come in sections, so that those that are worked on at a time share the L2 cache; within a
     section neighbours in order are different heads.
@@ -83,7 +84,9 @@ def locate(index, workers, total, tiles, section, all_packs, packs):
     width = gl.minimum(section, all_packs - first_pack)
     tile = within // width
     pack = first_pack + within % width
-    return tile, pack // packs, pack % packs
+    batch = pack // packs
+    kv_head = pack % packs // packs_per_kv
+    return tile, batch, kv_head, pack % packs % packs_per_kv * PACK
 
 
 @gluon.jit
@@ -126,9 +129,8 @@ def produce(
     q_stage, q_phase = 0, 1
     k_stage, k_phase = 0, 1
     v_stage, v_phase = 0, 1
-    tile, batch, pack = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs)
+    tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     for index in range(gl.program_id(0), total, workers):
-        kv_head = pack // packs_per_kv
         last = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1
         for group in gl.static_range(GROUPS):
             slot = q_stage * GROUPS + group
@@ -136,11 +138,11 @@ def produce(
             mbarrier.expect(q_full.index(slot), 32768)
             position = tile * TILE + group * POSITIONS
             q_tile = q_tiles.index(slot)
-            copy_in(q_desc, [batch, pack * PACK, position, 0], q_full.index(slot), q_tile)
+            copy_in(q_desc, [batch, kv_head, head, position, 0], q_full.index(slot), q_tile)
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
-        this_batch = batch
+        this_batch, this_kv_head = batch, kv_head
         upcoming = gl.minimum(index + workers, total - 1)
-        tile, batch, pack = locate(upcoming, workers, total, tiles, section, all_packs, packs)
+        tile, batch, kv_head, head = locate(upcoming, workers, total, tiles, section, all_packs, packs, packs_per_kv)
         # Values are wanted one block after keys.
         for step in range(last + 2):
             if step <= last:
@@ -148,14 +150,14 @@ def produce(
                 mbarrier.wait(k_empty.index(k_stage), k_phase)
                 mbarrier.expect(k_full.index(k_stage), 32768)
                 k_tile = k_tiles.index(k_stage)
-                copy_in(k_desc, [this_batch, kv_head, key, 0], k_full.index(k_stage), k_tile)
+                copy_in(k_desc, [this_batch, this_kv_head, key, 0], k_full.index(k_stage), k_tile)
                 k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
             if step > 0:
                 key = (last - step + 1) * BLOCK_N
                 mbarrier.wait(v_empty.index(v_stage), v_phase)
                 mbarrier.expect(v_full.index(v_stage), 32768)
                 v_tile = v_tiles.index(v_stage)
-                copy_in(v_desc, [this_batch, kv_head, key, 0], v_full.index(v_stage), v_tile)
+                copy_in(v_desc, [this_batch, this_kv_head, key, 0], v_full.index(v_stage), v_tile)
                 v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
 
 
@@ -163,7 +165,8 @@ def produce(
 def consume(
     GROUP: gl.constexpr,
     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-    scale_log2, total, tiles, section, all_packs, packs, packs_per_kv, seqlen_q, seqlen_kv,
+    scale_log2, total, tiles, section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
+    seqlen_kv,
 ):
     """Attention of one group's rows of every tile, blocks of keys from the last to the first."""
     workers = gl.num_programs(0)
@@ -175,7 +178,7 @@ def consume(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     declare_growth(GROUP)
 
-    tile, batch, pack = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs)
+    tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
     block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
     mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)
@@ -184,7 +187,7 @@ def consume(
     k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     for index in range(gl.program_id(0), total, workers):
-        this_first, this_batch, this_pack = first, batch, pack
+        this_first, this_batch, this_kv_head, this_head = first, batch, kv_head, head
         positions = first + row_offsets % POSITIONS
 
         # The first block stands alone: its scores were issued while the tile before was finished.
@@ -242,7 +245,7 @@ def consume(
         # What comes next is worked out beside the last product: divisions take long.
         more = index + workers < total
         upcoming = gl.where(more, index + workers, index)
-        tile, batch, pack = locate(upcoming, workers, total, tiles, section, all_packs, packs)
+        tile, batch, kv_head, head = locate(upcoming, workers, total, tiles, section, all_packs, packs, packs_per_kv)
         accumulator = warpgroup_mma_wait(0, deps=[accumulator])
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -264,11 +267,11 @@ def consume(
         tma.store_wait(0)
         o_tiles.index(GROUP).reshape([ROWS, 128]).store(gl.convert_layout(left, HALF))
         fence_async_shared()
-        copy_out(o_desc, [this_batch, this_pack * PACK, this_first, 0], o_tiles.index(GROUP))
+        copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 0], o_tiles.index(GROUP))
         tma.store_wait(0)
         o_tiles.index(GROUP).reshape([ROWS, 128]).store(gl.convert_layout(right, HALF))
         fence_async_shared()
-        copy_out(o_desc, [this_batch, this_pack * PACK, this_first, 128], o_tiles.index(GROUP))
+        copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 128], o_tiles.index(GROUP))
     warpgroup_mma_wait(0, deps=[scores])
     tma.store_wait(0)
 
@@ -289,7 +292,7 @@ def forward_hopper(
     section,
 ):
     q_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [Q_STAGES * GROUPS, 1, PACK, POSITIONS, 256], gl.NVMMASharedLayout(128, 16, 4)
+        gl.bfloat16, [Q_STAGES * GROUPS, 1, 1, PACK, POSITIONS, 256], gl.NVMMASharedLayout(128, 16, 5)
     )
     k_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
@@ -298,7 +301,7 @@ def forward_hopper(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
     )
     o_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [GROUPS, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 4)
+        gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
     )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
@@ -317,9 +320,11 @@ def forward_hopper(
         mbarrier.init(v_empty.index(slot), count=GROUPS)
     fence_async_shared()
 
-    packs = heads // PACK
-    all_packs = all_heads // PACK
-    packs_per_kv = group_size // PACK
+    kv_heads = heads // group_size
+    # Heads of a pack that lie beyond their group are read as zeros and not written.
+    packs_per_kv = (group_size + PACK - 1) // PACK
+    packs = kv_heads * packs_per_kv
+    all_packs = all_heads // heads * packs
     tiles = (seqlen_q + TILE - 1) // TILE
     total = tiles * all_packs
     scale_log2 = scale * LOG2_E
@@ -331,7 +336,7 @@ def forward_hopper(
                     0,
                     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
-                    seqlen_q, seqlen_kv,
+                    kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -340,7 +345,7 @@ def forward_hopper(
                     1,
                     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
-                    seqlen_q, seqlen_kv,
+                    kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -359,41 +364,35 @@ def forward_hopper(
 
 def descriptors(q, k, v, out):
     """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
+    kv_heads = k.shape[1]
+
+    def by_groups(tensor):
+        """Shape and strides with query heads as [kv_heads, group_size]."""
+        batch, heads, seqlen, width = tensor.shape
+        of_batch, of_head, of_position, _ = tensor.stride()
+        group_size = heads // kv_heads
+        shape = [batch, kv_heads, group_size, seqlen, width]
+        return shape, [of_batch, of_head * group_size, of_head, of_position, 1]
+
     return (
         (
             TensorDescriptor(
-                q,
-                [*q.shape],
-                [*q.stride()[:3], 1],
-                [1, 1, 64, 256],
-                gl.NVMMASharedLayout(128, 16, 4),
+                q, *by_groups(q), [1, 1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
             TensorDescriptor(
-                k,
-                [*k.shape],
-                [*k.stride()[:3], 1],
-                [1, 1, 64, 256],
-                gl.NVMMASharedLayout(128, 16, 4),
+                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
             TensorDescriptor(
-                v,
-                [*v.shape],
-                [*v.stride()[:3], 1],
-                [1, 1, 64, 256],
-                gl.NVMMASharedLayout(128, 16, 4),
+                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
             TensorDescriptor(
-                out,
-                [*out.shape],
-                [*out.stride()[:3], 1],
-                [1, 1, 64, 128],
-                gl.NVMMASharedLayout(128, 16, 4),
+                out, *by_groups(out), [1, 1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
     )
@@ -403,7 +402,7 @@ def launch_plan(q, k, v, out):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `heads` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    packs = batch * heads // 1
+    packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
     tiles = triton.cdiv(seqlen_q, 128) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     grid = (min(tiles, multiprocessors),)

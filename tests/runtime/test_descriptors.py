@@ -304,12 +304,14 @@ def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dty
     _, grid, integers, _ = main.made_of
     assert grid == (1,), "one program for the only multiprocessor of a machine without a GPU"
     assert integers == (8, 4, 16, 100, 300, 4)
-    assert len(main.values[0]) == 8 * 9 + 2 + (3 if dtype.is_quantized else 0)
+    # A map, sides and strides of each: five of queries and outputs, by groups, and four of the others.
+    assert len(main.values[0]) == 4 * 11 + 4 * 9 + 2 + (3 if dtype.is_quantized else 0)
     described = [value for value in main.values[0] if isinstance(value, Map)]
     # Two tiles of each: 64 and 32 columns, 64 and 16.
     assert [made.address for made in described[:4]] == [q.data_ptr()] * 2 + [k.data_ptr()] * 2
     assert [made.address for made in described[6:]] == [out.data_ptr()] * 2
-    assert described[0].strides == [*q.stride()]
+    assert described[0].strides == [*q.unflatten(1, (2, 4)).stride()]
+    assert described[2].strides == [*k.stride()]
     if dtype.is_quantized:
         (prologue,) = first
         assert prologue.values[0][0] == v.data_ptr()

@@ -22,6 +22,8 @@ from flashtune.templates.rendering import render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MAX_LINE = 120
+# Hopper's steps are handed the whole schedule.
+MAX_HOPPER_LINE = 130
 # What Hopper kernels set for phases that not every config has.
 SPARE = {"earlier", "positions", "workspaces"}
 
@@ -125,7 +127,8 @@ def test_a_person_can_read_it(name: str) -> None:
     ast.parse(source)
     lines = source.split("\n")
     assert [line for line in lines if line != line.rstrip() or "\t" in line] == []
-    assert [line for line in lines if len(line) > MAX_LINE] == []
+    longest = MAX_HOPPER_LINE if name.startswith("hopper") else MAX_LINE
+    assert [line for line in lines if len(line) > longest] == []
     assert source.endswith("\n")
     assert not source.endswith("\n\n")
     assert name.startswith("hopper") or "\n\n\n\n" not in source
