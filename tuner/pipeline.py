@@ -39,13 +39,16 @@ class Pipeline:
         measurer: Measurer,
         journal: Journal,
         width: int,
+        promised: frozenset[Candidate] = frozenset(),
     ) -> None:
+        """`promised` candidates are tried even where seconds run out: defaults and winners of near shapes."""
         self._scope = scope
         self._proposer = proposer
         self._compiler = compiler
         self._measurer = measurer
         self._journal = journal
         self._width = width
+        self._promised = promised
         self._compiling: dict[Future[Compiled], Candidate] = {}
         self._ready: deque[tuple[Candidate, Compiled]] = deque()
         self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
@@ -64,10 +67,11 @@ class Pipeline:
         """
         while True:
             stop = self._reason_to_stop(budget, started)
-            if stop is not None:
+            if stop is not None and not (stop is Stop.SECONDS and self._owes()):
                 self._drain()
                 return stop
-            self._fill(budget)
+            if stop is None:
+                self._fill(budget)
             self._launch()
             if not self._compiling and not self._running:
                 if self._exhausted:
@@ -78,6 +82,12 @@ class Pipeline:
             self._collect_compiled()
             self._collect_evaluated()
             beat()
+
+    def _owes(self) -> bool:
+        """Whether promised candidates are on their way; the others that wait for the GPU make room."""
+        self._ready = deque(entry for entry in self._ready if entry[0] in self._promised)
+        waiting = (candidate for candidate, _ in (*self._ready, *self._running.values()))
+        return not self._promised.isdisjoint((*self._compiling.values(), *waiting))
 
     def _drain(self) -> None:
         """Lets the GPU end what it has, which is soon over and was paid for."""
@@ -128,7 +138,8 @@ class Pipeline:
             compiled = job.result()
             candidate = self._compiling.pop(job)
             if compiled.outcome is Outcome.OK:
-                self._ready.append((candidate, compiled))
+                add = self._ready.appendleft if candidate in self._promised else self._ready.append
+                add((candidate, compiled))
             else:
                 self._proposer.tell(candidate, self._journal.reject(candidate, compiled))
 

@@ -76,8 +76,9 @@ def run_search(
         journal = Journal(store, scope, measures.provenance)
         reporter = _Reporter(request, journal, observer, started)
         reporter.report(Phase.STARTING)
-        size, proposer = _proposer(request, store, scope, journal)
-        pipeline = Pipeline(scope, proposer, compiles, measures, journal, width)
+        promised = _promised(request, store, scope)
+        size, proposer = _proposer(request, promised, scope, journal)
+        pipeline = Pipeline(scope, proposer, compiles, measures, journal, width, frozenset(promised))
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
@@ -114,19 +115,26 @@ def _scope(request: SearchRequest) -> Scope:
     return scope if request.families or request.spaces else promising(scope)
 
 
-def _proposer(request: SearchRequest, store: Store, scope: Scope, journal: Journal) -> tuple[int, Proposer]:
-    """How many candidates there are, and who proposes them: defaults and winners of near shapes first.
+def _promised(request: SearchRequest, store: Store, scope: Scope) -> tuple[Candidate, ...]:
+    """What is tried first and in any case: each family's default, and winners of near shapes."""
+    defaults = (
+        candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
+    )
+    return tuple(dict.fromkeys((*defaults, *warm_configs(store, scope))))
+
+
+def _proposer(
+    request: SearchRequest, promised: tuple[Candidate, ...], scope: Scope, journal: Journal
+) -> tuple[int, Proposer]:
+    """How many candidates there are, and who proposes them.
 
     A small space that the budget covers is walked through, fastest predicted first.
     """
     ranked = rank(scope, request.seed)
     everything = tuple(entry.candidate for entry in ranked)
-    defaults = tuple(
-        candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
-    )
     trials = request.budget.trials
     few = len(everything) <= ENUMERATED and (trials is None or len(everything) <= trials)
-    start = (*defaults, *warm_configs(store, scope), *(everything if few else opening(ranked, START)))
+    start = (*promised, *(everything if few else opening(ranked, START)))
     size = sum(entry.space.size() for entry in scope.spaces)
     return size, Proposer(scope, start, everything, journal.answers(), request.seed)
 
