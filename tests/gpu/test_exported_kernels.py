@@ -22,7 +22,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     ("family_name", "change"),
-    [("forward_q_outer", ""), ("forward_q_outer", "loads=descriptor"), ("forward_kv_outer", "")],
+    [
+        ("forward_q_outer", ""),
+        ("forward_q_outer", "loads=descriptor"),
+        ("forward_kv_outer", ""),
+        ("forward_hopper", ""),
+        ("forward_hopper", "pack=8,order=long_first"),
+    ],
 )
 def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_path: Path) -> None:
     target = device_target(0)
@@ -30,6 +36,9 @@ def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_
         pytest.skip("this GPU takes no tensor descriptors")
     (problem,) = parse_shape("heads=8,kv_heads=2,seqlen=1000,head_dim=128,dtype=bf16,causal,batch=2")
     family = find_family(family_name)
+    reason = family.supports(problem, target)
+    if reason:
+        pytest.skip(reason)
     record = Record(
         problem=problem,
         target=target.name,
