@@ -1,10 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b16_q1024_k1024_bottom_right  0.2243 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b1_q16384_k16384_bottom_right  2.4604 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3698 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_bottom_right  0.2184 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_bottom_right  0.3649 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b16_q1024_k1024_bottom_right  0.2207 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_bottom_right  0.2193 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

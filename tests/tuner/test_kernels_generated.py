@@ -41,4 +41,4 @@ def test_the_h200_table_covers_its_grid(dtype: str, head_dim: int, causal: str) 
         if (record.target, record.problem.dtype, record.problem.head_dim, record.problem.causal)
         == ("nvidia-h200", dtype, head_dim, causal)
     }
-    assert lengths == {(gqa, 2**power) for gqa in (False, True) for power in range(7, 15)}
+    assert lengths >= {(gqa, 2**power) for gqa in (False, True) for power in range(7, 15)}
