@@ -25,7 +25,7 @@ from flashtune.tuner.bench_run import read_report
 from flashtune.tuner.bench_summary import AgainstPoint, against
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = (ROOT / "benchmarks/results/nvidia-h200-bench.json",)
+RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in ("bench", "gqa-fp8"))
 PAGES = (ROOT / "README.md", ROOT / "docs/hopper.md", ROOT / "benchmarks/results/README.md")
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FAMILY, FLASH = "forward_hopper", "sdpa-flash"
@@ -161,11 +161,15 @@ def summary_table(results: Results) -> Iterator[str]:
         return tuple(f"{ratio:.2f}" if (ratio := _over(bench, peer)) else "–" for bench in columns)
 
     if columns:
-        rows = (
+        peers = (("over SDPA's cuDNN backend", CUDNN), ("over SDPA's flash backend", FLASH))
+        rows = [
             ("flashtune, TFLOP/s", *(f"{_ours(bench).tflops:.0f}" for bench in columns)),
-            ("over SDPA's cuDNN backend", *ratios(CUDNN)),
-            ("over SDPA's flash backend", *ratios(FLASH)),
-        )
+            *(
+                (title, *ratios(peer))
+                for title, peer in peers
+                if any(_over(bench, peer) for bench in columns)
+            ),
+        ]
         yield from _table(("", *(_title(bench.problem) for bench in columns)), rows)
 
 
