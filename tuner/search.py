@@ -126,10 +126,7 @@ def _promised(request: SearchRequest, store: Store, scope: Scope) -> tuple[Candi
 def _proposer(
     request: SearchRequest, promised: tuple[Candidate, ...], scope: Scope, journal: Journal
 ) -> tuple[int, Proposer]:
-    """How many candidates there are, and who proposes them.
-
-    A small space that the budget covers is walked through, fastest predicted first.
-    """
+    """How many candidates there are, and who proposes them; a small space is walked through in order."""
     ranked = rank(scope, request.seed)
     everything = tuple(entry.candidate for entry in ranked)
     trials = request.budget.trials
