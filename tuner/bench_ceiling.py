@@ -41,8 +41,10 @@ def _product(dtype: torch.dtype, device: torch.device) -> Run:
     if dtype.itemsize == 1:
         # 8-bit factors come with scales, and the second one column by column.
         one = torch.ones((), device=device)
+        # Torch has no public name for it.
+        multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         return functools.partial(
-            torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            multiply, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
 
