@@ -12,6 +12,7 @@ import pytest
 
 import flashtune.templates as room
 from flashtune import dispatch
+from flashtune.db import table
 from flashtune.templates import hashing, registry, rendering
 from flashtune.templates.family import Family
 
@@ -47,8 +48,12 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     monkeypatch.setattr(dispatch, "DEFAULT_FAMILIES", (NAME, *dispatch.DEFAULT_FAMILIES))
     others = types.SimpleNamespace(iter_modules=_without_shipped)
     monkeypatch.setattr(registry, "pkgutil", others)
+    # The shipped tables name the family whose place is taken.
+    monkeypatch.setattr(table, "FOLDER", "none")
+    table.shipped_table.cache_clear()
     registry.family_names.cache_clear()
     yield registry.find_family(NAME)
     monkeypatch.undo()
+    table.shipped_table.cache_clear()
     registry.family_names.cache_clear()
     registry.find_family.cache_clear()
