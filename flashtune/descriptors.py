@@ -12,6 +12,8 @@ import dataclasses
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flashtune.errors import KernelError
 from flashtune.quantization import UNSCALED, Scales
 
@@ -38,7 +40,8 @@ class DescriptorArguments:
         """Binds shapes and strides.
 
         Args:
-            patterns: For each tensor its descriptors, on tensors of any address.
+            patterns: For each tensor its descriptors, on tensors of any address; they are kept as
+                long as this is, so give them tensors `without_memory`.
             metadata: The compiler's notes on each descriptor, in order.
         """
         rest = iter(metadata)
@@ -116,6 +119,11 @@ class DescriptorLaunch:
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         self._queue((*self._arguments((q, k, v, out)), row_lse, scale))
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor's type, shape and strides alone: what is kept of it holds no memory of the GPU."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def typed(workspace: Tensor, like: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
-from flashtune.descriptors import LEAST_SCALE, DescriptorArguments, DescriptorLaunch, typed
+from flashtune.descriptors import LEAST_SCALE, DescriptorArguments, DescriptorLaunch, typed, without_memory
 from flashtune.quantization import E4M3, UNSCALED, Scales
 from flashtune.queueing import Queue
 
@@ -110,10 +111,9 @@ def bind(
         prologue = Queue(binary.prologue, first_grid, first_integers, q.device)
     if kernel.takes_descriptors:
         # The kernel reads what the prologue wrote of v.
-        values = typed(allocate_workspace(workspaces[0], q.device), v) if workspaces else v
-        arguments = DescriptorArguments(
-            module.descriptors(q, k, values, out), binary.kernel.metadata.tensordesc_meta
-        )
+        values = typed(allocate_workspace(workspaces[0], torch.device("meta")), v) if workspaces else v
+        patterns = module.descriptors(*map(without_memory, (q, k, values, out)))
+        arguments = DescriptorArguments(patterns, binary.kernel.metadata.tensordesc_meta)
         if q.dtype is not E4M3:
             return DescriptorLaunch(queue, arguments)
     else:
@@ -124,8 +124,17 @@ def bind(
 
 
 def _ones(q: Tensor) -> Tensor:
-    """What stands for the scales of a call that gives none: as many as there are heads in all."""
-    return torch.ones(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
+    """What stands for the scales of a call that gives none: at least as many as there are heads in all."""
+    return _many_ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
+
+
+@functools.cache
+def _many_ones(count: int, device: torch.device) -> Tensor:
+    """Ones that any stream may read at once, since a copy from the host is waited for.
+
+    They are kept for good: a CUDA graph may outlive the launch that it captured.
+    """
+    return torch.ones(count, dtype=torch.float32).to(device)
 
 
 class InterpreterLaunch:
@@ -214,7 +223,7 @@ class QuantizedLaunch:
         allocate: Allocate = allocate_workspace,
         arguments: DescriptorArguments | None = None,
     ) -> None:
-        """`ones` stands for the scales of a call that gives none: as many as there are heads in all."""
+        """`ones` stands for the scales of a call that gives none: one or more for each head."""
         self._queue = queue
         self._prologue = prologue
         self._arguments = arguments

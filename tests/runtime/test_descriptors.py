@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -320,3 +322,36 @@ def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dty
     else:
         assert first == []
         assert [made.address for made in described[4:6]] == [v.data_ptr()] * 2
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
+def test_what_is_bound_keeps_no_tensor(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
+    problem = a_problem(64, 64, dtype=dtype, kv_heads=8, seqlen_q=128, seqlen_kv=128)
+    kernel = render(FAMILY, problem, a_config(problem), PLAIN)
+    element = E4M3 if dtype.is_quantized else torch.bfloat16
+    q, k, v = (torch.zeros(2, 8, 128, 64).to(element) for _ in range(3))
+    out = torch.zeros(2, 8, 128, 64, dtype=torch.bfloat16)
+    seen = [weakref.ref(tensor) for tensor in (q, k, v, out)]
+    launch = bind(kernel, H200, q, k, v, out)
+    launch(q, k, v, out, None, 0.1)
+    del q, k, v, out
+    gc.collect()
+    assert [tensor() for tensor in seen] == [None] * 4
+    assert launch
+
+
+def test_ones_outlive_the_launches_that_read_them(gpu: Driver, queues: list[Noted]) -> None:
+    problem = a_problem(64, 64, dtype=Dtype.E4M3, heads=6, kv_heads=6, seqlen_q=128, seqlen_kv=128)
+    kernel = render(FAMILY, problem, a_config(problem), PLAIN)
+    q, k, v = (torch.zeros(2, 6, 128, 64).to(E4M3) for _ in range(3))
+    out = torch.zeros(2, 6, 128, 64, dtype=torch.bfloat16)
+    addresses = []
+    for _ in range(2):
+        queues.clear()
+        bind(kernel, H200, q, k, v, out)(q, k, v, out, None, 0.1)
+        gc.collect()
+        addresses.append(queues[0].values[0][-4:-1])
+    assert addresses[0] == addresses[1]
+    ones = launching._many_ones(16, q.device)
+    assert set(addresses[0]) == {ones.data_ptr()}
+    assert (ones == 1).all()
