@@ -102,7 +102,7 @@ def attention(
         prefer: "fastest" may hand the problem to torch's SDPA where the search measured it as
             faster; "generated" never does.
         q_scale: What the elements of a float8_e4m3fn q are to be multiplied with, for each sequence
-            and head: float32 [batch, heads], not negative; 1 by default. See `flashtune.quantize`.
+            and head: float32 [batch, heads], positive; 1 by default. See `flashtune.quantize`.
         k_scale: Likewise of k, [batch, kv_heads].
         v_scale: Likewise of v, [batch, kv_heads].
 

@@ -6,14 +6,13 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
 from flashtune.descriptors import LEAST_SCALE, DescriptorArguments, DescriptorLaunch, typed, without_memory
-from flashtune.quantization import E4M3, UNSCALED, Scales
+from flashtune.quantization import E4M3, UNSCALED, Scales, unit_scales
 from flashtune.queueing import Queue
 
 if TYPE_CHECKING:
@@ -120,21 +119,7 @@ def bind(
         arguments = None
         if q.dtype is not E4M3:
             return DeviceLaunch(queue, workspaces, allocate)
-    return QuantizedLaunch(queue, prologue, _ones(q), workspaces, allocate, arguments)
-
-
-def _ones(q: Tensor) -> Tensor:
-    """What stands for the scales of a call that gives none: at least as many as there are heads in all."""
-    return _many_ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
-
-
-@functools.cache
-def _many_ones(count: int, device: torch.device) -> Tensor:
-    """Ones that any stream may read at once, since a copy from the host is waited for.
-
-    They are kept for good: a CUDA graph may outlive the launch that it captured.
-    """
-    return torch.ones(count, dtype=torch.float32).to(device)
+    return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
 
 
 class InterpreterLaunch:

@@ -6,6 +6,7 @@ their scale.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ SIGN_BIT = 0x80
 class Scales(NamedTuple):
     """What the elements of q, k and v are to be multiplied with; None stands for 1.
 
-    Each is float32 and not negative: [batch, heads] for q, [batch, kv_heads] for k and v.
+    Each is float32 and positive: [batch, heads] for q, [batch, kv_heads] for k and v.
     """
 
     q: Tensor | None = None
@@ -110,3 +111,17 @@ def check_scales(problem: Problem, device: torch.device, scales: Scales) -> None
             )
         if scale.device != device:
             raise ProblemError(f"{name} is on {scale.device} and q on {device}: move it there")
+
+
+def unit_scales(q: Tensor) -> Tensor:
+    """What stands for the scales of a call that gives none: as many ones as there are heads, or more."""
+    return _ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
+
+
+@functools.cache
+def _ones(count: int, device: torch.device) -> Tensor:
+    """Ones that any stream may read at once, since a copy from the host is waited for.
+
+    They are kept for good: a CUDA graph may outlive the launch that it captured.
+    """
+    return torch.ones(count, dtype=torch.float32).to(device)

@@ -41,7 +41,7 @@ class Pipeline:
         width: int,
         promised: frozenset[Candidate] = frozenset(),
     ) -> None:
-        """`promised` candidates are tried even where seconds run out: defaults and winners of near shapes."""
+        """Of `promised` candidates, what was begun is tried even where seconds run out."""
         self._scope = scope
         self._proposer = proposer
         self._compiler = compiler

@@ -79,9 +79,9 @@ def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
     if not ranked:
         return ()
     slowest = WORTH_A_START * ranked[0].predicted_ms
-    promising = dict.fromkeys(entry.candidate.family for entry in ranked if entry.predicted_ms <= slowest)
+    hopeful = dict.fromkeys(entry.candidate.family for entry in ranked if entry.predicted_ms <= slowest)
     shares = (
-        varied((entry for entry in ranked if entry.candidate.family == family), limit) for family in promising
+        varied((entry for entry in ranked if entry.candidate.family == family), limit) for family in hopeful
     )
     turns = itertools.chain.from_iterable(itertools.zip_longest(*shares))
     return tuple(itertools.islice((candidate for candidate in turns if candidate), limit))
