@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +70,18 @@ class DescriptorArguments:
 
 def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> list[Any]:
     """A descriptor as the launcher takes it: the tensor map, then its shape and strides."""
+    make, rest = _maker()
+    made: list[Any] = make(dataclasses.replace(pattern, base=tensor), notes, *rest)
+    return made
+
+
+@functools.cache
+def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
+    """Triton's own way to make them, and what it is given besides the descriptor and the notes."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    descriptor = dataclasses.replace(pattern, base=tensor)
     # Later releases pass the launch's other arguments too, for descriptors of another kind.
-    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-    made: list[Any] = make_tensordesc_arg(descriptor, notes, *rest)
-    return made
+    return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
 def without_making(run: Any) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashtune.problem import Causal, Problem
 from flashtune.target import Target
+from flashtune.templates.family import TrafficItem
 
 # The last-level cache is two partitions that each keep a copy of what both read.
 CACHE_COPIES = 2
@@ -55,6 +56,34 @@ def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
         sign = -sign
         count, divisor, step, start = height, step, divisor, divisor - start - 1
     return total
+
+
+def streamed_items(
+    problem: Problem, block_m: int, block_n: int, heads_at_once: int, target: Target | None
+) -> tuple[TrafficItem, ...]:
+    """What the forward pass moves when K and V stream past tiles of queries, in bytes.
+
+    Args:
+        problem: What is computed.
+        block_m: Queries of a tile.
+        block_n: Keys of a block.
+        heads_at_once: KV heads that the programs which run at once read.
+        target: The GPU; None has no cache.
+    """
+    size = problem.dtype.itemsize
+    both = (problem.head_dim + problem.value_head_dim) * size
+    all_heads = problem.batch * problem.heads
+    rows = all_heads * problem.seqlen_q
+    streamed = all_heads * streamed_keys(problem, block_m, block_n) * both
+    name = "k and v read for every tile of queries"
+    if stays_in_cache(heads_at_once * problem.seqlen_kv * both, target):
+        name = "k and v read once, then from L2"
+        streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
+    return (
+        TrafficItem("q read once", rows * problem.head_dim * size),
+        TrafficItem(name, streamed),
+        TrafficItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
+    )
 
 
 def stays_in_cache(working_set: int, target: Target | None) -> bool:

@@ -8,7 +8,7 @@ from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import transpose_arguments
 from flashtune.templates.common.tiles import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
-from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
+from flashtune.templates.common.traffic import streamed_items
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (
@@ -137,21 +137,10 @@ class ForwardHopper:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, HopperConfig)
-        size = problem.dtype.itemsize
-        both = (problem.head_dim + problem.value_head_dim) * size
         all_heads = problem.batch * problem.heads
-        rows = all_heads * problem.seqlen_q
-        streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n) * both
-        name = "k and v read for every tile of queries"
         heads = min(config.section * config.pack or all_heads, all_heads)
-        if stays_in_cache(-(-heads // problem.group_size) * problem.seqlen_kv * both, target):
-            name = "k and v read once, then from L2"
-            streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
-        return (
-            TrafficItem("q read once", rows * problem.head_dim * size),
-            TrafficItem(name, streamed),
-            TrafficItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
-        )
+        at_once = -(-heads // problem.group_size)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
         assert isinstance(config, HopperConfig)

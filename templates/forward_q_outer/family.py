@@ -9,7 +9,7 @@ from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import stays_in_cache, streamed_keys
+from flashtune.templates.common.traffic import streamed_items
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
 from flashtune.templates.forward_q_outer.sram import Stream, stream_columns, stream_items
@@ -151,20 +151,8 @@ class ForwardQOuter:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, QOuterConfig)
-        size = problem.dtype.itemsize
-        both = (problem.head_dim + problem.value_head_dim) * size
-        all_heads = problem.batch * problem.heads
-        rows = all_heads * problem.seqlen_q
-        streamed = all_heads * streamed_keys(problem, config.block_m, config.block_n) * both
-        name = "k and v read for every tile of queries"
-        if stays_in_cache(self._heads_at_once(problem, config, target) * problem.seqlen_kv * both, target):
-            name = "k and v read once, then from L2"
-            streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
-        return (
-            TrafficItem("q read once", rows * problem.head_dim * size),
-            TrafficItem(name, streamed),
-            TrafficItem("out written once", rows * problem.value_head_dim * size),
-        )
+        at_once = self._heads_at_once(problem, config, target)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def _heads_at_once(self, problem: Problem, config: QOuterConfig, target: Target | None) -> int:
         """KV heads that the programs which run at once read, one program to a multiprocessor."""

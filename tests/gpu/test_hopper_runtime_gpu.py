@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,14 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune import decision
-from flashtune.calls import forget_servers
 from flashtune.descriptors import MOST_ADDRESSES
 from flashtune.errors import ProblemError
-from flashtune.notices import forget_told
 from flashtune.quantization import quantize
-from flashtune.self_check import forget_verdicts
-from flashtune.tables import Tables
 
 NATIVE, PORTABLE = "forward_hopper", "forward_q_outer"
 TOLERANCE = 1.6e-2
@@ -27,6 +22,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
     # Nothing interrupts a thread that waits for the GPU: a hang ends the whole run, and says where it was.
     pytest.mark.timeout(300, method="thread"),
     pytest.mark.skipif(
@@ -34,21 +30,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is tuned and nothing is remembered."""
-
-    def forget() -> None:
-        forget_servers()
-        forget_told()
-        forget_verdicts()
-
-    forget()
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
-    yield
-    forget()
 
 
 def tensors(head_dim: int = 128, seed: int = 0, length: int = LENGTH, kv_heads: int = KV_HEADS) -> Triple:

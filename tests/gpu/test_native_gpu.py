@@ -12,14 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
 from flashtune import decision, serving
-from flashtune.calls import forget_servers
 from flashtune.db.rules import by_problem
 from flashtune.db.store import Store, open_store
 from flashtune.errors import KernelError
-from flashtune.notices import FlashtuneWarning, forget_told
+from flashtune.notices import FlashtuneWarning
 from flashtune.record import Selection
 from flashtune.request import read_request
-from flashtune.self_check import forget_verdicts
 from flashtune.tables import Tables
 from flashtune.target import device_target
 from flashtune.templates.registry import find_family
@@ -31,26 +29,12 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
     ),
     pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is tuned and nothing is remembered."""
-
-    def forget() -> None:
-        forget_servers()
-        forget_told()
-        forget_verdicts()
-
-    forget()
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
-    yield
-    forget()
 
 
 def tensors(kind: str, head_dim: int = 128) -> Triple:
