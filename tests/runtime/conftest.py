@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from triton.runtime import driver
 
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
@@ -18,6 +19,7 @@ from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.versions import current_versions
+from tests.tensor_maps import Driver
 
 TARGET = find_target("h200")
 
@@ -86,3 +88,11 @@ def make_record() -> MakeRecord:
         return msgspec.structs.replace(record, **changes)
 
     return make
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A driver in place of the GPU's, which notes what it is told."""
+    fake = Driver()
+    monkeypatch.setattr(driver, "_active", fake)
+    return fake
