@@ -107,7 +107,7 @@ def evaluate_candidate(
                 return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
         return Evaluation(Outcome.OK, verdict, measurement)
     except (KernelError, RuntimeError) as error:
-        _leave_if_broken(device, error)
+        leave_if_broken(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
 
 
@@ -145,11 +145,11 @@ def time_finalists(
     try:
         return run_finals(problem, candidates, specialization, target, device)
     except (KernelError, RuntimeError) as error:
-        _leave_if_broken(device, error)
+        leave_if_broken(device, error)
         return ()
 
 
-def _leave_if_broken(device: torch.device, error: Exception) -> None:
+def leave_if_broken(device: torch.device, error: Exception) -> None:
     """Ends this process if the GPU's context is of no more use after an error."""
     text = str(error).lower()
     for code, words in enumerate(FATAL_ERRORS):

@@ -118,7 +118,7 @@ def _nvidia_usage(compiled: CompiledKernel) -> _Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        report = _run(_tool("cuobjdump"), "--dump-resource-usage", file.name)
+        report = run_tool(tool_path("cuobjdump"), "--dump-resource-usage", file.name)
     fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
     if "REG" not in fields:
         raise KernelError("cuobjdump named no registers for this kernel: reinstall triton")
@@ -164,7 +164,7 @@ def _assemble_again(ptx: str) -> str:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx, encoding="utf-8")
         binary = str(Path(folder, "kernel.cubin"))
-        return _run(_assembler(), "-v", "--gpu-name=sm_90a", str(source), "-o", binary)
+        return run_tool(_assembler(), "-v", "--gpu-name=sm_90a", str(source), "-o", binary)
 
 
 def _assembler() -> str:
@@ -174,14 +174,19 @@ def _assembler() -> str:
     return str(get_ptxas(HOPPER).path)
 
 
-def _tool(name: str) -> str:
+def tool_path(name: str) -> str:
+    """Where one of the tools that Triton brings along lies."""
     from triton import knobs
 
     return str(getattr(knobs.nvidia, name).path)
 
 
-def _run(*command: str) -> str:
-    """The standard output and error of one of the compiler's tools."""
+def run_tool(*command: str) -> str:
+    """The standard output and error of one of the compiler's tools.
+
+    Raises:
+        KernelError: It cannot be run, or failed.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -175,14 +175,14 @@ def break_context(*_: object) -> Evaluation:
     """Breaks the GPU's context, as a kernel's stray access does, in the way that a job meets it."""
     import torch
 
-    from flashtune.tuner.jobs import _leave_if_broken
+    from flashtune.tuner.jobs import leave_if_broken
 
     device = torch.device("cuda", 0)
     table = torch.zeros(4, device=device)
     try:
         table[torch.tensor([2**30], device=device)].sum().item()
     except RuntimeError as error:
-        _leave_if_broken(device, error)
+        leave_if_broken(device, error)
     return Evaluation(Outcome.OK)
 
 
