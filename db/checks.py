@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from flashtune.record import Digest, ShortText, Verdict, Versions
@@ -15,9 +17,11 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         target: Name of the GPU that it ran on.
         versions: What was installed.
         verdict: What the check found.
+        seconds: What a self-check took beyond compiling; None where another command made the verdict.
     """
 
     digest: Digest
     target: ShortText
     versions: Versions
     verdict: Verdict
+    seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None

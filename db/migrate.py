@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from filelock import FileLock, Timeout
 from sqlalchemy import column, inspect, select, table, text
 
+from flashtune.db.creation import HEAD, REVISIONS, alone
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.failures import ELSEWHERE
 from flashtune.db.location import database_url, describe, sqlite_path
-from flashtune.db.schema import HEAD, REVISIONS
 from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "alembic_version"
-LOCK_SECONDS = 60.0
 # Any number will do that nobody else uses for an advisory lock on the same server.
 SERVER_LOCK = 0x666C6173
 
@@ -97,7 +94,7 @@ def _upgraded(engine: Engine, url: str) -> Upgraded:
         with reading(engine, url) as connection:
             before = _revision(connection, url)
     if before != HEAD:
-        with _alone(path):
+        with alone(path) if path else nullcontext():
             if path is not None:
                 _set_wal(engine, url)
             with writing(engine, url) as connection:
@@ -119,30 +116,6 @@ def _revision(connection: Connection, url: str) -> str | None:
             f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
         )
     return None if revision is None else str(revision)
-
-
-@contextmanager
-def _alone(path: Path | None) -> Iterator[None]:
-    """Of all processes of this host, one at a time creates or migrates an SQLite database."""
-    if path is None:
-        yield
-        return
-    lock = FileLock(f"{path}.lock", timeout=LOCK_SECONDS)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise StoreError(
-            f"another process is creating or upgrading {path}: let it finish, then try again"
-        ) from error
-    except OSError as error:
-        raise StoreError(
-            f"cannot write beside the database {path} ({error.strerror}): {ELSEWHERE}"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _set_wal(engine: Engine, url: str) -> None:

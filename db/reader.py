@@ -16,12 +16,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashtune.db.codec import decode_stored, fingerprint
+from flashtune.db.codec import decode_check, decode_stored, fingerprint
 from flashtune.db.failures import UnreadableRecord, sqlite_error
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
+    from flashtune.db.checks import Check
     from flashtune.record import Record, Versions
 
     Rows = list[tuple[Any, ...]]
@@ -33,6 +34,7 @@ BUSY_SECONDS = 5.0
 SELECTIONS = "selected_records"
 STAND_INS = "stand_in_records"
 CHECKS = "known_checks"
+PAYLOADS = "check_payloads"
 RECORD = (
     "SELECT problem_key, target, payload FROM {view} WHERE target = :target AND problem_key = :problem_key"
 )
@@ -40,6 +42,7 @@ RECORDS = "SELECT problem_key, target, payload FROM {view} WHERE target = :targe
 CHECK = (
     "SELECT passed FROM {view} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
 )
+PAYLOAD = CHECK.replace("passed", "payload")
 IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'view' AND name = ?"
 
 
@@ -88,9 +91,17 @@ class Reader:
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Whether a kernel passed its self-check here under these versions; None if it had none."""
-        key = {"digest": digest, "target": target, "versions_hash": fingerprint(versions)}
-        rows = self._query(CHECKS, CHECK, key)
+        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
         return rows[0][0] == 1 if rows else None
+
+    def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
+        """All that is remembered of a kernel's self-check; None too in a database of an older schema.
+
+        Raises:
+            TableError: The row holds no self-check.
+        """
+        rows = self._query(PAYLOADS, PAYLOAD, _check_key(digest, target, versions))
+        return decode_check(str(rows[0][0]).encode()) if rows else None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
@@ -100,6 +111,10 @@ class Reader:
                 warnings.warn(
                     f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
                 )
+
+
+def _check_key(digest: str, target: str, versions: Versions) -> dict[str, str]:
+    return {"digest": digest, "target": target, "versions_hash": fingerprint(versions)}
 
 
 def _query_file(path: Path, url: str, view: str, question: str, values: dict[str, str]) -> Rows:

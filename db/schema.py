@@ -21,10 +21,6 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-# Every schema that there ever was, oldest first: the names of the migrations.
-REVISIONS = ("0001", "0002")
-HEAD = REVISIONS[-1]
-
 METADATA = MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",

@@ -15,7 +15,7 @@ from flashtune.quantization import given_scales
 from flashtune.record import Selection, Standing
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer, Request, read_request, require_tensors, requires_grad
-from flashtune.self_check import known_verdict
+from flashtune.self_check import known_seconds, known_verdict
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +30,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         specialization: What the kernel may assume of these tensors; None where no kernel serves.
         kernel: The kernel's digest, empty where no kernel serves.
         standing: What is known of that very kernel here, its specialisation included.
+        check_seconds: What its self-check took beyond compiling; None where it had none on this machine.
         command: What tunes this shape.
     """
 
@@ -41,6 +42,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     specialization: Specialization | None = None
     kernel: str = ""
     standing: Standing | None = None
+    check_seconds: float | None = None
     command: str
 
     def __str__(self) -> str:
@@ -56,6 +58,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(
                 f"  kernel {self.kernel}: strides of {alignment}, {bits}-bit offsets{lse}; {self.standing}"
             )
+        if self.check_seconds is not None:
+            lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
         if self.standing is not Standing.TIMED:
             lines.append(f"  tune this shape with: {self.command}")
         return "\n".join(lines)
@@ -105,14 +109,16 @@ def _of_kernel(request: Request, decision: Decision, specialization: Specializat
             decision.selection,
         )
         return _explanation(request, refused)
-    standing = decision.selection.standing
+    standing, seconds = decision.selection.standing, None
     if not proven_by(decision.selection, kernel.digest):
         standing = Standing.VERIFIED if known else Standing.UNPROVEN
+        seconds = known_seconds(kernel, decision.target)
     return msgspec.structs.replace(
         _explanation(request, decision),
         specialization=specialization,
         kernel=kernel.digest,
         standing=standing,
+        check_seconds=seconds,
     )
 
 

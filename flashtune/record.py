@@ -76,6 +76,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checks: Problems and probes compared.
         failed: Name of the first check that failed, empty if none.
         device: The GPU's name, or `interpreter`.
+        probes: The probes that were passed; left out where one failed.
     """
 
     passed: bool
@@ -83,6 +84,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checks: NonNegative
     failed: ShortText
     device: ShortText
+    # Left out of stored records where it says nothing, as `Resources.warps`.
+    probes: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=32)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class PeerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

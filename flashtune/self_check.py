@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.errors import StoreError
+from flashtune.compilation import kernel_folder
+from flashtune.errors import StoreError, TableError
 from flashtune.notices import tell_once
 from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
     from flashtune.config import Config
     from flashtune.kernel import Kernel
+    from flashtune.launch import Binary
     from flashtune.problem import Problem
     from flashtune.record import Verdict
     from flashtune.target import Target
+
+# A check takes a part of a second; whoever holds the lock for so long is not checking any more.
+LOCK_SECONDS = 30.0
 
 # What this process found or read, by (digest, target's name).
 _known: dict[tuple[str, str], bool] = {}
@@ -39,30 +47,59 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
     return _known[key]
 
 
-def passes_self_check(
-    kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
-) -> bool:
-    """Whether a kernel is right on this GPU, by memory or by a check of well under a second.
+def known_seconds(kernel: Kernel, target: Target) -> float | None:
+    """What a kernel's self-check on this machine took beyond compiling; None where that is not known.
 
-    The verdict is remembered in the user's database; where that cannot be read or written, a warning
-    says so and this process alone remembers.
+    Raises:
+        StoreError: The database is damaged, locked or out of reach.
+    """
+    from flashtune.db.reader import open_reader
+
+    reader = open_reader()
+    try:
+        check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
+    except TableError:
+        return None  # a row of whatever origin: whether the kernel passed is another column
+    return check.seconds if check else None
+
+
+def passes_self_check(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    compiled: Binary | None = None,
+) -> bool:
+    """Whether a kernel is right on this GPU, by memory or by a check of a part of a second.
+
+    Of the processes of this machine one checks and the others wait for what it finds. The verdict is
+    remembered in the user's database; where that cannot be read or written, a warning says so and
+    this process alone remembers.
+
+    Args:
+        kernel: The kernel.
+        problem: What it computes: of this its static features count.
+        config: Its config.
+        target: The GPU.
+        device: The GPU as torch names it.
+        compiled: Its binary, where it is at hand.
 
     Raises:
         KernelError: It does not compile, load or launch.
     """
-    try:
-        known = known_verdict(kernel, target)
-    except StoreError as error:
-        tell_once("database", f"{error} (until then kernels are checked again in every process)")
-        known = None
+    known = _remembered(kernel, target)
     if known is not None:
         return known
-    from flashtune.proof.cases import Level
-    from flashtune.proof.check import check_rendered
-
-    verdict = check_rendered(kernel, problem, config, target, device, Level.QUICK)
-    _known[kernel.digest, target.name] = verdict.passed
-    _remember(kernel, target, verdict)
+    with _one_of_many(kernel):
+        known = _remembered(kernel, target)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        verdict = _verdict(kernel, problem, config, target, device, compiled)
+        seconds = time.perf_counter() - start
+        _known[kernel.digest, target.name] = verdict.passed
+        _remember(kernel, target, verdict, seconds)
     return verdict.passed
 
 
@@ -71,15 +108,62 @@ def forget_verdicts() -> None:
     _known.clear()
 
 
-def _remember(kernel: Kernel, target: Target, verdict: Verdict) -> None:
+def _remembered(kernel: Kernel, target: Target) -> bool | None:
+    """As `known_verdict`, for a process that goes on without a database."""
+    try:
+        return known_verdict(kernel, target)
+    except StoreError as error:
+        _tell_of_database(error)
+        return None
+
+
+@contextlib.contextmanager
+def _one_of_many(kernel: Kernel) -> Iterator[None]:
+    """Of the processes of this machine one at a time, where the kernel cache can be written.
+
+    The lock saves work and nothing hangs on it: whoever cannot have it checks for itself.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = kernel_folder()
+    lock = FileLock(folder / f"{kernel.family}_{kernel.digest}.lock", timeout=LOCK_SECONDS)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, Timeout):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock)
+        yield
+
+
+def _verdict(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    compiled: Binary | None,
+) -> Verdict:
+    from flashtune.proof.cases import Level
+    from flashtune.proof.check import check_rendered
+
+    return check_rendered(kernel, problem, config, target, device, Level.QUICK, compiled=compiled)
+
+
+def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) -> None:
     from flashtune.db.checks import Check
-    from flashtune.db.store import open_store
+    from flashtune.db.remembering import remember_check
 
     check = Check(
-        digest=kernel.digest, target=target.name, versions=current_versions(kernel.family), verdict=verdict
+        digest=kernel.digest,
+        target=target.name,
+        versions=current_versions(kernel.family),
+        verdict=verdict,
+        seconds=seconds,
     )
     try:
-        with open_store() as store:
-            store.remember_check(check)
+        remember_check(check)
     except StoreError as error:
-        tell_once("database", f"{error} (until then kernels are checked again in every process)")
+        _tell_of_database(error)
+
+
+def _tell_of_database(error: StoreError) -> None:
+    tell_once("database", f"{error} (until then kernels are checked again in every process)")

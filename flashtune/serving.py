@@ -102,13 +102,13 @@ def _generated(
     record = selection.record
     assert record.config is not None
     kernel = kernel_of(record, needed_specialization(request, q, k, v))
+    binary = _binary(kernel, target, q.device)
     if not proven_by(selection, kernel.digest):
         problem = msgspec.structs.replace(request.problem, causal=record.problem.causal)
-        if not passes_self_check(kernel, problem, record.config, target, q.device):
+        if not passes_self_check(kernel, problem, record.config, target, q.device, binary):
             raise VerificationError(
                 f"the {record.family} kernel for {request.problem.key} failed its self-check on {target.name}"
             )
-    binary = _binary(kernel, target, q.device)
     launch = bind(kernel, target, *request.views(q, k, v), output_like(request), compiled=binary)
     return _launcher(launch, request, q)
 

@@ -108,22 +108,24 @@ def check_rendered(
     level: Level = Level.FULL,
     *,
     seed: int | None = None,
+    compiled: Binary | None = None,
 ) -> Verdict:
-    """Proves a kernel that is rendered already; of the arguments of `check_kernel`.
+    """As `check_kernel`, of a kernel that is rendered already, and compiled where that is at hand.
 
     Raises:
         KernelError: It does not compile, load or launch.
     """
     seed = next_seed() if seed is None else seed
-    compiled = None if interpreting() else compile_binary(kernel, target)
+    binary = None if interpreting() else compiled or compile_binary(kernel, target)
     findings: list[Finding] = []
+    planned = tuple(_planned(kernel, problem, config, level, seed))
     with _on(device):
         try:
-            for case, case_seed in _planned(kernel, problem, config, level, seed):
+            for case, case_seed in planned:
                 # A self-check leaves nothing behind in a user's memory.
                 ready = prepare if level is Level.QUICK else prepare_and_keep
                 prepared = ready(case, kernel.specialization.alignment, device, case_seed)
-                found = tuple(_findings(kernel, compiled, case, prepared, target))
+                found = tuple(_findings(kernel, binary, case, prepared, target))
                 findings += found
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
@@ -135,7 +137,8 @@ def check_rendered(
     verdict = _verdict(findings, figures, _device_name(device), seed)
     if not verdict.passed:
         forget()
-    return verdict
+        return verdict
+    return msgspec.structs.replace(verdict, probes=tuple({case.probe.value: None for case, _ in planned}))
 
 
 def interpretable(problem: Problem) -> Problem:

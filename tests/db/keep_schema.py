@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashtune.db.checks import Check
-from flashtune.db.schema import HEAD
+from flashtune.db.creation import HEAD
 from flashtune.db.store import open_store
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem

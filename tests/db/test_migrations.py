@@ -15,9 +15,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
 from flashtune.db import migrate
+from flashtune.db.creation import HEAD, REVISIONS
 from flashtune.db.migrate import MIGRATIONS, Upgraded, upgrade
 from flashtune.db.reader import open_reader
-from flashtune.db.schema import HEAD, METADATA, REVISIONS
+from flashtune.db.schema import METADATA
 from flashtune.db.store import Store, open_store
 from flashtune.errors import StoreError
 from flashtune.record import Measurement, PeerTime, Record, Versions

@@ -1,0 +1,138 @@
+"""Self-checks that are remembered without SQLAlchemy, and the databases that are made for them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.checks import Check
+from flashtune.db.creation import HEAD, create_database
+from flashtune.db.migrate import Upgraded, upgrade
+from flashtune.db.reader import open_reader
+from flashtune.db.remembering import remember_check
+from flashtune.db.store import open_store
+from flashtune.errors import StoreError
+from flashtune.record import Verdict, Versions
+
+TARGET = "nvidia-h200"
+VERSIONS = Versions("0.1.0", "t" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
+SCHEMAS = sorted((Path(__file__).parents[1] / "data" / "schemas").glob("*.sqlite"))
+
+
+def make_check(digest: str = "a" * 32, *, passed: bool = True, seconds: float | None = 0.1) -> Check:
+    verdict = Verdict(passed, 0.5, 9, "" if passed else "needle", "NVIDIA H200")
+    return Check(digest=digest, target=TARGET, versions=VERSIONS, verdict=verdict, seconds=seconds)
+
+
+def layout(path: Path) -> set[tuple[str, str, str]]:
+    """All that a database defines, whatever the white space."""
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        return {
+            (kind, name, re.sub(r"\s*([(),])\s*", r"\1", " ".join(sql.split()))) for kind, name, sql in rows
+        }
+
+
+def test_the_schema_file_is_what_the_migrations_come_to(tmp_path: Path) -> None:
+    migrated, made = tmp_path / "migrated.sqlite", tmp_path / "made.sqlite"
+    upgrade(str(migrated))
+    create_database(made)
+    assert layout(made) == layout(migrated)
+    assert upgrade(str(made)) == Upgraded(HEAD, HEAD)
+    with closing(sqlite3.connect(made)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_check_makes_the_database_and_the_store_goes_on_with_it(path: Path) -> None:
+    check = make_check()
+    remember_check(check, str(path))
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert reader.check(check.digest, TARGET, VERSIONS) is True
+    assert reader.remembered(check.digest, TARGET, VERSIONS) == check
+    assert reader.remembered("b" * 32, TARGET, VERSIONS) is None
+    with open_store(str(path)) as store:
+        store.remember_check(make_check(passed=False, seconds=None))
+    assert reader.check(check.digest, TARGET, VERSIONS) is False
+    remember_check(check, str(path))
+    assert reader.check(check.digest, TARGET, VERSIONS) is True
+
+
+def test_an_empty_file_becomes_a_database(path: Path) -> None:
+    path.touch()
+    remember_check(make_check(), str(path))
+    assert upgrade(str(path)) == Upgraded(HEAD, HEAD)
+
+
+@pytest.mark.parametrize("kept", SCHEMAS, ids=lambda path: path.stem)
+def test_a_past_schema_takes_checks_and_stays_as_it_is(kept: Path, path: Path) -> None:
+    shutil.copy(kept, path)
+    remember_check(make_check(), str(path))
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert reader.check("a" * 32, TARGET, VERSIONS) is True
+    assert upgrade(str(path)) == Upgraded(kept.stem, HEAD)
+    assert reader.remembered("a" * 32, TARGET, VERSIONS) == make_check()
+
+
+@pytest.mark.parametrize(
+    ("statements", "words"),
+    [
+        (("CREATE TABLE others (id INTEGER)",), "no flashtune database"),
+        (
+            (
+                "CREATE TABLE alembic_version (version_num TEXT)",
+                "INSERT INTO alembic_version VALUES ('9999')",
+            ),
+            "has schema '9999'",
+        ),
+        (("CREATE TABLE alembic_version (version_num TEXT)",), "has schema 'None'"),
+    ],
+)
+def test_other_databases_are_left_alone(path: Path, statements: tuple[str, ...], words: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=words):
+        remember_check(make_check(), str(path))
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_database_says_so(path: Path) -> None:
+    path.write_bytes(b"something else" * 200)
+    with pytest.raises(StoreError, match="no SQLite database"):
+        remember_check(make_check(), str(path))
+
+
+def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write beside the database"):
+        remember_check(make_check(), str(tmp_path / "file" / "flashtune.sqlite"))
+
+
+def test_many_that_create_it_at_once_lose_nothing(path: Path) -> None:
+    digests = [f"{number:032x}" for number in range(8)]
+    failures: list[StoreError] = []
+
+    def work(digest: str) -> None:
+        try:
+            remember_check(make_check(digest), str(path))
+        except StoreError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(digest,)) for digest in digests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert all(reader.check(digest, TARGET, VERSIONS) for digest in digests)

@@ -1,0 +1,182 @@
+"""Self-checks: made once per machine, by one process of many, and remembered with what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from flashtune import self_check
+from flashtune.db.checks import Check
+from flashtune.db.store import open_store
+from flashtune.errors import KernelError
+from flashtune.kernel import Kernel
+from flashtune.notices import FlashtuneWarning
+from flashtune.problem import Problem
+from flashtune.proof import check
+from flashtune.record import Record, Verdict
+from flashtune.rendered import kernel_of
+from flashtune.self_check import forget_verdicts, known_seconds, known_verdict, passes_self_check
+from flashtune.target import find_target
+from flashtune.versions import current_versions
+
+Make = Callable[..., Record]
+TARGET = find_target("h200")
+DEVICE = torch.device("cuda", 0)
+
+
+class Checker:
+    """Stands in for the check on a GPU."""
+
+    def __init__(self, passed: bool) -> None:
+        self.verdict = Verdict(passed, 0.5 if passed else 7.0, 9, "" if passed else "rows", "NVIDIA H200")
+        self.calls = 0
+
+    def __call__(self, *_: object, compiled: object) -> Verdict:
+        self.calls += 1
+        return self.verdict
+
+
+def kernel_for(record: Record) -> Kernel:
+    return kernel_of(record, record.specialization)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_verdict_is_remembered_by_process_and_database(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, passed: bool
+) -> None:
+    checker = Checker(passed)
+    monkeypatch.setattr(check, "check_rendered", checker)
+    record = make_record(problem)
+    kernel = kernel_for(record)
+    assert record.config is not None
+    assert known_verdict(kernel, TARGET) is None
+    for _ in range(3):
+        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
+    assert checker.calls == 1
+    forget_verdicts()
+    assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
+    assert checker.calls == 1, "the database remembers for other processes"
+    forget_verdicts()
+    assert known_verdict(kernel, find_target("a100")) is None
+
+
+def test_a_verdict_under_other_versions_does_not_count(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    kernel = kernel_for(record)
+    versions = msgspec.structs.replace(current_versions(record.family), driver="another")
+    with open_store() as store:
+        store.remember_check(
+            Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=Checker(True).verdict)
+        )
+    assert known_verdict(kernel, TARGET) is None
+
+
+def test_a_database_out_of_reach_means_checking_in_every_process(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, own_database: Path
+) -> None:
+    own_database.write_bytes(b"no database at all, but long enough to be read as one" * 40)
+    checker = Checker(True)
+    monkeypatch.setattr(check, "check_rendered", checker)
+    record = make_record(problem)
+    assert record.config is not None
+    kernel = kernel_for(record)
+    with pytest.warns(FlashtuneWarning, match="checked again in every process"):
+        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    assert checker.calls == 1
+
+
+def test_a_kernel_that_does_not_launch_is_no_verdict(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, compiled: object) -> Verdict:
+        raise KernelError("out of resources")
+
+    monkeypatch.setattr(check, "check_rendered", fail)
+    record = make_record(problem)
+    assert record.config is not None
+    with pytest.raises(KernelError):
+        passes_self_check(kernel_for(record), problem, record.config, TARGET, DEVICE)
+    assert known_verdict(kernel_for(record), TARGET) is None
+
+
+def test_what_a_check_took_is_remembered(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "check_rendered", Checker(True))
+    record = make_record(problem)
+    assert record.config is not None
+    kernel = kernel_for(record)
+    assert known_seconds(kernel, TARGET) is None
+    passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    seconds = known_seconds(kernel, TARGET)
+    assert seconds is not None
+    assert 0 <= seconds < 1
+
+
+def test_who_waited_for_another_process_takes_its_verdict(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = Checker(True)
+    monkeypatch.setattr(check, "check_rendered", checker)
+    record = make_record(problem)
+    assert record.config is not None
+    kernel = kernel_for(record)
+    one_of_many = self_check._one_of_many
+
+    @contextlib.contextmanager
+    def after_another(kernel: Kernel) -> Iterator[None]:
+        with one_of_many(kernel):
+            with open_store() as store:
+                versions = current_versions(kernel.family)
+                wrong = Checker(False).verdict
+                store.remember_check(
+                    Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=wrong)
+                )
+            yield
+
+    monkeypatch.setattr(self_check, "_one_of_many", after_another)
+    assert not passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    assert checker.calls == 0
+
+
+def test_without_a_lock_everybody_checks(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = make_record(problem)
+    assert record.config is not None
+    kernel = kernel_for(record)
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setattr(self_check, "kernel_folder", lambda: no_folder)
+    checker = Checker(True)
+    monkeypatch.setattr(check, "check_rendered", checker)
+    assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    assert checker.calls == 1
+
+
+def test_a_check_imports_no_sqlalchemy(own_database: Path) -> None:
+    """Whose import would take longer than the check."""
+    program = (
+        "import sys\n"
+        "from flashtune.db.checks import Check\n"
+        "from flashtune.db.remembering import remember_check\n"
+        "from flashtune.record import Verdict, Versions\n"
+        "verdict = Verdict(True, 0.5, 9, '', 'NVIDIA H200')\n"
+        "versions = Versions('0', '0', '0', '0', '0', '0')\n"
+        "remember_check(Check(digest='0' * 32, target='nvidia-h200', versions=versions, verdict=verdict))\n"
+        "print(*{'sqlalchemy', 'alembic', 'mako', 'optuna'} & set(sys.modules))\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == ""
+    assert own_database.exists()
