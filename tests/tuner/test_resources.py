@@ -65,7 +65,7 @@ def test_an_amd_kernel() -> None:
 
 
 def test_a_tool_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_tool", lambda name: f"/nowhere/{name}")
+    monkeypatch.setattr(room, "tool_path", lambda name: f"/nowhere/{name}")
     with pytest.raises(KernelError, match="cuobjdump failed"):
         read_resources(a_kernel(), find_target("a100"))
 
