@@ -1,0 +1,6 @@
+"""Kernels that are broken on purpose: a catalogue, and what the proof says of each.
+
+python -m tests.mutants run            # breaks, compiles and verifies all of them on the GPU
+python -m tests.mutants right          # samples right kernels: none may be refused
+python -m tests.mutants table --write  # puts what was found into docs/proof.md
+"""

@@ -1,0 +1,139 @@
+"""What a mutant is: a kernel that renders right, and a patch of its text that makes it wrong."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.kernel import Kernel, Specialization
+from flashtune.problem import Problem
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+
+class PatchError(Exception):
+    """A patch does not match the rendered text: the template has changed, and so must the patch."""
+
+
+class Part(NamedTuple):
+    """A stretch of a rendered file, from one text that occurs once to the next occurrence of another."""
+
+    begin: str
+    end: str
+
+
+class Patch(NamedTuple):
+    """One replacement in a rendered file.
+
+    Attributes:
+        old: What must occur exactly `times`; at line breaks any indentation matches.
+        new: What stands there instead; its lines are indented as the first one is.
+        part: Where to look; everywhere where left out.
+        times: How often it occurs, and is replaced.
+    """
+
+    old: str
+    new: str
+    part: Part | None = None
+    times: int = 1
+
+
+class Subject(NamedTuple):
+    """A kernel to break, and the problem that it is verified at as if it had been tuned there."""
+
+    family: str
+    problem: Problem
+    config: Config
+    specialization: Specialization = Specialization()
+
+    @property
+    def label(self) -> str:
+        """The subject in a line."""
+        lse = ", lse" if self.specialization.lse else ""
+        return f"{self.family}: {self.problem.key}, {self.config.label()}{lse}"
+
+
+class Mutant(NamedTuple):
+    """A subject and what is broken in it.
+
+    Attributes:
+        name: What is wrong, in a few words; no other mutant of the family has it.
+        breaks: What that does, in a sentence.
+        subject: The kernel under which it changes results.
+        patches: The change, as replacements one after the other.
+        racy: Whether it changes results by a race alone, and so not in every run.
+        hangs: Whether some launch never ends.
+    """
+
+    name: str
+    breaks: str
+    subject: Subject
+    patches: tuple[Patch, ...]
+    racy: bool = False
+    hangs: bool = False
+
+    @property
+    def id(self) -> str:
+        """The family and the name."""
+        return f"{self.subject.family}: {self.name}"
+
+
+@functools.cache
+def rendered(subject: Subject) -> Kernel:
+    """The subject's kernel, unbroken."""
+    return render(find_family(subject.family), subject.problem, subject.config, subject.specialization)
+
+
+def broken(mutant: Mutant) -> Kernel:
+    """The mutant's kernel.
+
+    Raises:
+        PatchError: A patch does not match as often as it should.
+    """
+    kernel = rendered(mutant.subject)
+    source = kernel.source
+    for patch in mutant.patches:
+        source = patched(source, patch, mutant.id)
+    return msgspec.structs.replace(kernel, source=source)
+
+
+def patched(source: str, patch: Patch, name: str) -> str:
+    """The source with one patch.
+
+    Args:
+        source: A rendered file.
+        patch: What to replace.
+        name: Whose patch it is, for the error.
+
+    Raises:
+        PatchError: It does not match as often as it should.
+    """
+    start, end = _bounds(source, patch.part, name)
+    pattern = r"\n *".join(re.escape(line) for line in patch.old.split("\n"))
+    found = list(re.finditer(pattern, source[start:end]))
+    if len(found) != patch.times:
+        where = f" between {patch.part.begin!r} and {patch.part.end!r}" if patch.part else ""
+        raise PatchError(
+            f"{name}: {patch.old!r} occurs {len(found)} times{where} and not {patch.times}: "
+            "the template has changed, so change the patch"
+        )
+    for match in reversed(found):
+        first, last = start + match.start(), start + match.end()
+        line = source[source.rfind("\n", 0, first) + 1 : first]
+        margin = "\n" + " " * (len(line) - len(line.lstrip()) if line.strip() else len(line))
+        source = source[:first] + patch.new.replace("\n", margin) + source[last:]
+    return source
+
+
+def _bounds(source: str, part: Part | None, name: str) -> tuple[int, int]:
+    if part is None:
+        return 0, len(source)
+    start = source.find(part.begin)
+    end = source.find(part.end, start + len(part.begin))
+    if source.count(part.begin) != 1 or end < 0:
+        raise PatchError(f"{name}: there is no one part from {part.begin!r} to {part.end!r}")
+    return start, end
