@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flashtune.tuner.clock import Clock, WallClock
 from flashtune.tuner.compile_pool import CompilePool, Compiler
 from flashtune.tuner.evaluation import Measurer
 from flashtune.tuner.prediction import Predictor
@@ -20,11 +21,13 @@ class Equipment(NamedTuple):
         compiler: Compiles candidates, several at once.
         measurer: Verifies and times them, or predicts their times.
         width: How many compile at once.
+        clock: Tells how long that takes.
     """
 
     compiler: Compiler
     measurer: Measurer
     width: int = 1
+    clock: Clock = WallClock()
 
 
 @contextlib.contextmanager

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from flashtune.record import Outcome
 from flashtune.tuner.candidates import Candidate, Scope, demand
-from flashtune.tuner.compile_pool import Compiled, Compiler
-from flashtune.tuner.evaluation import Evaluation, Measurer
+from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.equipment import Equipment
+from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.journal import Journal
-from flashtune.tuner.proposals import Proposer
+from flashtune.tuner.policy import Proposes
 from flashtune.tuner.request import Budget, Stop
 
 # Candidates that are handed to the GPU's process: one to work on, one to go on with.
 ON_DEVICE = 2
 # Compiled candidates that wait for the GPU. More would be proposed on stale knowledge.
 READY = 6
-# How long to wait for something to finish before the observer hears that time passes, in seconds.
-HEARTBEAT = 0.25
 # Candidates to ask for before looking at the clock again: the model may prune many in a row.
 MOST_ASKED = 64
 # A launch slower than this many times the best so far is dropped after a few samples.
@@ -34,20 +32,16 @@ class Pipeline:
     def __init__(
         self,
         scope: Scope,
-        proposer: Proposer,
-        compiler: Compiler,
-        measurer: Measurer,
+        proposer: Proposes,
+        equipment: Equipment,
         journal: Journal,
-        width: int,
         promised: frozenset[Candidate] = frozenset(),
     ) -> None:
         """Of `promised` candidates, what was begun is tried even where seconds run out."""
         self._scope = scope
         self._proposer = proposer
-        self._compiler = compiler
-        self._measurer = measurer
+        self._compiler, self._measurer, self._width, self._clock = equipment
         self._journal = journal
-        self._width = width
         self._promised = promised
         self._compiling: dict[Future[Compiled], Candidate] = {}
         self._ready: deque[tuple[Candidate, Compiled]] = deque()
@@ -59,7 +53,7 @@ class Pipeline:
 
         Args:
             budget: When to stop.
-            started: When the search started, of `time.monotonic`.
+            started: When the search started, by the equipment's clock.
             beat: Called whenever something finished, and now and then.
 
         Raises:
@@ -78,7 +72,7 @@ class Pipeline:
                     return Stop.EXHAUSTED
                 continue
             pending: list[Future[Any]] = [*self._compiling, *self._running]
-            wait(pending, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
+            self._clock.wait_for_any(pending)
             self._collect_compiled()
             self._collect_evaluated()
             beat()
@@ -91,11 +85,11 @@ class Pipeline:
 
     def _drain(self) -> None:
         """Lets the GPU end what it has, which is soon over and was paid for."""
-        wait(list(self._running))
+        self._clock.wait_for_all(self._running)
         self._collect_evaluated()
 
     def _reason_to_stop(self, budget: Budget, started: float) -> Stop | None:
-        if budget.seconds is not None and time.monotonic() - started >= budget.seconds:
+        if budget.seconds is not None and self._clock.now() - started >= budget.seconds:
             return Stop.SECONDS
         if budget.trials is not None and self._journal.tally().tried >= budget.trials:
             return Stop.TRIALS

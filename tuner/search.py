@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -20,8 +19,8 @@ from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
-from flashtune.tuner.proposals import Proposer
-from flashtune.tuner.ranking import opening, promising, rank
+from flashtune.tuner.policy import Knowledge, Policy, default_policy
+from flashtune.tuner.ranking import promising
 from flashtune.tuner.request import (
     Budget,
     Observer,
@@ -36,10 +35,6 @@ from flashtune.versions import current_versions
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
 
-# Candidates that are tried in the order of their predicted times before the sampler takes over.
-START = 24
-# A space of so few candidates is no matter for a sampler.
-ENUMERATED = 96
 FINALISTS = 6
 # The finals take no candidate that is slower than this many times the best.
 FINALS_WITHIN = 1.15
@@ -50,6 +45,7 @@ def run_search(
     store: Store,
     observer: Observer = lambda progress: None,
     equipment: Equipment | None = None,
+    policy: Policy = default_policy,
 ) -> SearchResult:
     """Searches the kernels for one problem on one GPU; everything that finishes is stored at once.
 
@@ -61,6 +57,7 @@ def run_search(
         store: Where records go and come from.
         observer: Hears of progress, several times a second.
         equipment: What compiles and measures; made for this search alone where left out.
+        policy: Who proposes candidates.
 
     Raises:
         ProblemError: No family computes the problem on the target, or there is nothing to compute.
@@ -69,16 +66,17 @@ def run_search(
         DeviceLostError: The GPU cannot be used, or was taken away.
         KeyboardInterrupt: Passed on once the best so far is selected.
     """
-    started = time.monotonic()
     scope = _scope(request)
     given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
-    with given as (compiles, measures, width):
+    with given as tools:
+        clock, measures = tools.clock, tools.measurer
+        started = clock.now()
         journal = Journal(store, scope, measures.provenance)
-        reporter = _Reporter(request, journal, observer, started)
+        reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
         promised = _promised(request, store, scope)
-        size, proposer = _proposer(request, promised, scope, journal)
-        pipeline = Pipeline(scope, proposer, compiles, measures, journal, width, frozenset(promised))
+        known = Knowledge(scope, promised, journal.answers(), request.budget.trials, request.seed)
+        pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
@@ -94,9 +92,9 @@ def run_search(
         target=request.target,
         provenance=measures.provenance,
         stop=stop,
-        seconds=time.monotonic() - started,
+        seconds=clock.now() - started,
         tally=journal.tally(),
-        candidates=size,
+        candidates=sum(entry.space.size() for entry in scope.spaces),
         best=best.record if best else None,
         best_id=best.id if best else None,
         pinned=pinned,
@@ -121,19 +119,6 @@ def _promised(request: SearchRequest, store: Store, scope: Scope) -> tuple[Candi
         candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
     )
     return tuple(dict.fromkeys((*defaults, *warm_configs(store, scope))))
-
-
-def _proposer(
-    request: SearchRequest, promised: tuple[Candidate, ...], scope: Scope, journal: Journal
-) -> tuple[int, Proposer]:
-    """How many candidates there are, and who proposes them; a small space is walked through in order."""
-    ranked = rank(scope, request.seed)
-    everything = tuple(entry.candidate for entry in ranked)
-    trials = request.budget.trials
-    few = len(everything) <= ENUMERATED and (trials is None or len(everything) <= trials)
-    start = (*promised, *(everything if few else opening(ranked, START)))
-    size = sum(entry.space.size() for entry in scope.spaces)
-    return size, Proposer(scope, start, everything, journal.answers(), request.seed)
 
 
 def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredRecord, ...]:
@@ -219,16 +204,18 @@ def _default(scope: Scope, journal: Journal, final: tuple[StoredRecord, ...]) ->
 class _Reporter:
     """Tells the observer how far a search is."""
 
-    def __init__(self, request: SearchRequest, journal: Journal, observer: Observer, started: float) -> None:
+    def __init__(
+        self, request: SearchRequest, journal: Journal, observer: Observer, elapsed: Callable[[], float]
+    ) -> None:
         self._request = request
         self._journal = journal
         self._observer = observer
-        self._started = started
+        self._elapsed = elapsed
         self._before = journal.tally().tried
 
     def report(self, phase: Phase) -> None:
         tally = self._journal.tally()
-        seconds = time.monotonic() - self._started
+        seconds = self._elapsed()
         self._observer(
             Progress(
                 problem=self._request.problem,
