@@ -1,0 +1,173 @@
+"""What dispatch's choice costs at shapes that nobody tuned, with all, half and a quarter of the table.
+
+    python benchmarks/regret.py --seconds 400                        # measures, prints and writes
+    python benchmarks/regret.py --load FILE                          # prints what was measured; needs no GPU
+    python benchmarks/regret.py --load FILE --write docs/dispatch.md # and fills in the page
+
+Shapes are drawn at random (batch, heads, lengths, head dims, masks) and none of them is in the table. At each
+one the winners of all the table's shapes of that head dim, the families' defaults and what lies beside
+those are timed in turn; dispatch's choice is held against the fastest of them. A run that is cut short
+has written what it had, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from flashtune.db.table import shipped_table
+from flashtune.errors import FlashtuneError, UsageError
+from flashtune.problem import Causal
+from flashtune.record import Record
+from flashtune.target import Target, device_target, find_target
+from flashtune.tuner.regret import (
+    SHARES,
+    Figures,
+    Point,
+    RegretReport,
+    dispatched,
+    draw_problems,
+    figures,
+    read_report,
+    regret,
+    write_report,
+)
+from flashtune.versions import current_versions
+
+RESULTS = Path("benchmarks/results")
+FAMILY = "forward_hopper"
+WORST = 10
+BEGIN, END = "<!-- regret: written by benchmarks/regret.py -->", "<!-- end of regret -->"
+
+
+def main() -> None:
+    """Measures or loads, prints and writes."""
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = read_report(options.load) if options.load else _measured(options)
+        text = "\n".join(_lines(report, _records(find_target(report.target))))
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what was measured is written")
+    print(text)
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(_filled(page, text), encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Regret of dispatch at shapes that nobody tuned.")
+    parser.add_argument("--shapes", type=int, default=120, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seconds", type=float, default=400.0, help="limit of the run, compiling included")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU")
+    parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables between the page's marks")
+    return parser.parse_args()
+
+
+def _measured(options: argparse.Namespace) -> RegretReport:
+    from flashtune.tuner.regret_run import measure_regret
+
+    until = time.monotonic() + options.seconds
+    target = device_target(options.device)
+    records = _records(target)
+    path = options.out or RESULTS / f"{target.name}-regret.json.gz"
+    empty = RegretReport(target.name, options.seed, current_versions(FAMILY), ())
+    report = read_report(path) if path.exists() else empty
+    if (report.target, report.seed) != (empty.target, empty.seed):
+        raise UsageError(f"{path} is of another GPU or seed: name another file by --out")
+    problems = draw_problems(options.shapes, options.seed, (record.problem for record in records))
+    tell = functools.partial(print, flush=True)
+    report = measure_regret(report, problems, records, options.device, until, path, tell)
+    write_report(report, path)
+    return report
+
+
+def _records(target: Target) -> tuple[Record, ...]:
+    table = shipped_table(target.name)
+    if table is None:
+        raise UsageError(f"no table ships for {target.name}: there is no choice to judge")
+    return table.records
+
+
+def _lines(report: RegretReport, records: tuple[Record, ...]) -> Iterator[str]:
+    """Everything in Markdown."""
+    choose = functools.partial(dispatched, find_target(report.target))
+    versions = report.versions
+    yield (
+        f"At {len(report.points)} shapes on an {report.target} (torch {versions.torch}, "
+        f"Triton {versions.triton}, seed {report.seed}):"
+    )
+    yield ""
+    yield "| anchors | median | 95th percentile | worst |"
+    yield "| --- | ---: | ---: | ---: |"
+    for share in SHARES:
+        yield _row(f"{share:.0%}", figures(report.points, records, share, choose))
+    yield ""
+    yield "With all anchors:"
+    yield ""
+    yield "| shapes | median | 95th percentile | worst |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name, points in _groups(report.points):
+        yield _row(name, figures(points, records, 1.0, choose), shapes=True)
+    yield ""
+    yield f"The {WORST} worst:"
+    yield ""
+    yield "| shape | regret | chosen | best |"
+    yield "| --- | ---: | --- | --- |"
+    worst = sorted(
+        ((regret(point, choose(point.problem, records)) or 0.0, point) for point in report.points),
+        key=lambda pair: -pair[0],
+    )
+    for value, point in worst[:WORST]:
+        chosen, best = choose(point.problem, records), point.best
+        label = chosen.config.label()
+        ours = f"{chosen.family} {_differs(label, best.config)}"
+        fastest = f"{best.family} {_differs(best.config, label)}"
+        yield f"| {point.problem.key} | {value:.1%} | {ours} | {fastest} |"
+
+
+def _row(name: str, found: Figures, *, shapes: bool = False) -> str:
+    count = f" ({found.points})" if shapes else f" ({found.anchors})"
+    unknown = f"; {found.unknown} not timed" if found.unknown else ""
+    return f"| {name}{count}{unknown} | {found.median:.1%} | {found.p95:.1%} | {found.worst:.1%} |"
+
+
+def _groups(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:
+    """Parts of all points that may differ in kind."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        problem = point.problem
+        mask = "full" if problem.causal is Causal.NONE else "causal"
+        groups.setdefault(f"D{problem.head_dim} {mask}", []).append(point)
+    for point in points:
+        fast = point.best.ms < 0.1
+        groups.setdefault("under 0.1 ms" if fast else "0.1 ms and longer", []).append(point)
+    yield from sorted(groups.items())
+
+
+def _differs(label: str, other: str) -> str:
+    """The words of a config that another one's label does not have."""
+    words = set(other.split())
+    return " ".join(word for word in label.split() if word not in words) or "the same"
+
+
+def _filled(page: str, text: str) -> str:
+    before, begun, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise UsageError(f"the page has no place for the tables: put {BEGIN} and {END} where they belong")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()
