@@ -22,13 +22,7 @@ IN_LOGITS = 'logits, float("-inf"))'
 
 
 class Size(NamedTuple):
-    """How large a tile and a problem are.
-
-    Attributes:
-        dtype: Type of the inputs.
-        block_m, block_n: The tile.
-        seqlen: Queries and keys.
-    """
+    """Type of the inputs, tile, and how many queries and keys there are."""
 
     dtype: Dtype
     block_m: int
@@ -42,12 +36,7 @@ USUAL = Size(Dtype.BF16, 64, 32, 512)
 
 
 class Bench(NamedTuple):
-    """A family at a size.
-
-    Attributes:
-        family: Its name.
-        size: Of the tile and of the problem.
-    """
+    """A family, by its name, at a size."""
 
     family: str
     size: Size

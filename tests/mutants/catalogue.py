@@ -1,0 +1,48 @@
+"""All mutants: what runs on a GPU, and what the interpreter can run."""
+
+from __future__ import annotations
+
+from tests.mutants import (
+    hopper_eight_bits,
+    hopper_masks,
+    hopper_places,
+    hopper_rings,
+    hopper_softmax,
+    hopper_waits,
+)
+from tests.mutants.core import Mutant
+from tests.mutants.portable import INTERPRETED, USUAL
+from tests.mutants.portable_orders import portable_mutants
+
+
+def interpreted_mutants() -> tuple[Mutant, ...]:
+    """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
+    return tuple(mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
+
+
+def gpu_mutants() -> tuple[Mutant, ...]:
+    """Every mutant of every family, at sizes that are searched."""
+    return (*portable_mutants(USUAL), *hopper_mutants())
+
+
+def hopper_mutants() -> tuple[Mutant, ...]:
+    """Those of the Hopper family; what is of 8 bits says so."""
+    eight_bits = (
+        *hopper_eight_bits.factors(),
+        *hopper_eight_bits.weights(),
+        *hopper_eight_bits.transposition(),
+    )
+    return (
+        *hopper_masks.masks(),
+        *hopper_masks.forgotten(),
+        *hopper_softmax.rescaling(),
+        *hopper_softmax.scales(),
+        *hopper_places.heads(),
+        *hopper_places.tiles(),
+        *hopper_places.columns(),
+        *hopper_places.rows_of_lse(),
+        *hopper_waits.waits(),
+        *hopper_waits.releases(),
+        *hopper_rings.rings(),
+        *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
+    )
