@@ -1,0 +1,236 @@
+"""What a kernel that is unproven here costs before it serves, beyond compiling: its self-check.
+
+    python benchmarks/first_use.py                                       # prints the table, in Markdown
+    python benchmarks/first_use.py --out first-use.json.gz --write docs/dispatch.md
+
+Kernels are compiled on all cores first. Each is then called for the first time with an empty database, in
+this process (`here`); and some of them each in a process of its own, once with an empty database and once
+with the same one again: the difference (`fresh process`) is all that the check costs such a process, what it
+imports and the first use of torch's own kernels included. Exits with 1 where a figure is over the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import torch
+import triton
+from torch import Tensor
+
+import flashtune
+from flashtune.api import CausalOption
+from flashtune.calls import forget_servers
+from flashtune.decision import needed_specialization
+from flashtune.dispatch import select
+from flashtune.dtypes import TORCH_DTYPES
+from flashtune.errors import FlashtuneError
+from flashtune.problem import Problem
+from flashtune.request import read_request
+from flashtune.self_check import forget_verdicts
+from flashtune.tables import tuned_records
+from flashtune.target import Target, device_target
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.compile_pool import CompilePool
+from flashtune.tuner.processes import usable_cores
+from flashtune.tuner.shapes import parse_shape
+from flashtune.versions import driver_version
+
+LIMIT_MS = 300.0
+SEED = 3
+BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A shape; whether its rows lie at odd strides, which no copy engine addresses; where it is measured."""
+
+    shape: str
+    odd: bool = False
+    fresh: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return parse_shape(self.shape)[0]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What the check of one kernel took, in ms; `fresh_ms` None where that was not measured."""
+
+    problem: str
+    family: str
+    odd: bool
+    here_ms: float
+    fresh_ms: float | None
+
+
+CASES = (
+    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal", fresh=True),
+    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal", odd=True, fresh=True),
+    Case("heads=64,kv_heads=8,seqlen=8192,head_dim=128,dtype=e4m3,causal", fresh=True),
+    Case("heads=12,seqlen=1024,head_dim=64,batch=4,dtype=fp32,causal", fresh=True),
+    Case("heads=8,seqlen=65536,head_dim=128,causal", fresh=True),
+    Case("heads=8,seqlen=4096,head_dim=256,batch=4,dtype=fp16"),
+    Case("heads=32,kv_heads=8,seqlen=131072,head_dim=64"),
+    Case("heads=32,seqlen=512,head_dim=64,batch=32"),
+    Case("heads=32,seqlen=512,head_dim=64,batch=32,causal"),
+    Case("heads=8,seqlen=16384,head_dim=256,causal"),
+    Case("heads=16,seqlen=1024,head_dim=96,batch=2,causal"),
+    Case("heads=16,seqlen=1024,head_dim=40,batch=2,dtype=fp16"),
+    Case("heads=16,seqlen=1024,head_dim=192,value_head_dim=128,batch=2,causal"),
+    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16"),
+    Case("heads=32,kv_heads=1,seqlen_q=16,seqlen_kv=8192,head_dim=128,causal"),
+    Case("heads=16,seqlen_q=1000,seqlen_kv=5000,head_dim=128,causal=top_left"),
+    Case("heads=8,seqlen=2048,head_dim=256", odd=True),
+    Case("heads=8,seqlen=2048,head_dim=64,dtype=fp16,causal", odd=True),
+    Case("heads=8,seqlen=2048,head_dim=256,dtype=fp32"),
+    Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,dtype=e4m3"),
+)
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    options = _options()
+    if options.one is not None:
+        print(_first_call(CASES[options.one])[0])
+        return
+    if not torch.cuda.is_available():
+        sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
+    started = time.perf_counter()
+    try:
+        rows = measure(CASES, options.seconds)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    text = "\n".join(_lines(rows))
+    print(text, f"\n\n{time.perf_counter() - started:.0f} s", flush=True)
+    if options.out:
+        options.out.write_bytes(gzip.compress(msgspec.json.encode(rows), mtime=0))
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(_filled(page, text), encoding="utf-8")
+    if max(max(row.here_ms, row.fresh_ms or 0.0) for row in rows) > LIMIT_MS:
+        sys.exit(f"over the limit of {LIMIT_MS:.0f} ms")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The cost of self-checks.")
+    parser.add_argument("--seconds", type=float, default=150.0, help="after which no process is started")
+    parser.add_argument("--out", type=Path, help="write the rows there, as compressed JSON")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(cases: Sequence[Case], seconds: float) -> list[Row]:
+    """A row for each case; those of fresh processes as far as time allows."""
+    until = time.monotonic() + seconds
+    families = _compiled(cases, device_target(torch.cuda.current_device()))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        # What torch makes at its first use in a process is no check's.
+        _first_call(cases[0], Path(folder) / "unused.sqlite")
+        for number, (case, family) in enumerate(zip(cases, families, strict=True)):
+            _, check_ms = _first_call(case, Path(folder) / f"{number}.sqlite")
+            fresh = _fresh(number, Path(folder)) if case.fresh and time.monotonic() < until else None
+            rows.append(Row(case.problem.key, family, case.odd, check_ms, fresh))
+    return rows
+
+
+def _compiled(cases: Sequence[Case], target: Target) -> list[str]:
+    """Leaves all kernels in Triton's cache; each one's family."""
+    with CompilePool(usable_cores()) as pool:
+        jobs = []
+        for case in cases:
+            q, k, v = _tensors(case, "meta")
+            request = read_request(q, k, v, case.problem.causal.value, "bhsd", True, "generated")
+            needed = needed_specialization(request, q, k, v)
+            record = select(case.problem, target, tuned_records(target.name), needed, generated=True).record
+            assert record.config is not None
+            candidate = Candidate(record.family, record.config)
+            jobs.append((record.family, pool.submit(Scope(record.problem, target, needed, ()), candidate)))
+        return [family for family, job in jobs if job.result()]
+
+
+def _tensors(case: Case, device: str) -> Triple:
+    """q, k and v of a case, in its type."""
+    problem = case.problem
+
+    def make(heads: int, length: int, width: int) -> Tensor:
+        row = width + 3 if case.odd else width
+        rows = torch.empty(problem.batch, heads, length, row, dtype=torch.bfloat16, device=device)
+        return rows.normal_().to(TORCH_DTYPES[problem.dtype])[..., :width]
+
+    q = make(problem.heads, problem.seqlen_q, problem.head_dim)
+    k = make(problem.kv_heads, problem.seqlen_kv, problem.head_dim)
+    return q, k, make(problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
+
+
+def _first_call(case: Case, database: Path | None = None) -> tuple[float, float]:
+    """What a first call takes and what its check took, in ms; 0 where nothing was checked.
+
+    A call that wants the log-sum-exp is of a kernel that no receipt covers.
+    """
+    if database is not None:
+        os.environ["FLASHTUNE_DB"] = str(database)
+        forget_servers()
+        forget_verdicts()
+    torch.manual_seed(SEED)
+    q, k, v = _tensors(case, "cuda")
+    causal = cast("CausalOption", case.problem.causal.value)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    flashtune.attention(q, k, v, causal=causal, return_lse=True, prefer="generated")
+    torch.cuda.synchronize()
+    elapsed = 1e3 * (time.perf_counter() - start)
+    told = flashtune.explain(q, k, v, causal=causal, return_lse=True, prefer="generated")
+    return elapsed, 1e3 * (told.check_seconds or 0.0)
+
+
+def _fresh(number: int, folder: Path) -> float:
+    """By how much a first call of a process is longer that checks its kernel, in ms."""
+    environment = {**os.environ, "FLASHTUNE_DB": str(folder / f"fresh{number}.sqlite")}
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", str(number)]
+    unproven, proven = (
+        float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    )
+    return unproven - proven
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        f"On an {torch.cuda.get_device_name()} (torch {torch.__version__}, Triton {triton.__version__}, "
+        f"driver {driver_version()}), in ms:"
+    )
+    yield ""
+    yield "| shape | family | here | fresh process |"
+    yield "| --- | --- | ---: | ---: |"
+    for row in rows:
+        fresh = "" if row.fresh_ms is None else f"{row.fresh_ms:.0f}"
+        name = f"{row.problem}{', odd strides' if row.odd else ''}"
+        yield f"| {name} | {row.family} | {row.here_ms:.0f} | {fresh} |"
+    here, fresh_ms = [row.here_ms for row in rows], [row.fresh_ms for row in rows if row.fresh_ms is not None]
+    yield f"| the longest | | {max(here):.0f} | {max(fresh_ms, default=0.0):.0f} |"
+
+
+def _filled(page: str, text: str) -> str:
+    before, begun, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()
