@@ -27,6 +27,9 @@ LONGEST = 1536
 # Heads, KV heads and batch, in turn.
 HEADS = ((4, 2, 1), (3, 1, 2), (2, 2, 2), (1, 1, 1), (6, 3, 1))
 FEW_HEADS = ((4, 2, 1), (1, 1, 2), (2, 2, 1))
+# Heads, KV heads and batch whose tiles, three a head, are more than a GPU has multiprocessors (108 to 148):
+# 195 are two rounds, 315 are three, and the last one is not whole.
+ROUNDS = ((13, 1, 5), (15, 5, 7))
 SCALES = (1.0, 0.6, 1.7)
 MAIN_REPEATS = 4
 SMALL_REPEATS = 3
@@ -107,9 +110,15 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     causal = problem.causal is not Causal.NONE
     quick = level is Level.QUICK
     shapes = (_quick if quick else _full)(block_m, block_n, depth, causal)
-    cases = _cases(problem, shapes, block_n, FEW_HEADS if reduced else HEADS)
-    # Nothing races in an interpreter.
-    return tuple(msgspec.structs.replace(case, repeats=1) if reduced else case for case in cases)
+    if reduced:
+        cases = _cases(problem, shapes, block_n, FEW_HEADS)
+        # Nothing races in an interpreter, and programs run one after the other.
+        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
+    # Heads that share a tile: some must be left over for a tile of their own.
+    pack = getattr(config, "pack", 1)
+    heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
+    rounds = _rounds(block_m, block_n, depth, quick)
+    return (*_cases(problem, shapes, block_n, heads), *_cases(problem, rounds, block_n, ROUNDS))
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
@@ -184,6 +193,7 @@ def _quick(m: int, n: int, depth: int, causal: bool) -> Iterator[Shape]:
     yield Shape(Probe.NEEDLE, m + 1, long)
     yield Shape(Probe.LAST, m, 2 * n)
     yield Shape(Probe.RISING, m - 1, 2 * n + 1)
+    yield Shape(Probe.STEEP, 2 * m, long)
     if causal:
         yield Shape(Probe.DIAGONAL, 2 * side, 2 * side)
         yield Shape(Probe.DIAGONAL, m + 1, long)
@@ -204,8 +214,23 @@ def _full(m: int, n: int, depth: int, causal: bool) -> Iterator[Shape]:
         yield Shape(probe, 1, (depth + 1) * n + 1)
     yield Shape(Probe.RISING, 2 * m, (depth + 2) * n)
     yield Shape(Probe.RISING, m - 1, 2 * n - 1)
+    yield Shape(Probe.STEEP, m + 1, (depth + 2) * n)
+    yield Shape(Probe.STEEP, 2 * m + 1, 2 * n + 1)
     if causal:
         yield from _around_diagonal(m, n, depth)
+
+
+def _rounds(m: int, n: int, depth: int, quick: bool) -> Iterator[Shape]:
+    """Programs that take one tile after the other, two or three each: what they carry over must be right."""
+    long = (depth + 1) * n + 1
+    if quick:
+        yield Shape(Probe.RANDOM, 2 * m + 1, long)
+        yield Shape(Probe.RANDOM, 2 * m + 1, 2 * m + 1)
+        return
+    for _ in ROUNDS:
+        yield Shape(Probe.RANDOM, 2 * m + 1, long, SMALL_REPEATS)
+    for _ in ROUNDS:
+        yield Shape(Probe.NEEDLE, 3 * m, 2 * m + 1, SMALL_REPEATS)
 
 
 def _around_diagonal(m: int, n: int, depth: int) -> Iterator[Shape]:

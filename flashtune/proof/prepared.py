@@ -26,8 +26,10 @@ STEPS_PER_SEED = 10
 # Checks of one process that share a seed, and so the references of its larger problems.
 CHECKS_PER_SEED = 32
 SMALL_CACHED = 96
+MIDDLE_CACHED = 8
+MIDDLE_ELEMENTS = 2**22
 LARGE_CACHED = 2
-LARGE_ELEMENTS = 2**22
+LARGE_ELEMENTS = 2**24
 
 _RUN_SEED = secrets.randbits(30)
 _CHECKS = itertools.count()
@@ -68,12 +70,14 @@ class Prepared(NamedTuple):
 
 
 def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
-    """As `prepare`, with recent results kept: a few of the large cases and more of the small."""
+    """As `prepare`, with recent results kept: the larger the fewer."""
     once = msgspec.structs.replace(case, repeats=1)
     if case.far is not None:
         return prepare(once, alignment, device, seed)
-    large = case.problem.minimal_bytes() // case.problem.dtype.itemsize > LARGE_ELEMENTS
-    return (_large if large else _small)(once, alignment, device, seed)
+    elements = case.problem.minimal_bytes() // case.problem.dtype.itemsize
+    if elements > LARGE_ELEMENTS:
+        return _large(once, alignment, device, seed)
+    return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed)
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -119,12 +123,14 @@ def _guarded_copy(scale: Tensor) -> Guarded:
 
 
 _small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
+_middle = functools.lru_cache(maxsize=MIDDLE_CACHED)(prepare)
 _large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
 
 
 def forget() -> None:
     """Drops what is kept: a wrong kernel may have written anywhere."""
     _small.cache_clear()
+    _middle.cache_clear()
     _large.cache_clear()
 
 

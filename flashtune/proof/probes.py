@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 DEPTH = 150.0
 # Scores of `rising` climb by this much from the first key to the last.
 CLIMB = 14.0
+# Scores of `steep` climb by so much more, in powers of two, in one row of a few.
+LEAST_STEEP, MOST_STEEP = -2.0, 3.5
+STEEP_SHARE = 1 / 12
 # Scores of the last visible key and of the first hidden one in `diagonal`, over the others'.
 LAST_VISIBLE = 6.0
 FIRST_HIDDEN = 9.0
@@ -40,6 +43,8 @@ class Probe(enum.StrEnum):
     first, last  As needle, at the first and at the last key of each block.
     rising     Scores climb along the keys for even rows and fall for odd ones: the running maximum
                changes in every block, or only in the first.
+    steep      As rising, in a few rows each by itself, and by 4 to 150; the others stay calm: threads that
+               share a decision must not miss the one row that needs it, nor let it grow for good.
     diagonal   The last visible key has much weight, the first hidden one would have more.
     """
 
@@ -49,6 +54,7 @@ class Probe(enum.StrEnum):
     FIRST = "first"
     LAST = "last"
     RISING = "rising"
+    STEEP = "steep"
     DIAGONAL = "diagonal"
 
 
@@ -96,7 +102,10 @@ def _made(
         case Probe.NEEDLE | Probe.FIRST | Probe.LAST:
             return _needles(values, probe, scale, block, generator)
         case Probe.RISING:
-            return _rising(values, scale)
+            direction = 1.0 - 2.0 * (torch.arange(problem.seqlen_q, device=generator.device) % 2)
+            return _rising(values, scale, direction)
+        case Probe.STEEP:
+            return _rising(values, scale, _few_steep(values.q.shape[:3], generator))
         case Probe.DIAGONAL:
             return _diagonal(values, problem, scale, generator)
 
@@ -159,13 +168,21 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     return Values(calm * values.q, calm * values.k, v)
 
 
-def _rising(values: Values, scale: float) -> Values:
-    rows, keys, width = values.q.shape[2], values.k.shape[2], values.q.shape[-1]
+def _rising(values: Values, scale: float, direction: Tensor) -> Values:
+    """Scores that climb along the keys, by `direction` of CLIMB: [seqlen_q] or [batch, heads, seqlen_q]."""
+    keys, width = values.k.shape[2], values.k.shape[-1]
     size = (CLIMB / 2 / (scale * width)) ** 0.5
-    device = values.q.device
-    climb = torch.linspace(-1.0, 1.0, keys, device=device)[:, None]
-    direction = 1.0 - 2.0 * (torch.arange(rows, device=device) % 2)[:, None]
-    return Values(0.3 * values.q + size * direction, 0.3 * values.k + size * climb, values.v)
+    climb = torch.linspace(-1.0, 1.0, keys, device=values.k.device)[:, None]
+    return Values(0.3 * values.q + size * direction[..., None], 0.3 * values.k + size * climb, values.v)
+
+
+def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Up or down and how steep, for a few rows here and there, and zero for the others."""
+    here, power, way = (
+        torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32) for _ in range(3)
+    )
+    steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
+    return (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
 
 
 def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.Generator) -> Values:

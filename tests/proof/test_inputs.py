@@ -17,6 +17,7 @@ from flashtune.proof.prepared import prepare
 from flashtune.proof.probes import Probe, make_values
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
+from tests import hopper
 
 CPU = torch.device("cpu")
 FAMILY = find_family("forward_q_outer")
@@ -96,6 +97,45 @@ def test_full_level_covers_borders_of_the_tile(causal: Causal) -> None:
     assert (Probe.DIAGONAL in probes) == (causal is not Causal.NONE)
     assert len(probes) >= len(Probe) - 1
     assert any(case.repeats > 1 for case in cases)
+
+
+@pytest.mark.parametrize("level", [Level.QUICK, Level.FULL])
+def test_programs_are_given_several_tiles_whatever_shape_was_tuned(level: Level) -> None:
+    problem = msgspec.structs.replace(make_problem(), seqlen_q=16, seqlen_kv=16)
+    config = make_config(problem)
+    block_m, _ = tile_of(config)
+    cases = companions(problem, config, level, reduced=False)
+    counts = {
+        -(-case.problem.seqlen_q // block_m) * case.problem.heads * case.problem.batch for case in cases
+    }
+    for multiprocessors in (108, 114, 132, 148):
+        rounds = {tiles / multiprocessors for tiles in counts}
+        assert any(1 < count < 2 for count in rounds)
+        assert any(2 < count < 3 for count in rounds)
+
+
+def test_heads_that_share_a_tile_fill_it_and_leave_some_over() -> None:
+    problem = hopper.a_problem(kv_heads=1, seqlen_q=16)
+    config = hopper.a_config(problem, pack=4)
+    groups = {case.problem.group_size for case in companions(problem, config, Level.FULL, reduced=False)}
+    assert any(group < 4 for group in groups)
+    assert any(group > 4 and group % 4 for group in groups)
+
+
+def test_steep_rows_stand_alone_and_climb_by_little_or_by_much() -> None:
+    problem = msgspec.structs.replace(make_problem(head_dim=64), seqlen_q=4096, seqlen_kv=512)
+    values = make_values(Probe.STEEP, problem, 0.125, 64, torch.Generator().manual_seed(3))
+    scores = 0.125 * values.q[:, :2] @ values.k[:, :1].mT
+    climb = scores[..., -64:].mean(-1) - scores[..., :64].mean(-1)
+    steep = climb.abs() > 3.0
+    assert 0.02 < steep.float().mean() < 0.12
+    # Of the sixteen rows of a warp's tile it is often one, above or below the eighth.
+    tiles = steep.reshape(1, 2, -1, 2, 8)
+    alone = tiles.any((3, 4)) & ~tiles.any(4).all(3)
+    assert alone.float().mean() > 0.3
+    assert climb.max() > 100.0
+    assert climb.min() < -100.0
+    assert ((climb.abs() > 3.0) & (climb.abs() < 10.0)).any()
 
 
 def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() -> None:
