@@ -159,7 +159,9 @@ def _compiled(cases: Sequence[Case], target: Target) -> list[str]:
             assert record.config is not None
             candidate = Candidate(record.family, record.config)
             jobs.append((record.family, pool.submit(Scope(record.problem, target, needed, ()), candidate)))
-        return [family for family, job in jobs if job.result()]
+        for _, job in jobs:
+            job.result()
+    return [family for family, _ in jobs]
 
 
 def _tensors(case: Case, device: str) -> Triple:

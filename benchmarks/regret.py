@@ -33,10 +33,9 @@ from flashtune.tuner.regret import (
     dispatched,
     draw_problems,
     figures,
-    read_report,
     regret,
-    write_report,
 )
+from flashtune.tuner.reports import read_report, write_report
 from flashtune.versions import current_versions
 
 RESULTS = Path("benchmarks/results")
@@ -50,7 +49,7 @@ def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = read_report(options.load) if options.load else _measured(options)
+        report = read_report(options.load, RegretReport) if options.load else _measured(options)
         text = "\n".join(_lines(report, _records(find_target(report.target))))
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
@@ -82,7 +81,7 @@ def _measured(options: argparse.Namespace) -> RegretReport:
     records = _records(target)
     path = options.out or RESULTS / f"{target.name}-regret.json.gz"
     empty = RegretReport(target.name, options.seed, current_versions(FAMILY), ())
-    report = read_report(path) if path.exists() else empty
+    report = read_report(path, RegretReport) if path.exists() else empty
     if (report.target, report.seed) != (empty.target, empty.seed):
         raise UsageError(f"{path} is of another GPU or seed: name another file by --out")
     problems = draw_problems(options.shapes, options.seed, (record.problem for record in records))

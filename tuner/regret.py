@@ -7,22 +7,18 @@ measured once.
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from flashtune.config import Config, Space
-from flashtune.db.codec import brief
 from flashtune.db.rules import by_problem
 from flashtune.dispatch import select
-from flashtune.errors import TableError
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Record, ShortText, Versions
@@ -47,7 +43,6 @@ MOST_BYTES = 2**31
 SHARES = (1.0, 0.5, 0.25)
 # Configs of families that take any tensors which are measured beside the others.
 PORTABLE = 4
-MAX_FILE_BYTES = 64 * 2**20
 
 
 class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -251,24 +246,3 @@ def figures(points: Iterable[Point], records: tuple[Record, ...], share: float, 
         worst=known[-1] if known else math.nan,
         unknown=len(found) - len(known),
     )
-
-
-def write_report(report: RegretReport, path: Path) -> None:
-    """Writes a report, compressed; whoever reads meanwhile sees the old one or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_bytes(gzip.compress(msgspec.json.encode(report), mtime=0))
-    draft.replace(path)
-
-
-def read_report(path: Path) -> RegretReport:
-    """The report of a file.
-
-    Raises:
-        TableError: The file cannot be read, or is no such report.
-    """
-    try:
-        with gzip.open(path) as file:
-            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=RegretReport)
-    except (OSError, EOFError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} is no report of regrets ({brief(error)}): measure it anew") from error

@@ -31,8 +31,8 @@ from flashtune.tuner.regret import (
     dispatched,
     finalists,
     thinned,
-    write_report,
 )
+from flashtune.tuner.reports import write_report
 
 ROUNDS = 15
 # What one launch shows to be so much slower than the best is timed no more closely, unless dispatch chose it.

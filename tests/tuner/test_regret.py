@@ -32,11 +32,10 @@ from flashtune.tuner.regret import (
     draw_problems,
     figures,
     finalists,
-    read_report,
     regret,
     thinned,
-    write_report,
 )
+from flashtune.tuner.reports import read_report, write_report
 from flashtune.versions import current_versions
 
 TARGET = find_target("h200")
@@ -160,10 +159,10 @@ def test_a_run_that_was_cut_short_goes_on(
     late = time.monotonic() + 60
     report = run(report, problems[:3], until=late)
     assert without_gpu == list(problems[:3])
-    assert read_report(path) == report
+    assert read_report(path, RegretReport) == report
     assert run(report, problems[:5], until=0.0) == report
     assert "2 shapes were not measured" in said[-1]
-    report = run(read_report(path), problems[:5], until=late)
+    report = run(read_report(path, RegretReport), problems[:5], until=late)
     assert without_gpu == list(problems[:5])
     choose = functools.partial(dispatched, TARGET)
     for share in SHARES:
@@ -205,7 +204,7 @@ def test_a_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> Non
 def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "regret.json.gz"
     path.write_bytes(content)
-    with pytest.raises(TableError, match="no report of regrets"):
-        read_report(path)
+    with pytest.raises(TableError, match="is no RegretReport"):
+        read_report(path, RegretReport)
     write_report(RegretReport(TARGET.name, 0, current_versions("forward_hopper"), ()), path)
-    assert read_report(path).points == ()
+    assert read_report(path, RegretReport).points == ()
