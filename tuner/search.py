@@ -16,7 +16,7 @@ from flashtune.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
 from flashtune.tuner.equipment import Equipment, open_equipment
-from flashtune.tuner.evaluation import DeviceLostError, Measurer
+from flashtune.tuner.evaluation import DeviceLostError
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.policy import Knowledge, Policy, default_policy
@@ -80,7 +80,7 @@ def run_search(
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            final = _finals(scope, journal, measures)
+            final = _finals(scope, journal, tools)
         except (KeyboardInterrupt, DeviceLostError):
             # What is right and timed may serve, though the finals never compared it in one run.
             _pin(store, request, journal, ())
@@ -121,7 +121,7 @@ def _promised(request: SearchRequest, store: Store, scope: Scope) -> tuple[Candi
     return tuple(dict.fromkeys((*defaults, *warm_configs(store, scope))))
 
 
-def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredRecord, ...]:
+def _finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[StoredRecord, ...]:
     """Times the best candidates, the fastest default, what may stand in, and the peers in one run."""
     best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
@@ -131,10 +131,11 @@ def _finals(scope: Scope, journal: Journal, measurer: Measurer) -> tuple[StoredR
     default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
     stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
     entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
-    measured = measurer.finals(scope, entrants).result()
+    job = tools.measurer.finals(scope, entrants)
+    tools.clock.wait_for_all((job,))
     return tuple(
         journal.amend(_measured_again(journal.rows[candidate].record, measurement))
-        for candidate, measurement in zip(entrants, measured, strict=False)
+        for candidate, measurement in zip(entrants, job.result(), strict=False)
     )
 
 
