@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved False, ping_pong True, late_wait True,
              lazy_rescale True, decomposed False, pack 1, section 4, long_first True, alternate True, even True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 3df3f2d5e08a
+Template     forward_hopper 8422b9ad54a5
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -57,6 +57,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # A maximum may be outgrown by this much, in log2, before the accumulator is rescaled to a new one.
 SLACK = gl.constexpr(8.0)
+# Rows of a thread.
+FLAGS = gl.constexpr(2)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -116,22 +118,33 @@ def pass_turn(GROUP: gl.constexpr):
     gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
 
 
+@gluon.constexpr_function
+def operands(returned, kind, count):
+    """Constraints of PTX that returns so many registers and takes `count` of a kind."""
+    return ",".join(["=r"] * returned + [kind] * count)
+
+
 @gluon.jit
 def declare_growth(GROUP: gl.constexpr):
     """A register for each thread, which holds whether some row of its warp needs a new maximum."""
     gl.inline_asm_elementwise(f".reg .b32 growth_{GROUP}; mov.b32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
 
 
+@gluon.constexpr_function
+def voting(group, flags):
+    """PTX that notes whether one of a thread's flags is set in any lane of its warp."""
+    lines = ["{ .reg .pred any, one; setp.ne.s32 any, 0, 0;"]
+    for flag in range(flags):
+        lines.append(f"setp.ne.s32 one, ${flags + flag}, 0; or.pred any, any, one; mov.b32 ${flag}, 0;")
+    return " ".join([*lines, f"vote.sync.any.pred any, any, 0xffffffff; selp.b32 growth_{group}, 1, 0, any; }}"])
+
+
 @gluon.jit
 def note_growth(growth, GROUP: gl.constexpr):
     """Asks all lanes of the warp; a warp has no need to know of the others' rows."""
-    asm: gl.constexpr = (
-        "{ .reg .pred any, one; setp.ne.s32 any, $2, 0; "
-        "setp.ne.s32 one, $3, 0; or.pred any, any, one; "
-        "vote.sync.any.pred any, any, 0xffffffff; selp.b32 growth_" f"{GROUP}" ", 1, 0, any; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; }"
-    )
-    gl.inline_asm_elementwise(asm, "=r,=r,r,r", [growth], gl.int32, False, 2)
+    asm: gl.constexpr = voting(GROUP, FLAGS)
+    kinds: gl.constexpr = operands(FLAGS, "r", FLAGS)
+    gl.inline_asm_elementwise(asm, kinds, [growth], gl.int32, False, FLAGS)
 
 
 @gluon.jit
@@ -478,7 +491,7 @@ def attention(q, k, v, scale=None):
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspaces, integers = launch_plan(q, k, v, out)
+    grid, _, integers = launch_plan(q, k, v, out)
     tensors = (q, k, v, out)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),

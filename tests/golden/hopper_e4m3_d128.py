@@ -4,7 +4,7 @@ Computes     e4m3, head dim 128, value head dim 128, causal: none
 Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved False, ping_pong True, late_wait False,
              lazy_rescale True, decomposed False, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 3df3f2d5e08a
+Template     forward_hopper 8422b9ad54a5
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -58,8 +58,12 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Weights are kept in [0, 256], where eight bits resolve small ones best.
 WEIGHT_SHIFT = gl.constexpr(6.0)
+# Registers of four weights each, in which a thread keeps those of a block.
+WORDS = gl.constexpr(16)
 # A maximum may be outgrown by this much, in log2, before the accumulator is rescaled to a new one.
 SLACK = gl.constexpr(2.0)
+# Rows of a thread.
+FLAGS = gl.constexpr(2)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -113,22 +117,79 @@ def pass_turn(GROUP: gl.constexpr):
     gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
 
 
+@gluon.constexpr_function
+def operands(returned, kind, count):
+    """Constraints of PTX that returns so many registers and takes `count` of a kind."""
+    return ",".join(["=r"] * returned + [kind] * count)
+
+@gluon.constexpr_function
+def rounding(group, words):
+    """PTX that rounds a thread's weights to eight bits and keeps them. What it returns is of no use."""
+    lines = ["{ .reg .b16 low, high;"]
+    for word in range(words):
+        first, second, third, fourth = (f"${words + 4 * word + place}" for place in range(4))
+        lines += [
+            f"cvt.rn.satfinite.e4m3x2.f32 low, {second}, {first};",
+            f"cvt.rn.satfinite.e4m3x2.f32 high, {fourth}, {third};",
+            f"mov.b32 weights_{group}_{word}, {{low, high}};",
+            f"mov.b32 ${word}, 0;",
+        ]
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def recalling(group, words):
+    """PTX that returns the weights that were kept last."""
+    return " ".join(f"mov.b32 ${word}, weights_{group}_{word};" for word in range(words))
+
+
+@gluon.jit
+def declare_weights(GROUP: gl.constexpr):
+    """Registers that outlive a turn of the loop.
+
+    A loop carries tensors of eight-bit elements one by one, and packs them again in every turn: that
+    took half as many instructions as all the rest.
+    """
+    asm: gl.constexpr = f".reg .b32 weights_{GROUP}_<{WORDS}>; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def keep_weights(weights, GROUP: gl.constexpr):
+    asm: gl.constexpr = rounding(GROUP, WORDS)
+    kinds: gl.constexpr = operands(WORDS, "f", 4 * WORDS)
+    gl.inline_asm_elementwise(asm, kinds, [weights], gl.int8, False, 4 * WORDS)
+
+
+@gluon.jit
+def kept_weights(GROUP: gl.constexpr):
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.int8, WEIGHTS)
+    asm: gl.constexpr = recalling(GROUP, WORDS)
+    kinds: gl.constexpr = operands(WORDS, "r", WORDS)
+    return gl.inline_asm_elementwise(asm, kinds, [nothing], gl.float8e4nv, False, 4 * WORDS)
+
+
 @gluon.jit
 def declare_growth(GROUP: gl.constexpr):
     """A register for each thread, which holds whether some row of its warp needs a new maximum."""
     gl.inline_asm_elementwise(f".reg .b32 growth_{GROUP}; mov.b32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
 
 
+@gluon.constexpr_function
+def voting(group, flags):
+    """PTX that notes whether one of a thread's flags is set in any lane of its warp."""
+    lines = ["{ .reg .pred any, one; setp.ne.s32 any, 0, 0;"]
+    for flag in range(flags):
+        lines.append(f"setp.ne.s32 one, ${flags + flag}, 0; or.pred any, any, one; mov.b32 ${flag}, 0;")
+    return " ".join([*lines, f"vote.sync.any.pred any, any, 0xffffffff; selp.b32 growth_{group}, 1, 0, any; }}"])
+
+
 @gluon.jit
 def note_growth(growth, GROUP: gl.constexpr):
     """Asks all lanes of the warp; a warp has no need to know of the others' rows."""
-    asm: gl.constexpr = (
-        "{ .reg .pred any, one; setp.ne.s32 any, $2, 0; "
-        "setp.ne.s32 one, $3, 0; or.pred any, any, one; "
-        "vote.sync.any.pred any, any, 0xffffffff; selp.b32 growth_" f"{GROUP}" ", 1, 0, any; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; }"
-    )
-    gl.inline_asm_elementwise(asm, "=r,=r,r,r", [growth], gl.int32, False, 2)
+    asm: gl.constexpr = voting(GROUP, FLAGS)
+    kinds: gl.constexpr = operands(FLAGS, "r", FLAGS)
+    gl.inline_asm_elementwise(asm, kinds, [growth], gl.int32, False, FLAGS)
 
 
 @gluon.jit
@@ -193,6 +254,7 @@ def consume(
     row_offsets = gl.arange(0, ROWS, SCORE_ROWS)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    declare_weights(GROUP)
     declare_growth(GROUP)
     if GROUP == GROUPS - 1:
         pass_turn(GROUP)
@@ -211,6 +273,8 @@ def consume(
         group = this_batch * kv_heads + this_kv_head
         query_scale = gl.load(q_scale + group * group_size + this_head)
         scale_log2 = common_scale_log2 * query_scale * gl.load(k_scale + group)
+        # Of zero scores none would be masked: -inf * 0 is NaN.
+        scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
         value_scale = gl.load(v_scale + group)
 
         # The first block stands alone: its scores were issued while the tile before was finished.
@@ -229,17 +293,18 @@ def consume(
         running_sum = block_sum
         # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
         # sixteen, and so do the keys of the transposed values.
-        weights = exponentials.to(gl.float8e4nv).reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-        weights = gl.convert_layout(weights.reshape([ROWS, BLOCK_N]), WEIGHTS)
+        exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
+        keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
         accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
 
-        for earlier in range(block - 1, -1, -1):
+        for _ in range(block - 1, -1, -1):
             mbarrier.wait(k_full.index(k_stage), k_phase)
             take_turn(GROUP)
             q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
+            weights = kept_weights(GROUP)
             v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
             accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
             pass_turn(GROUP)
@@ -265,12 +330,13 @@ def consume(
                 accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
             # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
             # sixteen, and so do the keys of the transposed values.
-            weights = exponentials.to(gl.float8e4nv).reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-            weights = gl.convert_layout(weights.reshape([ROWS, BLOCK_N]), WEIGHTS)
+            exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
+            keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
 
         mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
+        weights = kept_weights(GROUP)
         v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
         accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         # What comes next is worked out beside the last product: divisions take long.

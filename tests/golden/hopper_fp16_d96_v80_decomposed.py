@@ -4,7 +4,7 @@ Computes     fp16, head dim 96, value head dim 80, causal: bottom_right
 Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved False, ping_pong False, late_wait False,
              lazy_rescale False, decomposed True, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 3df3f2d5e08a
+Template     forward_hopper 8422b9ad54a5
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -479,7 +479,7 @@ def attention(q, k, v, scale=None):
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspaces, integers = launch_plan(q, k, v, out)
+    grid, _, integers = launch_plan(q, k, v, out)
     tensors = (q, k, v, out)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
