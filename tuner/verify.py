@@ -21,14 +21,14 @@ from flashtune.errors import FlashtuneError
 from flashtune.kernel import Kernel
 from flashtune.problem import Dtype
 from flashtune.record import Provenance, Record
-from flashtune.target import Target, canonical_name, device_slug, find_target
+from flashtune.target import Target, find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify_jobs
 from flashtune.tuner.processes import start_pool, stop_pool, usable_cores
+from flashtune.tuner.receipts import Receipt, receipt_fault, receipt_of
 from flashtune.tuner.verify_jobs import Interpretable
 from flashtune.tuner.verify_report import Means, Report, Result
-from flashtune.versions import current_versions
 
 # A verdict of the interpreter is no receipt.
 INTERPRETER = "interpreter"
@@ -114,9 +114,11 @@ def _subject(record: Record) -> _Subject | str:
         return str(error)
 
 
-def _result(record: Record, kernel: Kernel | None, means: Means, failed: str, triton: str = "") -> Result:
+def _result(
+    record: Record, kernel: Kernel | None, means: Means, failed: str, receipt: Receipt | None = None
+) -> Result:
     digest = kernel.digest if kernel else None
-    return Result(record.problem.key, record.target, record.family, digest, means, failed, triton)
+    return Result(record.problem.key, record.target, record.family, digest, means, failed, receipt)
 
 
 def _by_receipt(subject: _Subject, interpreted: str | None, same_triton: bool) -> Result:
@@ -125,31 +127,13 @@ def _by_receipt(subject: _Subject, interpreted: str | None, same_triton: bool) -
     means = Means.RECEIPT if interpreted is None else Means.INTERPRETER
     if interpreted:
         return _result(record, subject.kernel, means, interpreted)
-    missing = _receipt_fault(subject, same_triton)
+    missing = receipt_fault(record, subject.kernel.digest, same_triton)
     if not missing:
-        return _result(record, subject.kernel, means, "", record.versions.triton)
+        return _result(record, subject.kernel, means, "", receipt_of(record))
+    means = Means.NONE if interpreted is None else means
     # A predicted record never claimed to have run, and is never dispatched as if it had.
     excused = record.provenance is Provenance.PREDICTED and means is Means.INTERPRETER
     return _result(record, subject.kernel, means, "" if excused else missing)
-
-
-def _receipt_fault(subject: _Subject, same_triton: bool) -> str:
-    """What is wrong with a record's receipt, empty if it is good."""
-    record = subject.record
-    here = current_versions(record.family)
-    if record.verdict is None or record.verdict.device == INTERPRETER:
-        return "has no receipt: no GPU ever verified it"
-    if record.target not in (canonical_name(record.verdict.device), device_slug(record.verdict.device)):
-        return f"has a receipt of another GPU: {record.verdict.device}"
-    if not record.verdict.passed:
-        return f"has a receipt of failure: {record.verdict.failed}"
-    if record.kernel != subject.kernel.digest or record.versions.template != here.template:
-        return "has a stale receipt: the kernel that renders here is another than the one that was verified"
-    if same_triton and record.versions.triton != here.triton:
-        return (
-            f"has a stale receipt: verified with Triton {record.versions.triton}, and here is {here.triton}"
-        )
-    return ""
 
 
 def _compile(subjects: list[_Subject], progress: Progress) -> dict[Hashable, str]:

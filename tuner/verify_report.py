@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from flashtune.db.checks import Check
+from flashtune.tuner.receipts import Receipt
 
 
 class Means(enum.StrEnum):
@@ -26,9 +27,9 @@ class Result(msgspec.Struct, frozen=True):
         target: Name of the GPU.
         family: The kernel's family.
         kernel: Digest of the kernel as rendered here, None where it could not be.
-        means: How it was compared.
+        means: How it was compared; `none` where it was neither run here nor has a good receipt.
         failed: Why it failed, empty if it passed.
-        receipt_triton: Triton's version by the receipt, empty without a good receipt.
+        receipt: The record's receipt, None unless it is a good one of this very kernel.
     """
 
     problem: str
@@ -37,7 +38,7 @@ class Result(msgspec.Struct, frozen=True):
     kernel: str | None
     means: Means
     failed: str = ""
-    receipt_triton: str = ""
+    receipt: Receipt | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -54,8 +55,8 @@ class Report(msgspec.Struct, frozen=True):
     checks: tuple[Check, ...] = ()
 
     def count(self, means: Means) -> int:
-        """How many passed by a means."""
-        return sum(not result.failed and result.means is means for result in self.results)
+        """How many were compared by a means, whatever came of it."""
+        return sum(result.means is means for result in self.results)
 
     @property
     def failures(self) -> tuple[Result, ...]:

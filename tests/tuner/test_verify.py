@@ -21,6 +21,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify, verify_jobs
 from flashtune.tuner.cli import main
+from flashtune.tuner.receipts import Receipt
 from flashtune.tuner.verify import verify_records
 from flashtune.tuner.verify_report import Means, Report, Result
 from flashtune.versions import current_versions
@@ -95,15 +96,30 @@ def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
     assert not good.failed
     assert not alike.failed
     assert good.means is alike.means is Means.INTERPRETER
-    assert good.receipt_triton == "3.6.0"
+    assert good.receipt is not None
+    assert good.receipt.triton == "3.6.0"
     assert "SRAM" in large.failed or "compile" in large.failed
     assert seen == {"compiling", "under the interpreter"}
 
 
 @pytest.mark.usefixtures("quick_jobs")
 def test_a_good_receipt_passes() -> None:
-    result = only_result(make_record())
-    assert (result.failed, result.means, result.receipt_triton) == ("", Means.INTERPRETER, "3.6.0")
+    probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
+    record = make_record(verdict=probed)
+    result = only_result(record)
+    assert (result.failed, result.means) == ("", Means.INTERPRETER)
+    versions = current_versions(FAMILY.name)
+    assert result.receipt == Receipt(
+        "NVIDIA H200",
+        "580.1",
+        "3.6.0",
+        versions.ptxas,
+        versions.torch,
+        record.kernel or "",
+        0.6,
+        300,
+        ("random", "needle"),
+    )
 
 
 @pytest.mark.usefixtures("quick_jobs")
@@ -146,7 +162,14 @@ def test_what_no_interpreter_runs_passes_by_receipt_alone(
 ) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
     assert only_result(make_record()).means is Means.RECEIPT
-    assert "no receipt" in only_result(make_record(verdict=None)).failed
+    for changes, words in (
+        ({"verdict": None}, "no receipt"),
+        ({"kernel": "0" * 32}, "stale receipt"),
+        ({"specialization": Specialization(lse=True)}, "stale receipt"),
+    ):
+        result = only_result(make_record(**changes))
+        assert (result.means, result.receipt) == (Means.NONE, None)
+        assert words in result.failed
 
 
 def test_failures_of_the_interpreter_fail(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +209,9 @@ def test_command_prints_counts_and_fails_by_exit_code(table: Callable[..., Path]
     path = table(make_record(512), make_record(1024, kernel="0" * 32))
     result = CliRunner().invoke(main, ["verify", "--table", str(path)])
     assert result.exit_code == 1
-    assert "2 selected kernels: 1 numerically checked here (0 on the GPU, 1 under" in result.stdout
+    assert "of 2 selected kernels 2 were checked here (0 on the GPU, 2 under" in result.stdout
+    assert "0 by receipt alone and 0 not at all; 1 failed" in result.stdout
+    assert "1 of 2 have a receipt: NVIDIA H200, driver 580.1, Triton 3.6.0" in result.stdout
     assert "stale receipt" in result.stdout
     assert "1 of 2 kernels failed" in result.stderr
 
@@ -196,8 +221,10 @@ def test_command_prints_json(table: Callable[..., Path]) -> None:
     result = CliRunner().invoke(main, ["verify", "--table", str(table(make_record())), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert (report["kernels"], report["interpreter"], report["failed"]) == (1, 1, 0)
-    assert report["results"][0]["receipt_triton"] == "3.6.0"
+    counts = [report[name] for name in ("kernels", "gpu", "interpreter", "receipt", "none", "failed")]
+    assert counts == [1, 0, 1, 0, 0, 0]
+    assert report["results"][0]["receipt"]["triton"] == "3.6.0"
+    assert report["results"][0]["receipt"]["worst_ratio"] == 0.6
 
 
 @pytest.mark.parametrize("options", [["--db", "nowhere.sqlite"], ["--table", "x.json", "--db", "y.sqlite"]])

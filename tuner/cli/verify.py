@@ -12,11 +12,12 @@ import click
 
 from flashtune.errors import UsageError, VerificationError
 from flashtune.tuner.cli.options import database_option, json_option, target_filter_option
-from flashtune.tuner.cli.output import note, print_json
+from flashtune.tuner.cli.output import note, print_json, printable
 
 if TYPE_CHECKING:
     from flashtune.record import Record
     from flashtune.target import Target
+    from flashtune.tuner.receipts import Receipt
     from flashtune.tuner.verify import Progress
     from flashtune.tuner.verify_report import Report
 
@@ -115,7 +116,7 @@ def _progress() -> Iterator[Progress]:
 def _counts(report: Report) -> dict[str, int]:
     from flashtune.tuner.verify_report import Means
 
-    counts = {means.value: report.count(means) for means in Means if means is not Means.NONE}
+    counts = {means.value: report.count(means) for means in Means}
     return {
         "kernels": len(report.results),
         **counts,
@@ -124,22 +125,28 @@ def _counts(report: Report) -> dict[str, int]:
     }
 
 
+def _source(receipt: Receipt) -> str:
+    return (
+        f"{printable(receipt.device)}, driver {printable(receipt.driver)}, Triton {printable(receipt.triton)}"
+    )
+
+
 def _print(report: Report) -> None:
     from flashtune.tuner.verify_report import Means
 
     counts = _counts(report)
+    total = counts["kernels"]
     click.echo(
-        f"{counts['kernels']} selected kernels: "
-        f"{counts['gpu'] + counts['interpreter']} numerically checked here ({counts['gpu']} on the GPU, "
-        f"{counts['interpreter']} under the interpreter), "
-        f"{counts['receipt']} by receipt alone, {counts['failed']} failed"
+        f"of {total} selected kernels {counts['gpu'] + counts['interpreter']} were checked here "
+        f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
+        f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
     )
     alone = sorted({result.family for result in report.results if result.means is Means.RECEIPT})
     if alone:
         click.echo(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
-    receipts = Counter(result.receipt_triton for result in report.results if result.receipt_triton)
-    for version, count in sorted(receipts.items()):
-        click.echo(f"{count} have a GPU's receipt, of Triton {version}")
+    receipts = Counter(_source(result.receipt) for result in report.results if result.receipt)
+    for source, count in sorted(receipts.items()):
+        click.echo(f"{count} of {total} have a receipt: {source}")
     if report.baselines:
         click.echo(f"{report.baselines} selections are torch's own and were not checked")
     for result in report.failures[:MOST_SHOWN]:
