@@ -12,11 +12,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Alignment, Kernel
 from flashtune.launch import Binary, bind, compile_binary
 from flashtune.problem import Causal, Problem
-from flashtune.proof.cases import SCALES, Case
+from flashtune.proof.cases import SCALES, Case, tile_of
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.inputs import Guarded, Layout, Role, checksum, guarded_flat, poison, stray_writes
 from flashtune.proof.prepared import Prepared, prepare
@@ -110,15 +111,15 @@ def repeat(kernel: Kernel, case: Case, repeats: int) -> str:
         )
 
 
-def random_trial(chance: random.Random, problem: Problem, config: HopperConfig) -> Trial:
+def random_trial(chance: random.Random, problem: Problem, config: Config) -> Trial:
     """Ragged lengths, any sharing of heads, either layout, strides of whole or half cache sectors."""
 
     def length(side: int) -> int:
         near = side * chance.randint(1, 4) + chance.choice((-1, 0, 1))
         return min(LONGEST, max(1, chance.choice((1, near, near, chance.randint(1, 3 * side)))))
 
-    positions = config.block_m // config.pack
-    queries, keys = length(positions), length(config.block_n)
+    block_m, block_n = tile_of(config)
+    queries, keys = length(block_m // getattr(config, "pack", 1)), length(block_n)
     kv_heads, shown = chance.choice(((1, 1), (2, 2), (3, 3), (1, 2), (1, 3)))
     causal = problem.causal is not Causal.NONE
     case = Case(
@@ -131,7 +132,7 @@ def random_trial(chance: random.Random, problem: Problem, config: HopperConfig) 
             seqlen_kv=queries if chance.random() < 0.2 else keys,
         ),
         probe=chance.choice((*PROBES, Probe.DIAGONAL) if causal else PROBES),
-        block=config.block_n,
+        block=block_n,
         scale=chance.choice(SCALES) * problem.head_dim**-0.5,
         layout=chance.choice(tuple(Layout)),
     )

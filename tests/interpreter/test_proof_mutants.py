@@ -14,21 +14,20 @@ from flashtune.config import Config
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Level
-from flashtune.proof.check import check_kernel, check_rendered
+from flashtune.proof.check import check_kernel
 from flashtune.target import find_target
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
-from tests.mutants.core import Mutant, broken
-from tests.mutants.portable import INTERPRETED
-from tests.mutants.portable_orders import portable_mutants
+from tests.mutants.catalogue import interpreted_mutants
+from tests.mutants.core import Mutant
+from tests.mutants.interpreted import interpreted
+from tests.mutants.results import Fate
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="runs kernels under TRITON_INTERPRET=1")
 
 TARGET = find_target("h200")
 CPU = torch.device("cpu")
 SEED = 7
-
-MUTANTS = [mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy]
 
 
 def _problem(causal: Causal) -> Problem:
@@ -50,13 +49,11 @@ def _config(family: Family, fields: Mapping[str, object]) -> Config:
     return msgspec.convert({**small, **fields}, family.config_type)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", interpreted_mutants(), ids=lambda mutant: mutant.id)
 def test_a_broken_kernel_is_refused(mutant: Mutant) -> None:
-    problem, config = mutant.subject.problem, mutant.subject.config
-    verdict = check_rendered(broken(mutant), problem, config, TARGET, CPU, Level.QUICK, seed=SEED)
-    assert not verdict.passed
-    assert verdict.failed
+    found = interpreted(mutant, SEED)
+    assert found.fate is Fate.REFUSED
+    assert found.caught_by
 
 
 def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specialization]]:

@@ -1,0 +1,157 @@
+"""Breaks kernels on purpose, or samples right ones, and says what the proof made of them."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import triton
+
+from flashtune.compilation import interpreting
+from flashtune.proof.cases import Level
+from flashtune.proof.check import INTERPRETER
+from flashtune.target import device_target
+from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
+from tests.mutants.interpreted import interpreted
+from tests.mutants.pages import PAGE, filled_page, pages_runs
+from tests.mutants.pools import WORKERS, Plan
+from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary
+from tests.mutants.right import sampled_subjects, verify_right
+from tests.mutants.runner import run_mutants
+
+SEED = 7
+
+Command = Callable[..., Any]
+
+
+def run_options(command: Command) -> Command:
+    """What runs on the GPU have in common."""
+    for option in (
+        click.option("--seconds", default=500.0, show_default=True, help="Stop after this long."),
+        click.option("--seed", type=int, help="Seed of the inputs; fixed where left out, 0 draws one."),
+        click.option("--workers", default=WORKERS, show_default=True, help="Processes that share the GPU."),
+        click.option("--out", type=click.Path(path_type=Path), help="Where to save what was found."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """The commands."""
+
+
+@main.command()
+@click.option("--family", help="One family's mutants alone.")
+@click.option("--only", help="Mutants with this in their name alone.")
+@run_options
+def run(
+    family: str | None, only: str | None, seconds: float, seed: int | None, workers: int, out: Path | None
+) -> None:
+    """Verifies every mutant on the GPU; fails where one that changes results is accepted."""
+    start = time.monotonic()
+    plan = _plan(seed, seconds, workers)
+    mutants = [
+        mutant
+        for mutant in gpu_mutants()
+        if family in {None, mutant.subject.family} and (only is None or only in mutant.name)
+    ]
+    controls, found = run_mutants(mutants, plan, _show)
+    for control in controls:
+        if not control.passed:
+            click.echo(f"refused though nobody broke it: {control.label}: {control.failed}")
+    _finish(plan, start, out, controls, found)
+    if any(one.fate not in {*CAUGHT, Fate.EQUIVALENT} for one in found) or not all(
+        control.passed for control in controls
+    ):
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--samples", default=40, show_default=True, help="Configs of each family.")
+@run_options
+def right(samples: int, seconds: float, seed: int | None, workers: int, out: Path | None) -> None:
+    """Verifies sampled configs; fails where one is refused that a ten times stricter check accepts."""
+    start = time.monotonic()
+    plan = _plan(seed, seconds, workers)
+    controls = verify_right(sampled_subjects(samples, plan.seed, plan.target), plan, _show_control)
+    _finish(plan, start, out, controls, ())
+    if any(control.confirmed for control in controls):
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--seed", default=SEED, show_default=True, help="Seed of the inputs.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to save what was found.")
+def interpret(seed: int, out: Path | None) -> None:
+    """Verifies what Triton's interpreter can run of them; wants TRITON_INTERPRET=1."""
+    if not interpreting():
+        raise click.UsageError("set TRITON_INTERPRET=1: without it nothing is interpreted")
+    start = time.monotonic()
+    found = tuple(map(functools.partial(interpreted, seed=seed), interpreted_mutants()))
+    for one in found:
+        _show(one)
+    made = Run(INTERPRETER, *_versions(), Level.QUICK.value, seed, _since(start), (), found)
+    click.echo(summary(made))
+    if out is not None:
+        save(made, out)
+
+
+@main.command()
+@click.option("--write", is_flag=True, help=f"Put the tables into {PAGE.name}.")
+@click.argument("runs", nargs=-1, type=click.Path(exists=True, path_type=Path))
+def table(write: bool, runs: tuple[Path, ...]) -> None:
+    """Prints what saved runs found, as the page shows it."""
+    page = filled_page(PAGE.read_text(encoding="utf-8"), pages_runs(runs))
+    if write:
+        PAGE.write_text(page, encoding="utf-8")
+    else:
+        click.echo(page)
+
+
+def _plan(seed: int | None, seconds: float, workers: int) -> Plan:
+    drawn = SEED if seed is None else seed or secrets.randbits(30)
+    return Plan(device_target(0), drawn, time.monotonic() + seconds, workers)
+
+
+def _finish(
+    plan: Plan, start: float, out: Path | None, controls: tuple[Control, ...], found: tuple[Found, ...]
+) -> None:
+    device = torch.cuda.get_device_name(0)
+    made = Run(device, *_versions(), Level.FULL.value, plan.seed, _since(start), controls, found)
+    click.echo(summary(made))
+    if out is not None:
+        save(made, out)
+
+
+def _versions() -> tuple[str, str]:
+    return str(torch.__version__), str(triton.__version__)
+
+
+def _since(start: float) -> float:
+    return round(time.monotonic() - start, 1)
+
+
+def _show(one: Found) -> None:
+    racy = " (racy)" if one.racy else ""
+    click.echo(
+        f"{one.fate.value:12} {one.seconds:6.1f} s  {one.family}: {one.name}{racy}  {one.caught_by[:90]}"
+    )
+
+
+def _show_control(control: Control) -> None:
+    if control.passed:
+        return
+    standing = {None: "", True: " AND WRONGLY", False: ", and by the strict level too"}[control.confirmed]
+    click.echo(f"refused{standing}: {control.label}: {control.failed}")
+
+
+if __name__ == "__main__":
+    main()

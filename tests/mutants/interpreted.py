@@ -1,0 +1,29 @@
+"""Verifies a mutant under Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+
+from flashtune.proof.cases import Level
+from flashtune.proof.check import check_rendered
+from flashtune.target import find_target
+from tests.mutants.core import Mutant, broken
+from tests.mutants.results import Fate, Found, found_of
+
+TARGET = find_target("h200")
+CPU = torch.device("cpu")
+
+
+def interpreted(mutant: Mutant, seed: int) -> Found:
+    """The fate of a mutant at the level of a self-check."""
+    problem, config = mutant.subject.problem, mutant.subject.config
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        # What is broken may divide by zero, as numpy tells.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        verdict = check_rendered(broken(mutant), problem, config, TARGET, CPU, Level.QUICK, seed=seed)
+    fate = Fate.SURVIVED if verdict.passed else Fate.REFUSED
+    return found_of(mutant, fate, verdict.failed, time.perf_counter() - start)

@@ -1,0 +1,106 @@
+"""The tables of docs/proof.md, from what runs have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from flashtune.errors import FlashtuneError
+from flashtune.proof.check import INTERPRETER
+from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/proof.md"
+SAVED = ROOT / "tests/data/mutants"
+BY = "written by python -m tests.mutants table"
+
+
+def pages_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs at these paths; those that are kept where none is given."""
+    return [load(path) for path in paths or sorted(SAVED.glob("*.json*"))]
+
+
+def filled_page(page: str, runs: Sequence[Run]) -> str:
+    """The page with its tables, of the runs that there are.
+
+    Raises:
+        FlashtuneError: The page has no place for a table, or it does not end.
+    """
+    texts = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
+    for name, lines in texts.items():
+        text = "\n".join(lines)
+        begin, end = f"<!-- table {name}: {BY} -->", f"<!-- end of table {name} -->"
+        before, found, rest = page.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not (found and ended):
+            raise FlashtuneError(
+                f"{PAGE.name} has no place for the table {name}: put {begin} and {end} into it"
+            )
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
+
+
+def _mutants(runs: Sequence[Run]) -> Iterator[str]:
+    """How many mutants of each family met which fate."""
+    for run in runs:
+        if not run.found:
+            continue
+        where = "Under Triton's interpreter" if run.device == INTERPRETER else f"On an {run.device}"
+        yield f"{where}, level `{run.level}` (torch {run.torch}, Triton {run.triton}):"
+        yield ""
+        rows = []
+        for family in dict.fromkeys(one.family for one in run.found):
+            number = counts(one for one in run.found if one.family == family)
+            ended = number[Fate.HUNG] + number[Fate.DIED]
+            missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
+            rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
+            rows.append((f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest))
+        heads = ("family", "mutants", "refused", "hung or died", "equivalent", "**survived**", "not run")
+        yield from _table(heads, rows)
+        yield ""
+
+
+def _right(runs: Sequence[Run]) -> Iterator[str]:
+    """How many right kernels were refused."""
+    drawn = [run for run in runs if run.controls and not run.found]
+    for run in drawn:
+        refused = [control for control in run.controls if not control.passed]
+        wrongly = sum(control.confirmed is True for control in refused)
+        worst = max((control.worst_ratio for control in run.controls if control.passed), default=0.0)
+        yield (
+            f"On an {run.device} (torch {run.torch}, Triton {run.triton}) {len(run.controls)} sampled configs "
+            f"were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest error of one "
+            f"that was accepted is {worst:.2f} of what is allowed."
+        )
+    if not drawn:
+        yield "No run over sampled configs is kept yet."
+
+
+def _each(runs: Sequence[Run]) -> Iterator[str]:
+    """Every mutant of the largest run, and what caught it first."""
+    found = max((run.found for run in runs), key=len, default=())
+    for family in dict.fromkeys(one.family for one in found):
+        yield f"### `{family}`"
+        yield ""
+        rows = ((_name(one), one.breaks, _end(one)) for one in found if one.family == family)
+        yield from _table(("mutant", "what it does", "first caught by"), rows)
+        yield ""
+
+
+def _name(one: Found) -> str:
+    return f"{one.name} (a race)" if one.racy else one.name
+
+
+def _end(one: Found) -> str:
+    if one.fate not in CAUGHT:
+        return f"**{one.fate.value.replace('_', ' ')}**"
+    # A probe and its lengths come before the colon.
+    case = one.caught_by.partition(" heads=")[0]
+    return case if one.fate is Fate.REFUSED else one.fate.value
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"

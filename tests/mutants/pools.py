@@ -1,0 +1,105 @@
+"""Processes that compile or have the GPU: any may hang or die, and is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from pebble import ProcessPool
+
+from flashtune.kernel import Kernel
+from flashtune.proof.cases import Level
+from flashtune.target import Target
+from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
+from tests.gpu.hopper_jobs import compile_one
+from tests.mutants import jobs
+from tests.mutants.core import Subject
+
+COMPILE_SECONDS = 120.0
+START_SECONDS = 120.0
+# A process among others shares the GPU with them.
+SHARED_SECONDS = 60.0
+WORKERS = 4
+
+
+class Plan(NamedTuple):
+    """How kernels are run.
+
+    Attributes:
+        target: The GPU.
+        seed: Of the inputs.
+        deadline: When to stop, by `time.monotonic`.
+        workers: Processes that share the GPU.
+    """
+
+    target: Target
+    seed: int
+    deadline: float
+    workers: int = WORKERS
+
+    @property
+    def over(self) -> bool:
+        """Whether time is up."""
+        return time.monotonic() > self.deadline
+
+
+class Compiling(NamedTuple):
+    """Compilations under way, by the kernel's digest; each ends in what is wrong, or nothing."""
+
+    jobs: dict[str, Future[str]]
+
+    def failure(self, kernel: Kernel) -> str:
+        """Waits for a kernel; why it did not compile, or nothing."""
+        job = self.jobs[kernel.digest]
+        lost = settled(job)
+        return f"compiling {lost}" if lost else job.result()
+
+
+@contextlib.contextmanager
+def compiling(kernels: Iterable[Kernel], plan: Plan) -> Iterator[Compiling]:
+    """Starts to compile kernels, in their order, on all cores but those of the GPU's processes."""
+    pool = start_pool(max(1, usable_cores() - plan.workers))
+    try:
+        distinct = {kernel.digest: kernel for kernel in kernels}
+        yield Compiling(
+            {
+                digest: pool.schedule(compile_one, args=(kernel, plan.target), timeout=COMPILE_SECONDS)
+                for digest, kernel in distinct.items()
+            }
+        )
+    finally:
+        stop_pool(pool)
+
+
+@contextlib.contextmanager
+def on_the_gpu(workers: int) -> Iterator[ProcessPool]:
+    """Processes that have taken the GPU."""
+    pool = start_pool(workers)
+    try:
+        for job in [pool.schedule(jobs.warm, timeout=START_SECONDS) for _ in range(workers)]:
+            lost = settled(job)
+            if lost:
+                raise RuntimeError(f"no process reaches the GPU: it {lost}")
+        yield pool
+    finally:
+        stop_pool(pool)
+
+
+def settled(job: Future[Any]) -> str:
+    """Waits for a job; how its process was lost, or nothing."""
+    # Waits for the end and raises nothing.
+    job.exception()
+    lost = failure_of(job)
+    return lost[1] if lost else ""
+
+
+def checking(
+    pool: ProcessPool, subject: Subject, kernel: Kernel, seed: int, seconds: float = SHARED_SECONDS
+) -> Future[jobs.Checked]:
+    """Starts to verify a kernel at its subject's problem."""
+    arguments = (kernel, subject.problem, subject.config, Level.FULL, seed)
+    job: Future[jobs.Checked] = pool.schedule(jobs.check, args=arguments, timeout=seconds)
+    return job

@@ -1,0 +1,155 @@
+"""What was found of mutants and of right kernels, as it is saved."""
+
+from __future__ import annotations
+
+import enum
+import gzip
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from flashtune.errors import FlashtuneError
+from tests.mutants.core import Mutant
+
+
+class Fate(enum.StrEnum):
+    """What became of a mutant.
+
+    refused       A probe found it wrong, or it could not be launched.
+    hung          It did not end within its time, or its process had to be ended.
+    died          It took its process or the GPU's context down.
+    equivalent    It was accepted, and gave the same bits as the unbroken kernel on every probe and on random
+                  problems.
+    survived      It was accepted, and gave other bits somewhere.
+    not_compiled  It is no kernel, and so no mutant.
+    not_run       Time was up.
+    """
+
+    REFUSED = "refused"
+    HUNG = "hung"
+    DIED = "died"
+    EQUIVALENT = "equivalent"
+    SURVIVED = "survived"
+    NOT_COMPILED = "not_compiled"
+    NOT_RUN = "not_run"
+
+
+CAUGHT = frozenset((Fate.REFUSED, Fate.HUNG, Fate.DIED))
+
+
+class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of one mutant.
+
+    Attributes:
+        family, name, breaks: Of the mutant.
+        fate: What became of it.
+        caught_by: The first thing that was found wrong, or where it differed.
+        seconds: What verifying it took.
+        racy: Whether it is wrong by a race alone.
+    """
+
+    family: str
+    name: str
+    breaks: str
+    fate: Fate
+    caught_by: str = ""
+    seconds: float = 0.0
+    racy: bool = False
+
+    @property
+    def probe(self) -> str:
+        """The probe that caught it, in a word, or how else it was caught."""
+        return self.caught_by.split(" ", 1)[0] if self.fate is Fate.REFUSED else self.fate.value
+
+
+class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An unbroken kernel, verified in the same way.
+
+    Attributes:
+        label: Family, problem and config.
+        passed: Whether it was accepted.
+        failed: What was found wrong, where it was not.
+        worst_ratio: The largest error over what is allowed.
+        checks: Figures that were compared.
+        seconds: What verifying it took.
+        confirmed: Whether the strict level accepts it, where the full level did not.
+    """
+
+    label: str
+    passed: bool
+    failed: str = ""
+    worst_ratio: float = 0.0
+    checks: int = 0
+    seconds: float = 0.0
+    confirmed: bool | None = None
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run over mutants, or over right kernels.
+
+    Attributes:
+        device: Name of the GPU, or `interpreter`.
+        torch, triton: Versions.
+        level: How much was checked.
+        seed: Of the inputs.
+        seconds: Of the whole run.
+        controls: Right kernels.
+        found: Mutants.
+    """
+
+    device: str
+    torch: str
+    triton: str
+    level: str
+    seed: int
+    seconds: float
+    controls: tuple[Control, ...] = ()
+    found: tuple[Found, ...] = ()
+
+
+def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0.0) -> Found:
+    """What became of a mutant."""
+    family = mutant.subject.family
+    return Found(family, mutant.name, mutant.breaks, fate, caught_by, round(seconds, 2), mutant.racy)
+
+
+def save(run: Run, path: Path) -> None:
+    """Writes a run as JSON, compressed where the name ends in `.gz`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def load(path: Path) -> Run:
+    """A run that was saved.
+
+    Raises:
+        FlashtuneError: It is none.
+    """
+    data = path.read_bytes()
+    try:
+        text = gzip.decompress(data) if path.suffix == ".gz" else data
+        return msgspec.json.decode(text, type=Run)
+    except (msgspec.MsgspecError, OSError, EOFError) as error:
+        raise FlashtuneError(f"{path} holds no run over mutants: {error}") from error
+
+
+def counts(found: Iterable[Found]) -> Counter[Fate]:
+    """How many met which fate."""
+    return Counter(one.fate for one in found)
+
+
+def summary(run: Run) -> str:
+    """The run in a sentence or two."""
+    number = counts(run.found)
+    fates = ", ".join(f"{number[fate]} {fate.value.replace('_', ' ')}" for fate in Fate if number[fate])
+    refused = [control for control in run.controls if not control.passed]
+    right = sum(control.confirmed is not False for control in refused)
+    lines = []
+    if run.found:
+        lines.append(f"{len(run.found)} mutants: {fates}.")
+    if run.controls:
+        lines.append(f"{len(run.controls)} right kernels: {len(refused)} refused, {right} of them wrongly.")
+    return " ".join((*lines, f"{run.seconds:.0f} s on {run.device}."))

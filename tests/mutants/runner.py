@@ -1,0 +1,150 @@
+"""Runs mutants on a GPU: compiled on all cores, verified in processes that may hang or die.
+
+What neither races nor hangs is verified by several processes at once, since a check is mostly
+launches. Then the rest follows, one at a time and alone on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+from pebble import ProcessPool
+
+from flashtune.tuner.processes import failure_of
+from tests.mutants import jobs
+from tests.mutants.core import Mutant, Subject, broken, rendered
+from tests.mutants.pools import START_SECONDS, Compiling, Plan, checking, compiling, on_the_gpu, settled
+from tests.mutants.results import Control, Fate, Found, found_of
+
+# Alone on the GPU, what takes so many times as long as the kernel that nobody broke does not end.
+PATIENCE = 4.0
+LEAST_SECONDS = 6.0
+# Checks of a kernel that is wrong by a race, each with inputs of its own.
+RACY_CHECKS = 5
+
+Report = Callable[[Found], None]
+
+
+def run_mutants(
+    mutants: Sequence[Mutant], plan: Plan, report: Report
+) -> tuple[tuple[Control, ...], tuple[Found, ...]]:
+    """Verifies mutants, and before them the kernels that they were made of.
+
+    Args:
+        mutants: Which.
+        plan: How.
+        report: Told of each as soon as its fate is known.
+
+    Raises:
+        RuntimeError: The GPU cannot be reached.
+    """
+    subjects = list(dict.fromkeys(mutant.subject for mutant in mutants))
+    kernels = [*(rendered(subject) for subject in subjects), *(broken(mutant) for mutant in mutants)]
+    steady = [mutant for mutant in mutants if not (mutant.racy or mutant.hangs)]
+    fates: dict[str, Found] = {}
+    with compiling(kernels, plan) as compiled:
+        with on_the_gpu(plan.workers) as pool:
+            controls = verify_controls(pool, subjects, compiled, plan)
+            for mutant, found in _shared(pool, steady, compiled, plan):
+                # What did not end beside others may end alone.
+                if found.fate is not Fate.HUNG:
+                    fates[mutant.id] = found
+                    report(found)
+        limits = {
+            subject: max(LEAST_SECONDS, PATIENCE * control.seconds)
+            for subject, control in zip(subjects, controls, strict=True)
+        }
+        rest = [mutant for mutant in mutants if mutant.id not in fates]
+        for mutant, found in _alone(rest, compiled, plan, limits):
+            fates[mutant.id] = found
+            report(found)
+    return controls, tuple(fates[mutant.id] for mutant in mutants)
+
+
+def verify_controls(
+    pool: ProcessPool, subjects: Iterable[Subject], compiled: Compiling, plan: Plan
+) -> tuple[Control, ...]:
+    """Verifies kernels that nobody broke, in their order."""
+    started: list[tuple[Subject, str, Future[jobs.Checked] | None]] = []
+    for subject in subjects:
+        why = compiled.failure(rendered(subject))
+        job = None if why else checking(pool, subject, rendered(subject), plan.seed)
+        started.append((subject, why, job))
+    return tuple(_control(*one) for one in started)
+
+
+def _control(subject: Subject, why: str, job: Future[jobs.Checked] | None) -> Control:
+    lost = why if job is None else settled(job)
+    if lost or job is None:
+        return Control(subject.label, False, lost)
+    verdict, error, seconds = job.result()
+    if verdict is None:
+        return Control(subject.label, False, error, seconds=seconds)
+    ratio = round(verdict.worst_ratio, 3)
+    return Control(subject.label, verdict.passed, verdict.failed, ratio, verdict.checks, round(seconds, 2))
+
+
+def _not_started(mutant: Mutant, compiled: Compiling, plan: Plan) -> Found | None:
+    """Why a mutant cannot be verified, if it cannot."""
+    why = compiled.failure(broken(mutant))
+    if why:
+        return found_of(mutant, Fate.NOT_COMPILED, why)
+    return found_of(mutant, Fate.NOT_RUN) if plan.over else None
+
+
+def _shared(
+    pool: ProcessPool, mutants: Sequence[Mutant], compiled: Compiling, plan: Plan
+) -> Iterator[tuple[Mutant, Found]]:
+    """Verifies mutants in several processes at once."""
+    started = []
+    for mutant in mutants:
+        missing = _not_started(mutant, compiled, plan)
+        if missing:
+            yield mutant, missing
+        else:
+            started.append((mutant, checking(pool, mutant.subject, broken(mutant), plan.seed)))
+    for mutant, job in started:
+        yield mutant, _caught(mutant, job) or _accepted(pool, mutant, plan, job.result().seconds)
+
+
+def _alone(
+    mutants: Iterable[Mutant], compiled: Compiling, plan: Plan, limits: dict[Subject, float]
+) -> Iterator[tuple[Mutant, Found]]:
+    """Verifies mutants one by one; after a hang or a death the next process starts first."""
+    with on_the_gpu(1) as pool:
+        for mutant in mutants:
+            yield mutant, _not_started(mutant, compiled, plan) or _repeatedly(pool, mutant, plan, limits)
+            settled(pool.schedule(jobs.warm, timeout=START_SECONDS))
+
+
+def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[Subject, float]) -> Found:
+    """Verifies a mutant until it is caught: several times where it is wrong by a race."""
+    seconds = 0.0
+    for seed in range(plan.seed, plan.seed + (RACY_CHECKS if mutant.racy else 1)):
+        job = checking(pool, mutant.subject, broken(mutant), seed, limits[mutant.subject])
+        caught = _caught(mutant, job)
+        if caught:
+            return caught
+        seconds += job.result().seconds
+    return _accepted(pool, mutant, plan, seconds)
+
+
+def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
+    """How a mutant was caught; None where it was accepted."""
+    job.exception()
+    lost = failure_of(job)
+    if lost:
+        timed_out, words = lost
+        return found_of(mutant, Fate.HUNG if timed_out else Fate.DIED, words)
+    checked = job.result()
+    return found_of(mutant, Fate.REFUSED, checked.wrong, checked.seconds) if checked.wrong else None
+
+
+def _accepted(pool: ProcessPool, mutant: Mutant, plan: Plan, seconds: float) -> Found:
+    """Holds what was accepted against the right kernel, bit by bit."""
+    problem, config = mutant.subject.problem, mutant.subject.config
+    arguments = (rendered(mutant.subject), broken(mutant), problem, config, plan.seed, mutant.racy)
+    job = pool.schedule(jobs.differ, args=arguments, timeout=START_SECONDS)
+    where = settled(job) or job.result()
+    return found_of(mutant, Fate.SURVIVED if where else Fate.EQUIVALENT, where, seconds)
