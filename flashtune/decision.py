@@ -76,8 +76,11 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
         if request.prefer is Prefer.GENERATED:
             raise
         return Decision(baseline(request), str(error), target)
-    usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
-    return _of_selection(request, selection, target, q, k, v, _passed_over(usual, selection))
+    passed_over = ""
+    if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
+        usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
+        passed_over = _passed_over(usual, selection)
+    return _of_selection(request, selection, target, q, k, v, passed_over)
 
 
 def baseline(request: Request) -> Server:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashtune.descriptors import LEAST_SCALE
+from flashtune.launches import LEAST_SCALE
 from flashtune.problem import Causal, Problem
 
 # How `torch._fused_sdp_choice` numbers its backends, as peers are named in records.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashtune.errors import KernelError
-from flashtune.quantization import UNSCALED, Scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 # Addresses of one tensor that are remembered; then all are forgotten.
 MOST_ADDRESSES = 512
-# A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
-LEAST_SCALE = 1e-30
 
 
 class DescriptorArguments:
@@ -44,7 +41,11 @@ class DescriptorArguments:
             patterns: For each tensor its descriptors, on tensors of any address; they are kept as
                 long as this is, so give them tensors `without_memory`.
             metadata: The compiler's notes on each descriptor, in order.
+
+        Raises:
+            KernelError: This Triton makes descriptors in another way.
         """
+        _maker()  # what cannot be made is told now, not in the first call
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
@@ -77,8 +78,17 @@ def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> l
 
 @functools.cache
 def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
-    """Triton's own way to make them, and what it is given besides the descriptor and the notes."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+    """Triton's own way to make them, and what it is given besides the descriptor and the notes.
+
+    Raises:
+        KernelError: This Triton has none under that name.
+    """
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+    except ImportError as error:
+        raise KernelError(
+            "this Triton makes descriptors in a way that flashtune does not know: install one from 3.6 to 3.9"
+        ) from error
 
     # Later releases pass the launch's other arguments too, for descriptors of another kind.
     return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
@@ -99,32 +109,6 @@ def without_making(run: Any) -> Callable[..., None]:
     launcher.launch = inner
     bare: Callable[..., None] = launcher
     return bare
-
-
-class DescriptorLaunch:
-    """The binary of a kernel whose tensors are passed as descriptors."""
-
-    __slots__ = ("_arguments", "_queue")
-
-    def __init__(self, queue: Callable[[tuple[Any, ...]], None], arguments: DescriptorArguments) -> None:
-        self._queue = queue
-        self._arguments = arguments
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        scales: Scales = UNSCALED,
-    ) -> None:
-        """Queues the kernel on its device's current stream."""
-        del scales  # nothing is quantised here
-        row_lse = out.data_ptr() if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        self._queue((*self._arguments((q, k, v, out)), row_lse, scale))
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -6,25 +6,29 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
-from flashtune.descriptors import LEAST_SCALE, DescriptorArguments, DescriptorLaunch, typed, without_memory
-from flashtune.quantization import E4M3, UNSCALED, Scales, unit_scales
+from flashtune.descriptors import DescriptorArguments, typed, without_memory
+from flashtune.launches import (
+    DescriptorLaunch,
+    DeviceLaunch,
+    InterpreterLaunch,
+    QuantizedLaunch,
+    allocate_workspace,
+)
+from flashtune.quantization import E4M3, Scales, unit_scales
 from flashtune.queueing import Queue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from triton.compiler import CompiledKernel
 
     from flashtune.kernel import Kernel
+    from flashtune.launches import Allocate
     from flashtune.target import Target
-
-    Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
 
 class Binary(NamedTuple):
@@ -55,11 +59,6 @@ class Launch(Protocol):
     ) -> None:
         """Fills `out`, and `lse` where there is one."""
         ...
-
-
-def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 scratch memory that a kernel writes before it reads; allocated per call."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
@@ -120,124 +119,3 @@ def bind(
         if q.dtype is not E4M3:
             return DeviceLaunch(queue, workspaces, allocate)
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
-
-
-class InterpreterLaunch:
-    """The kernel as Triton's interpreter runs it on the CPU, block by block."""
-
-    def __init__(
-        self,
-        function: Any,
-        grid: tuple[int, ...],
-        workspaces: tuple[tuple[int, ...], ...],
-        integers: tuple[int, ...],
-        allocate: Allocate = allocate_workspace,
-    ) -> None:
-        self._launch = function[grid]
-        self._allocate = allocate
-        self._workspaces = workspaces
-        self._integers = integers
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        scales: Scales = UNSCALED,
-    ) -> None:
-        """Runs every block in turn."""
-        del scales  # nothing is quantised here
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        row_lse = out if lse is None else lse
-        self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
-
-
-class DeviceLaunch:
-    """The binary, launched without Triton's per-call specialisation."""
-
-    __slots__ = ("_allocate", "_queue", "_workspaces")
-
-    def __init__(
-        self,
-        queue: Callable[[tuple[Any, ...]], None],
-        workspaces: tuple[tuple[int, ...], ...],
-        allocate: Allocate = allocate_workspace,
-    ) -> None:
-        self._queue = queue
-        self._workspaces = workspaces
-        self._allocate = allocate
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        scales: Scales = UNSCALED,
-    ) -> None:
-        """Queues the kernel on its device's current stream."""
-        del scales  # nothing is quantised here
-        # Addresses instead of tensors: the launcher then asks the driver nothing about them.
-        address = out.data_ptr()
-        row_lse = address if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        if not self._workspaces:
-            self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, scale))
-            return
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
-        self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, *pointers, scale))
-
-
-class QuantizedLaunch:
-    """The binary for quantised inputs, after its prologue, which fills the workspaces from v."""
-
-    __slots__ = ("_allocate", "_arguments", "_ones", "_prologue", "_queue", "_workspaces")
-
-    def __init__(
-        self,
-        queue: Callable[[tuple[Any, ...]], None],
-        prologue: Callable[[tuple[Any, ...]], None] | None,
-        ones: Tensor,
-        workspaces: tuple[tuple[int, ...], ...],
-        allocate: Allocate = allocate_workspace,
-        arguments: DescriptorArguments | None = None,
-    ) -> None:
-        """`ones` stands for the scales of a call that gives none: one or more for each head."""
-        self._queue = queue
-        self._prologue = prologue
-        self._arguments = arguments
-        self._ones = ones
-        self._workspaces = workspaces
-        self._allocate = allocate
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        scales: Scales = UNSCALED,
-    ) -> None:
-        """Queues both kernels on their device's current stream."""
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
-        if self._prologue is not None:
-            self._prologue((v.data_ptr(), *pointers))
-        factors = [(self._ones if factor is None else factor).data_ptr() for factor in scales]
-        address = out.data_ptr()
-        row_lse = address if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        if self._arguments is None:
-            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address)
-            self._queue((*addresses, row_lse, *factors, *pointers, scale))
-            return
-        tensors = self._arguments((q, k, typed(workspaces[0], v), out))
-        self._queue((*tensors, row_lse, *factors, scale))

@@ -30,8 +30,6 @@ from flashtune.tuner.receipts import Receipt, receipt_fault, receipt_of
 from flashtune.tuner.verify_jobs import Interpretable
 from flashtune.tuner.verify_report import Means, Report, Result
 
-# A verdict of the interpreter is no receipt.
-INTERPRETER = "interpreter"
 # What the interpreter does not see of a config, set to one value so that fewer kernels differ.
 UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0}
 

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from flashtune import launch as launching
-from flashtune.descriptors import (
-    LEAST_SCALE,
-    DescriptorArguments,
-    DescriptorLaunch,
-    typed,
-)
-from flashtune.launch import QuantizedLaunch, bind
+from flashtune.descriptors import DescriptorArguments, typed
+from flashtune.launch import bind
+from flashtune.launches import LEAST_SCALE, DescriptorLaunch, QuantizedLaunch
 from flashtune.problem import Dtype
 from flashtune.quantization import E4M3, Scales, unit_scales
 from flashtune.templates.rendering import render

@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.backends.nvidia import driver as nvidia
 
+from flashtune import descriptors
 from flashtune.descriptors import (
     MOST_ADDRESSES,
     DescriptorArguments,
@@ -143,3 +144,14 @@ def test_a_queue_bypasses_the_making(gpu: Driver, monkeypatch: pytest.MonkeyPatc
     queue = Queue(compiled, (5,), (8, 9), torch.device("cuda", 3))
     queue(("made", 0.5))
     assert passed == [(5, 1, 1, 73, "function", "packed", None, None, None, "made", 0.5, 8, 9)]
+
+
+def test_a_triton_that_makes_them_otherwise_is_told_of_before_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", None)
+    monkeypatch.delattr("triton.backends.nvidia.driver.make_tensordesc_arg")
+    descriptors._maker.cache_clear()
+    with pytest.raises(KernelError, match=r"install one from 3\.6 to 3\.9"):
+        DescriptorArguments([[pattern(a_tensor())]], [NOTES])
+    descriptors._maker.cache_clear()

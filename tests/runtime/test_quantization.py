@@ -12,9 +12,8 @@ from torch import Tensor
 import flashtune
 from flashtune import calls, serving
 from flashtune.calls import call_key
-from flashtune.descriptors import LEAST_SCALE
 from flashtune.errors import ProblemError
-from flashtune.launch import DeviceLaunch, QuantizedLaunch, allocate_workspace
+from flashtune.launches import LEAST_SCALE, DeviceLaunch, QuantizedLaunch, allocate_workspace
 from flashtune.problem import Dtype
 from flashtune.quantization import UNSCALED, Scales, negated, quantize
 from flashtune.request import Prefer, read_request
