@@ -3,7 +3,7 @@
     python benchmarks/host_time.py                                    # prints a JSON document
     python benchmarks/host_time.py --heads 16 --seqlen 512 --batch 32 --head-dim 128 --causal
 
-Every figure is a median. Calls are timed while their launches only queue, so that GPU time does not
+Every figure is a median. The whole takes well under a minute, most of it the start of processes. Calls are timed while their launches only queue, so that GPU time does not
 show. Without a GPU the calls are timed with a launch that does nothing, and first calls are left out.
 """
 
@@ -32,7 +32,7 @@ from flashtune.versions import driver_version
 # Fewer calls than a launch queue holds.
 CALLS = 200
 ROUNDS = 31
-PROCESSES = 7
+PROCESSES = 3
 
 IMPORT = """
 import time, torch, triton
@@ -179,12 +179,12 @@ def _host_times(calls_by_name: Mapping[str, Callable[[], object]]) -> dict[str, 
 
 
 def _processes(program: str) -> float:
-    """What a program prints, in the median of fresh processes; the first one warms the caches."""
+    """What a program prints, in the median of fresh processes; this one has warmed all caches on disk."""
     times: list[float] = []
-    for _ in range(PROCESSES + 1):
+    for _ in range(PROCESSES):
         answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
         times.append(float(answer.stdout))
-    return round(statistics.median(times[1:]), 2)
+    return round(statistics.median(times), 2)
 
 
 if __name__ == "__main__":

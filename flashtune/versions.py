@@ -10,6 +10,7 @@ from flashtune.record import Versions
 from flashtune.templates.hashing import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
+HOPPER = 90
 
 
 @functools.cache
@@ -44,6 +45,7 @@ def driver_version() -> str:
 
 @functools.cache
 def _ptxas_version() -> str:
-    from triton import knobs
+    """Of the assemblers that a Triton brings along, the one that it runs for Hopper."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    return str(knobs.nvidia.ptxas.version)
+    return str(get_ptxas(HOPPER).version)
