@@ -18,6 +18,7 @@ from flashtune.templates.common.tiles import columns, head_chunks
 from flashtune.templates.common.traffic import streamed_keys
 from flashtune.templates.family import Family
 from flashtune.tuner.resources import Occupancy, occupancy
+from flashtune.tuner.schedule import imbalance
 
 # Exponentials that one multiprocessor finishes per clock, on its special function units.
 EXPONENTIALS_PER_CLOCK = 16
@@ -73,7 +74,8 @@ def predict_ms(
     own = family.overlap(config)
     hidden = overlap(resident) if own is None else own
     loop = loop_seconds(pairs, problem, config, hidden, target) * spill_factor(resources)
-    compute = loop * imbalance(family.programs(problem, config), resident, target)
+    places = target.sm_count * resident.blocks
+    compute = loop * imbalance(problem, config, family.programs(problem, config), places, target)
     # The first reads and the last writes of a program wait for HBM; the rest runs beside the loop.
     exposed = transfer_seconds(problem.minimal_bytes(), target)
     return LAUNCH_MS + 1e3 * max(compute + exposed, memory_seconds(problem, family, config, target))
@@ -130,17 +132,6 @@ def overlap(resident: Occupancy) -> float:
     Warps of other blocks, or of the same one, do softmax while some wait for the matrix units.
     """
     return 1 - 1 / (1 + resident.blocks + resident.warps / WARPS_LIKE_A_BLOCK)
-
-
-def imbalance(programs: int, resident: Occupancy, target: Target) -> float:
-    """Time with whole waves of programs over time with all multiprocessors busy to the end."""
-    if programs == 0:
-        return 1.0
-    waves = programs / (target.sm_count * resident.blocks)
-    if waves >= 1:
-        return math.ceil(waves) / waves
-    # Fewer programs than places: they spread over the multiprocessors first.
-    return math.ceil(programs / target.sm_count) * target.sm_count / programs
 
 
 def spill_factor(resources: Resources) -> float:

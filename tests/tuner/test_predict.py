@@ -21,17 +21,17 @@ from flashtune.tuner.predict import (
     BANDWIDTH_SHARE,
     LAUNCH_MS,
     computed_pairs,
-    imbalance,
     matrix_rate,
     memory_seconds,
     predict_ms,
     spill_factor,
 )
-from flashtune.tuner.resources import Occupancy
 
 H200 = find_target("h200")
 Q_OUTER, KV_OUTER = find_family("forward_q_outer"), find_family("forward_kv_outer")
 LEAN = Resources(sram_bytes=64 * 1024, registers=128)
+# Long tiles of all heads first, so that none is left at the end.
+CALM: dict[str, Any] = {"long_first": True, "heads_inner": True}
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -63,7 +63,7 @@ def test_a_long_problem_comes_near_what_was_measured() -> None:
 
 
 def test_half_the_pairs_take_about_half_the_time() -> None:
-    full, causal = predicted(a_problem()), predicted(a_problem(causal=Causal.BOTTOM_RIGHT))
+    full, causal = predicted(a_problem()), predicted(a_problem(causal=Causal.BOTTOM_RIGHT), **CALM)
     assert 0.45 < causal / full < 0.65
 
 
@@ -95,14 +95,6 @@ def test_spills_and_serialised_instructions_cost() -> None:
     serial = spill_factor(Resources(sram_bytes=0, spill_bytes=1024, serialized_wgmma=True))
     assert clean == 1
     assert clean < spilled < serial
-
-
-@pytest.mark.parametrize(
-    ("programs", "expected"),
-    [(0, 1.0), (1, 132.0), (132, 1.0), (133, 2 * 132 / 133), (264, 1.0), (265, 2 * 264 / 265)],
-)
-def test_a_last_wave_that_is_not_full_costs_a_whole_one(programs: int, expected: float) -> None:
-    assert imbalance(programs, Occupancy(2, 16, "sram"), H200) == pytest.approx(expected)
 
 
 def test_float32_runs_on_other_units() -> None:
