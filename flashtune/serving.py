@@ -70,7 +70,8 @@ def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: T
     else:
         _tell_of_fallback(decision.selection, request)
         return serve
-    matter, advice = f"failed {request.problem.key}", f"run {search_command(request.problem)}"
+    # A server that meets ever new lengths would be told of the same kernel at each of them.
+    matter, advice = "failed", f"run {search_command(request.problem)}"
     if request.prefer is Prefer.FASTEST:
         instead = baseline(request)
         tell_once(matter, f"{failure}, so {_in_words(instead)} serves: {advice}")

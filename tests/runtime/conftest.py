@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import torch
 from triton.runtime import driver
 
+from flashtune import decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
 from flashtune.notices import forget_told
@@ -19,6 +21,7 @@ from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.versions import current_versions
+from tests.machine import Machine
 from tests.tensor_maps import Driver
 
 TARGET = find_target("h200")
@@ -95,4 +98,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver in place of the GPU's, which notes what it is told."""
     fake = Driver()
     monkeypatch.setattr(driver, "_active", fake)
+    return fake
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    fake = Machine()
+    monkeypatch.setattr(decision, "_check_device", lambda request: None)
+    monkeypatch.setattr(decision, "device_target", lambda index: TARGET)
+    monkeypatch.setattr(decision, "tuned_records", lambda name: fake.tables)
+    monkeypatch.setattr(decision, "usual_backend", lambda *_: fake.usual)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(serving, "_binary", lambda *_: None)
+    monkeypatch.setattr(serving, "bind", fake.bind)
+    monkeypatch.setattr(serving, "passes_self_check", fake.passes)
     return fake

@@ -10,108 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 import flashtune
-from flashtune import calls, decision, serving
-from flashtune.db.rules import by_problem
-from flashtune.errors import KernelError, ProblemError, VerificationError
-from flashtune.kernel import Alignment, Kernel, Specialization
-from flashtune.notices import FlashtuneWarning, search_command
-from flashtune.problem import Causal, Problem
+from flashtune import calls, decision
+from flashtune.errors import ProblemError
+from flashtune.kernel import Alignment, Specialization
+from flashtune.notices import FlashtuneWarning
+from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.request import read_request
-from flashtune.standard import standard_attention
-from flashtune.tables import Tables
-from flashtune.target import find_target
-from flashtune.tuner.shapes import parse_shape
+from tests.machine import Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]
-TARGET = find_target("h200")
-
-
-class Machine:
-    """A GPU that computes on the CPU: kernels are rendered for it, never compiled."""
-
-    def __init__(self) -> None:
-        self.tables = Tables({}, {})
-        self.right = True
-        self.compiles = True
-        self.kernels: list[Kernel] = []
-        self.checked: list[Kernel] = []
-        self.launches = 0
-        self.usual: str | None = "sdpa-cudnn"
-
-    def passes(self, kernel: Kernel, *_: object) -> bool:
-        self.checked.append(kernel)
-        return self.right
-
-    def bind(self, kernel: Kernel, target: object, *tensors: Tensor, compiled: object) -> Callable[..., None]:
-        if not self.compiles:
-            raise KernelError("PTXASError: out of registers")
-        self.kernels.append(kernel)
-        shapes = [tensor.shape for tensor in tensors]
-        strides = [tensor.stride() for tensor in tensors]
-
-        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
-            self.launches += 1
-            views = [
-                tensor.as_strided(shape, stride)
-                for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
-            ]
-            causal = Causal(kernel.source.split("causal: ")[1].split()[0])
-            result, row_lse = standard_attention(*views[:3], scale=scale, causal=causal, return_lse=True)
-            views[3].copy_(result)
-            if lse is not None and row_lse is not None:
-                lse.copy_(row_lse)
-
-        return launch
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    fake = Machine()
-    monkeypatch.setattr(decision, "_check_device", lambda request: None)
-    monkeypatch.setattr(decision, "device_target", lambda index: TARGET)
-    monkeypatch.setattr(decision, "tuned_records", lambda name: fake.tables)
-    monkeypatch.setattr(decision, "usual_backend", lambda *_: fake.usual)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(serving, "_binary", lambda *_: None)
-    monkeypatch.setattr(serving, "bind", fake.bind)
-    monkeypatch.setattr(serving, "passes_self_check", fake.passes)
-    return fake
-
-
-def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    q = torch.randn(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim, dtype=dtype)
-    k = torch.randn(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim, dtype=dtype)
-    v = torch.randn(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim, dtype=dtype)
-    return q, k, v
-
-
-def expected(q: Tensor, k: Tensor, v: Tensor, causal: str = "bottom_right", scale: float = 0.125) -> Tensor:
-    return standard_attention(q, k, v, scale=scale, causal=Causal(causal))[0]
-
-
-def tuned(machine: Machine, *records: Record) -> None:
-    machine.tables = Tables(by_problem(records), {})
-
-
-def test_a_timed_kernel_serves_without_check_or_word(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    record = make_record(problem, peers={"sdpa-cudnn": 2.0})
-    tuned(machine, record)
-    q, k, v = inputs(problem)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = flashtune.attention(q, k, v, causal=True)
-        again = flashtune.attention(q, k, v, causal=True)
-    torch.testing.assert_close(out, expected(q, k, v))
-    assert torch.equal(out, again)
-    assert [kernel.digest for kernel in machine.kernels] == [record.kernel]
-    assert (machine.checked, machine.launches) == ([], 2)
 
 
 def test_the_bshd_layout_reaches_the_kernel_as_strides(
@@ -165,52 +75,6 @@ def test_far_strides_get_wide_indices() -> None:
     request = read_request(q, k, k, True, "bhsd", False, "fastest")
     needed = decision.needed_specialization(request, q, k, k)
     assert needed == Specialization(Alignment.SIXTEEN, 64, False)
-
-
-def test_untuned_shapes_say_so_once_with_the_command(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
-    with pytest.warns(FlashtuneWarning) as told:
-        flashtune.attention(q, k, v, causal=True)
-    shape = "heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2"
-    assert str(told[0].message).endswith(f'run flashtune search --shape "{shape}"')
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flashtune.attention(q[:, :, :100], k, v, causal=True)
-    assert len(machine.checked) == 2
-
-
-def test_the_command_names_the_very_problem(problem: Problem) -> None:
-    for changes in ({}, {"causal": "top_left"}, {"causal": "none", "seqlen_kv": 700}, {"value_head_dim": 32}):
-        fields = msgspec.to_builtins(problem) | changes
-        posed = msgspec.convert(fields, Problem)
-        shape = search_command(posed).split('"')[1]
-        assert parse_shape(shape) == (posed,)
-
-
-def test_a_wrong_kernel_never_serves(machine: Machine, problem: Problem) -> None:
-    machine.right = False
-    q, k, v = inputs(problem)
-    with pytest.warns(FlashtuneWarning, match="failed its self-check on nvidia-h200, so torch's SDPA serves"):
-        out = flashtune.attention(q, k, v, causal=True)
-    torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
-    with pytest.raises(VerificationError, match="failed its self-check"):
-        flashtune.attention(q, k[:, :, :100], v[:, :, :100], causal=True, prefer="generated")
-    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
-    assert lse.shape == q.shape[:3]
-    assert machine.launches == 0
-
-
-def test_a_kernel_that_does_not_compile_gives_way(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    machine.compiles = False
-    q, k, v = inputs(problem)
-    with pytest.warns(FlashtuneWarning, match=r"out of registers, so torch's SDPA serves: run flash"):
-        out = flashtune.attention(q, k, v, causal=True)
-    torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
-    with pytest.raises(KernelError, match="out of registers"):
-        flashtune.attention(q, k[:, :, :511], v[:, :, :511], causal=True, prefer="generated")
 
 
 def test_the_fastest_serves_unless_generated_is_preferred(
@@ -309,23 +173,6 @@ def test_the_memo_is_bounded(machine: Machine, problem: Problem, monkeypatch: py
         for length in range(1, 12):
             flashtune.attention(q[:, :, :length], k, v, causal=True)
     assert len(calls._servers) <= 4
-
-
-def test_nothing_new_is_prepared_during_a_capture(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
-
-    def refuse(_: Tensor) -> None:
-        raise KernelError("capturing")
-
-    planned = flashtune.plan(q, k, v, causal=True)
-    monkeypatch.setattr(calls, "_refuse_capture", refuse)
-    planned(q, k, v)
-    flashtune.attention(q, k, v, causal=True)
-    with pytest.raises(KernelError, match="capturing"):
-        flashtune.attention(q, k, v, causal=False)
 
 
 def test_explain_tells_what_serves_and_runs_nothing(

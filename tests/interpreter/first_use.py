@@ -1,0 +1,68 @@
+"""One of many processes that use an unproven kernel for the first time, all at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from flashtune.compilation import kernel_folder
+from flashtune.kernel import Specialization
+from flashtune.launch import bind
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof import check
+from flashtune.record import Verdict
+from flashtune.self_check import passes_self_check
+from flashtune.standard import standard_attention
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+TARGET = find_target("nvidia-l4")
+CPU = torch.device("cpu")
+PROBLEM = Problem(
+    dtype=Dtype.FP32,
+    head_dim=16,
+    value_head_dim=16,
+    heads=2,
+    kv_heads=1,
+    batch=1,
+    seqlen_q=40,
+    seqlen_kv=50,
+    causal=Causal.BOTTOM_RIGHT,
+)
+
+
+def use_first(start: float, checks: Path) -> float:
+    """Waits for a moment, checks the kernel like a first call and launches it.
+
+    Args:
+        start: When, by `time.time`.
+        checks: A file to which each check that is made adds a byte.
+
+    Returns:
+        The largest error against float64.
+    """
+    torch.set_num_threads(1)
+    made = check.check_rendered
+
+    def counted(*args: object, **options: object) -> Verdict:
+        with checks.open("ab") as file:
+            file.write(b".")
+        return made(*args, **options)  # type: ignore[arg-type]
+
+    check.check_rendered = counted
+    family = find_family("forward_q_outer")
+    config = family.default(PROBLEM, TARGET)
+    kernel = render(family, PROBLEM, config, Specialization(lse=True))
+    time.sleep(max(0.0, start - time.time()))
+    assert passes_self_check(kernel, PROBLEM, config, TARGET, CPU)
+    assert (kernel_folder() / f"{kernel.family}_{kernel.digest}.py").read_text() == kernel.source
+    torch.manual_seed(3)
+    q, out = torch.randn(1, 2, 40, 16), torch.empty(1, 2, 40, 16)
+    k, v = torch.randn(2, 1, 1, 50, 16)
+    lse = torch.empty(1, 2, 40)
+    bind(kernel, TARGET, q, k, v, out)(q, k, v, out, lse, 0.25)
+    truth, _ = standard_attention(q.double(), k.double(), v.double(), scale=0.25, causal=Causal.BOTTOM_RIGHT)
+    return float((out - truth).abs().max())

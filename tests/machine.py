@@ -1,0 +1,70 @@
+"""A GPU that computes on the CPU, for tests of servers: its launches only note what they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashtune.db.rules import by_problem
+from flashtune.errors import KernelError
+from flashtune.kernel import Kernel
+from flashtune.problem import Causal, Problem
+from flashtune.record import Record
+from flashtune.standard import standard_attention
+from flashtune.tables import Tables
+
+
+class Machine:
+    """A GPU that computes on the CPU: kernels are rendered for it, never compiled."""
+
+    def __init__(self) -> None:
+        self.tables = Tables({}, {})
+        self.right = True
+        self.compiles = True
+        self.kernels: list[Kernel] = []
+        self.checked: list[Kernel] = []
+        self.launches = 0
+        self.usual: str | None = "sdpa-cudnn"
+
+    def passes(self, kernel: Kernel, *_: object) -> bool:
+        self.checked.append(kernel)
+        return self.right
+
+    def bind(self, kernel: Kernel, target: object, *tensors: Tensor, compiled: object) -> Callable[..., None]:
+        if not self.compiles:
+            raise KernelError("PTXASError: out of registers")
+        self.kernels.append(kernel)
+        shapes = [tensor.shape for tensor in tensors]
+        strides = [tensor.stride() for tensor in tensors]
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
+            self.launches += 1
+            views = [
+                tensor.as_strided(shape, stride)
+                for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
+            ]
+            causal = Causal(kernel.source.split("causal: ")[1].split()[0])
+            result, row_lse = standard_attention(*views[:3], scale=scale, causal=causal, return_lse=True)
+            views[3].copy_(result)
+            if lse is not None and row_lse is not None:
+                lse.copy_(row_lse)
+
+        return launch
+
+
+def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    q = torch.randn(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim, dtype=dtype)
+    k = torch.randn(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim, dtype=dtype)
+    v = torch.randn(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim, dtype=dtype)
+    return q, k, v
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, causal: str = "bottom_right", scale: float = 0.125) -> Tensor:
+    return standard_attention(q, k, v, scale=scale, causal=Causal(causal))[0]
+
+
+def tuned(machine: Machine, *records: Record) -> None:
+    machine.tables = Tables(by_problem(records), {})
