@@ -1,8 +1,7 @@
 """The companion problems of a check: which shapes, probes and layouts a config is put through.
 
 A kernel's source depends on no length, head count or batch, so one binary takes all of them.
-Lengths lie around the multiples of both sides of the tile, up to more blocks than the pipeline has
-stages, because a tail mask, a prologue or an epilogue fails at a border or nowhere.
+Which lengths those are, and which probes go with them, is in `shapes.py`.
 """
 
 from __future__ import annotations
@@ -14,25 +13,19 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from flashtune.config import Config
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
 from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
+from flashtune.proof.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of
 
 TENSORS = ("q", "k", "v", "out")
 # Sides of a tile where a config does not name them.
 DEFAULT_TILE = (128, 128)
-# Blocks of keys that ragged lengths go up to; deeper pipelines than this fill all the same.
-MAX_BLOCKS = 6
-LONGEST = 1536
 # Heads, KV heads and batch, in turn.
 HEADS = ((4, 2, 1), (3, 1, 2), (2, 2, 2), (1, 1, 1), (6, 3, 1))
 FEW_HEADS = ((4, 2, 1), (1, 1, 2), (2, 2, 1))
-# Heads, KV heads and batch whose tiles, three a head, are more than a GPU has multiprocessors (108 to 148):
-# 195 are two rounds, 315 are three, and the last one is not whole.
-ROUNDS = ((13, 1, 5), (15, 5, 7))
 SCALES = (1.0, 0.6, 1.7)
 MAIN_REPEATS = 4
-SMALL_REPEATS = 3
 # The tuned shape is thinned out beyond this many bytes of inputs and output.
 MAX_MAIN_BYTES = 2**31
 
@@ -81,15 +74,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.probe} {lengths} {heads} {self.layout}{far}"
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """A probe at a pair of lengths."""
-
-    probe: Probe
-    seqlen_q: int
-    seqlen_kv: int
-    repeats: int = 1
-
-
 def tile_of(config: Config) -> tuple[int, int]:
     """Queries and keys of a config's tile: its `block_m` and `block_n`."""
     block_m, block_n = DEFAULT_TILE
@@ -106,10 +90,8 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         reduced: Whether to make do with fewer heads and blocks, as an interpreter needs.
     """
     block_m, block_n = tile_of(config)
-    depth = 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2)
-    causal = problem.causal is not Causal.NONE
-    quick = level is Level.QUICK
-    shapes = (_quick if quick else _full)(block_m, block_n, depth, causal)
+    tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
+    shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
         cases = _cases(problem, shapes, block_n, FEW_HEADS)
         # Nothing races in an interpreter, and programs run one after the other.
@@ -117,7 +99,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     # Heads that share a tile: some must be left over for a tile of their own.
     pack = getattr(config, "pack", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
-    rounds = _rounds(block_m, block_n, depth, quick)
+    rounds = rounds_of(tile, quick=level is Level.QUICK)
     return (*_cases(problem, shapes, block_n, heads), *_cases(problem, rounds, block_n, ROUNDS))
 
 
@@ -178,73 +160,3 @@ def _cases(
             layout=layout,
             repeats=shape.repeats,
         )
-
-
-def _quick(m: int, n: int, depth: int, causal: bool) -> Iterator[Shape]:
-    long = (depth + 1) * n + n // 2 + 1
-    side = max(m, n) + 1
-    yield Shape(Probe.RANDOM, m + 1, 2 * n - 1, SMALL_REPEATS)
-    yield Shape(Probe.RANDOM, 1, n + 1)
-    yield Shape(Probe.RANDOM, side, side)
-    yield Shape(Probe.RANDOM, 2 * m + 3, n - 1)
-    yield Shape(Probe.FAR_BELOW, m - 1, n + 1)
-    yield Shape(Probe.FAR_BELOW, m + 1, n - 1)
-    yield Shape(Probe.FAR_BELOW, m, long)
-    yield Shape(Probe.NEEDLE, m + 1, long)
-    yield Shape(Probe.LAST, m, 2 * n)
-    yield Shape(Probe.RISING, m - 1, 2 * n + 1)
-    yield Shape(Probe.STEEP, 2 * m, long)
-    if causal:
-        yield Shape(Probe.DIAGONAL, 2 * side, 2 * side)
-        yield Shape(Probe.DIAGONAL, m + 1, long)
-
-
-def _full(m: int, n: int, depth: int, causal: bool) -> Iterator[Shape]:
-    yield from _quick(m, n, depth, causal)
-    key_lengths = (1, *_around(n, range(1, depth + 3)))
-    query_lengths = (1, *_around(m, range(1, 3)), 3 * m + 1)
-    for index, keys in enumerate(key_lengths):
-        yield Shape(Probe.RANDOM, query_lengths[index * 3 % len(query_lengths)], keys)
-    for index, queries in enumerate(query_lengths):
-        yield Shape(Probe.RANDOM, queries, key_lengths[(index * 5 + 2) % len(key_lengths)])
-    for index, keys in enumerate(key_lengths):
-        yield Shape(Probe.FAR_BELOW, query_lengths[(index * 4 + 1) % len(query_lengths)], keys)
-    for probe in (Probe.NEEDLE, Probe.FIRST, Probe.LAST):
-        yield Shape(probe, m + 1, (depth + 2) * n)
-        yield Shape(probe, 1, (depth + 1) * n + 1)
-    yield Shape(Probe.RISING, 2 * m, (depth + 2) * n)
-    yield Shape(Probe.RISING, m - 1, 2 * n - 1)
-    yield Shape(Probe.STEEP, m + 1, (depth + 2) * n)
-    yield Shape(Probe.STEEP, 2 * m + 1, 2 * n + 1)
-    if causal:
-        yield from _around_diagonal(m, n, depth)
-
-
-def _rounds(m: int, n: int, depth: int, quick: bool) -> Iterator[Shape]:
-    """Programs that take one tile after the other, two or three each: what they carry over must be right."""
-    long = (depth + 1) * n + 1
-    if quick:
-        yield Shape(Probe.RANDOM, 2 * m + 1, long)
-        yield Shape(Probe.RANDOM, 2 * m + 1, 2 * m + 1)
-        return
-    for _ in ROUNDS:
-        yield Shape(Probe.RANDOM, 2 * m + 1, long, SMALL_REPEATS)
-    for _ in ROUNDS:
-        yield Shape(Probe.NEEDLE, 3 * m, 2 * m + 1, SMALL_REPEATS)
-
-
-def _around_diagonal(m: int, n: int, depth: int) -> Iterator[Shape]:
-    """Square problems, more keys than queries and fewer: rows that see nothing, or a key at most."""
-    for side in sorted({*_around(m, (1, 2)), *_around(n, (1, 2))}):
-        yield Shape(Probe.DIAGONAL, side, side)
-    for shift in (1, n - 1, n, n + 1):
-        yield Shape(Probe.DIAGONAL, m + 1, m + 1 + shift)
-        yield Shape(Probe.DIAGONAL, m + 1 + shift, m + 1)
-    yield Shape(Probe.NEEDLE, 2 * m + 1, (depth + 2) * n)
-    yield Shape(Probe.RANDOM, 3 * m + 1, 1)
-
-
-def _around(side: int, multiples: Iterable[int]) -> tuple[int, ...]:
-    """Lengths one below, at and one above multiples of a tile's side, none beyond the longest."""
-    lengths = (multiple * side + step for multiple in multiples for step in (-1, 0, 1))
-    return tuple(length for length in lengths if length <= LONGEST)

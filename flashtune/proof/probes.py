@@ -23,6 +23,8 @@ STEEP_SHARE = 1 / 12
 LAST_VISIBLE = 6.0
 FIRST_HIDDEN = 9.0
 NEEDLE = 8.0
+# Queries and keys of `faint`, over normal ones: the product of their scales is zero in float32.
+FAINTNESS = 2.0**-100
 # Outliers are what quantisation suffers from: one element in a thousand is ten times as large, as in the
 # experiments of FlashAttention-3 (Shah et al., 2024).
 OUTLIER_SHARE = 0.001
@@ -45,6 +47,8 @@ class Probe(enum.StrEnum):
                changes in every block, or only in the first.
     steep      As rising, in a few rows each by itself, and by 4 to 150; the others stay calm: threads that
                share a decision must not miss the one row that needs it, nor let it grow for good.
+    faint      Queries and keys next to nothing, so that all weights are equal and the log-sum-exp is known
+               to the last bits: a forgotten key shows there, whatever 8-bit products lose of other scores.
     diagonal   The last visible key has much weight, the first hidden one would have more.
     """
 
@@ -55,6 +59,7 @@ class Probe(enum.StrEnum):
     LAST = "last"
     RISING = "rising"
     STEEP = "steep"
+    FAINT = "faint"
     DIAGONAL = "diagonal"
 
 
@@ -106,6 +111,8 @@ def _made(
             return _rising(values, scale, direction)
         case Probe.STEEP:
             return _rising(values, scale, _few_steep(values.q.shape[:3], generator))
+        case Probe.FAINT:
+            return Values(FAINTNESS * values.q, FAINTNESS * values.k, values.v)
         case Probe.DIAGONAL:
             return _diagonal(values, problem, scale, generator)
 

@@ -18,7 +18,7 @@ from flashtune.compilation import interpreting
 from flashtune.proof.cases import Level
 from flashtune.proof.check import INTERPRETER
 from flashtune.target import device_target
-from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
+from tests.mutants.catalogue import gpu_mutants, interpreted_mutants, runs_on
 from tests.mutants.interpreted import interpreted
 from tests.mutants.pages import PAGE, filled_page, pages_runs
 from tests.mutants.pools import WORKERS, Plan
@@ -61,7 +61,9 @@ def run(
     mutants = [
         mutant
         for mutant in gpu_mutants()
-        if family in {None, mutant.subject.family} and (only is None or only in mutant.name)
+        if runs_on(mutant, plan.target)
+        and family in {None, mutant.subject.family}
+        and (only is None or only in mutant.name)
     ]
     controls, found = run_mutants(mutants, plan, _show)
     for control in controls:

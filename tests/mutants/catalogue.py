@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flashtune.target import Target
+from flashtune.templates.registry import find_family
 from tests.mutants import (
     hopper_eight_bits,
     hopper_masks,
@@ -18,6 +20,11 @@ from tests.mutants.portable_orders import portable_mutants
 def interpreted_mutants() -> tuple[Mutant, ...]:
     """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
     return tuple(mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
+
+
+def runs_on(mutant: Mutant, target: Target) -> bool:
+    """Whether a GPU can run the mutant's family."""
+    return find_family(mutant.subject.family).supports(mutant.subject.problem, target) is None
 
 
 def gpu_mutants() -> tuple[Mutant, ...]:

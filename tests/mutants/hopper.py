@@ -12,10 +12,11 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.hopper import FAMILY, a_config
 from tests.mutants.core import Part, Patch, Subject
 
+BLOCKS = " in range(block - 1, -1, -1):"
 PRODUCER = Part("def produce(", "def consume(")
 CONSUMER = Part("def consume(", "def forward_hopper(")
-FIRST_BLOCK = Part("# The first block stands alone", "for earlier in range")
-LATER_BLOCKS = Part("for earlier in range", "mbarrier.arrive(q_empty")
+FIRST_BLOCK = Part("# The first block stands alone", BLOCKS)
+LATER_BLOCKS = Part(BLOCKS, "mbarrier.arrive(q_empty")
 END_OF_TILE = Part("# What comes next is worked out", "def forward_hopper(")
 LAST_PRODUCT = Part("mbarrier.arrive(q_empty", "# What comes next is worked out")
 

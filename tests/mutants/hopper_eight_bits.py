@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashtune.problem import Causal, Dtype
 from tests.mutants.core import Mutant
 from tests.mutants.hopper import FIRST_BLOCK, LATER_BLOCKS, a_small_problem, only, subject
+from tests.mutants.hopper_softmax import VOTE
 
 CAUSAL = subject(a_small_problem(causal=Causal.BOTTOM_RIGHT, dtype=Dtype.E4M3, batch=2))
 CAUSAL_LSE = subject(a_small_problem(causal=Causal.BOTTOM_RIGHT, dtype=Dtype.E4M3, batch=2), lse=True)
@@ -75,6 +76,43 @@ def weights() -> tuple[Mutant, ...]:
             only(".permute(0, 1, 3, 2, 4)", "", FIRST_BLOCK),
         ),
         Mutant(
+            "weights of the block before",
+            "Values meet the weights of the block that came before them.",
+            FULL,
+            only(
+                "keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)",
+                "pass",
+                LATER_BLOCKS,
+            ),
+        ),
+        Mutant(
+            "weights of a pair swapped",
+            "Neighbouring weights trade places as they are rounded.",
+            FULL,
+            only("low, {second}, {first};", "low, {first}, {second};"),
+        ),
+        Mutant(
+            "pairs of weights swapped",
+            "Of four weights the second two come first.",
+            FULL,
+            only("{{low, high}}", "{{high, low}}"),
+        ),
+        Mutant(
+            "last word of weights not recalled",
+            "A thread's last four weights are those of its first four columns.",
+            FULL,
+            only(
+                "mov.b32 ${word}, weights_{group}_{word};",
+                "mov.b32 ${word}, weights_{group}_{word % (words - 1)};",
+            ),
+        ),
+        Mutant(
+            "a scale of zero masks nothing",
+            "Scores whose scale is zero in float32 are NaN where they are masked.",
+            CAUSAL,
+            only("scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)", "pass"),
+        ),
+        Mutant(
             "shift left in the log-sum-exp",
             "The log-sum-exp is that of the shifted weights.",
             CAUSAL_LSE,
@@ -120,7 +158,7 @@ def weights() -> tuple[Mutant, ...]:
             "second row of a thread has no vote",
             "A warp is rescaled when some first row of a thread has grown.",
             FULL,
-            only("setp.ne.s32 one, $3, 0; or.pred any, any, one; ", ""),
+            only(VOTE, "${flags}, 0; or.pred"),
         ),
     )
 

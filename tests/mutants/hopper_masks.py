@@ -115,23 +115,23 @@ def forgotten() -> tuple[Mutant, ...]:
     first = "(key_offsets + earlier * BLOCK_N < BLOCK_N)[None, :]"
     rows = "(positions % 8 == 3)[:, None]"
     return (
-        Mutant("first keys forgotten", "The first block of keys has no weight.", FULL, forget(first)),
+        Mutant("first keys forgotten", "The first block of keys has no weight.", CAUSAL, forget(first)),
         Mutant(
             "a block forgotten in some rows",
             "In one row of eight the first block of keys has no weight.",
-            FULL,
+            CAUSAL,
             forget(f"{rows} & {first}"),
         ),
         Mutant(
             "a block forgotten in one group",
             "The second group gives the first block of keys no weight.",
-            FULL,
+            CAUSAL,
             forget(f"{first} & (row_offsets + GROUP * ROWS >= ROWS)[:, None]"),
         ),
         Mutant(
             "one key in some rows forgotten",
             "In one row of eight the sixth key of a block has no weight.",
-            FULL,
+            CAUSAL,
             forget(f"{rows} & (key_offsets == 5)[None, :]"),
         ),
         Mutant(

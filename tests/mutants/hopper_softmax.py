@@ -9,13 +9,13 @@ from tests.mutants.hopper import CAUSAL_LSE, EAGER, FULL, a_small_problem, only,
 LSE = "row_lse = (row_max + gl.log2(row_sum)) * LN_2"
 RESCALED = "accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]"
 CLEARED = "accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)"
+VOTE = "${flags + flag}, 0; or.pred"
 FP16 = subject(a_small_problem(dtype=Dtype.FP16))
 TALL = subject(a_small_problem(64, causal=Causal.BOTTOM_RIGHT), groups=2, rows=128, block_n=64)
 
 
 def rescaling() -> tuple[Mutant, ...]:
     """Running maxima, and what must follow them."""
-    vote_of_two = "setp.ne.s32 one, $3, 0; or.pred any, any, one; "
     return (
         Mutant(
             "rescaling left out",
@@ -69,13 +69,13 @@ def rescaling() -> tuple[Mutant, ...]:
             "second row of a thread has no vote",
             "A warp is rescaled when some first row of a thread has grown.",
             FULL,
-            only(vote_of_two, ""),
+            only(VOTE, "${flags}, 0; or.pred"),
         ),
         Mutant(
             "first row of a thread has no vote",
             "A warp is rescaled when some second row of a thread has grown.",
             FULL,
-            only("setp.ne.s32 any, $2, 0; ", "setp.ne.s32 any, $3, 0; "),
+            only(VOTE, "${2 * flags - 1}, 0; or.pred"),
         ),
         Mutant(
             "a vote must be unanimous",
@@ -87,7 +87,7 @@ def rescaling() -> tuple[Mutant, ...]:
             "lower rows of a tall tile have no vote",
             "Of four rows of a thread only two count.",
             TALL,
-            only("setp.ne.s32 one, $6, 0; or.pred any, any, one; ", ""),
+            only(VOTE, "${flags + flag % 2}, 0; or.pred"),
         ),
         Mutant(
             "slack without bounds",

@@ -58,6 +58,11 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
         heads = ("family", "mutants", "refused", "hung or died", "equivalent", "**survived**", "not run")
         yield from _table(heads, rows)
         yield ""
+        if run.controls:
+            accepted = sum(control.passed for control in run.controls)
+            number_of = "All" if accepted == len(run.controls) else f"{accepted} of"
+            yield f"{number_of} {len(run.controls)} kernels that they were made of were accepted."
+            yield ""
 
 
 def _right(runs: Sequence[Run]) -> Iterator[str]:
@@ -67,11 +72,9 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
         refused = [control for control in run.controls if not control.passed]
         wrongly = sum(control.confirmed is True for control in refused)
         worst = max((control.worst_ratio for control in run.controls if control.passed), default=0.0)
-        yield (
-            f"On an {run.device} (torch {run.torch}, Triton {run.triton}) {len(run.controls)} sampled configs "
-            f"were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest error of one "
-            f"that was accepted is {worst:.2f} of what is allowed."
-        )
+        yield f"On an {run.device} (torch {run.torch}, Triton {run.triton}), {len(run.controls)} sampled"
+        yield f"configs were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest"
+        yield f"error of one that was accepted is {worst:.2f} of what is allowed."
     if not drawn:
         yield "No run over sampled configs is kept yet."
 

@@ -159,6 +159,12 @@ def test_a_forgotten_block_of_quantized_keys_fails(probe: Probe) -> None:
     assert ratios(problem, probe, 5, forget_block)[0] > 2
 
 
+def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
+    problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
+    assert ratios(problem, Probe.RANDOM, 5, forget_key)[1] < 1, "8-bit scores are not that exact"
+    assert ratios(problem, Probe.FAINT, 5, forget_key)[1] > 100
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
