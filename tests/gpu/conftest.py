@@ -7,22 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from flashtune import decision
-from flashtune.calls import forget_servers
-from flashtune.notices import forget_told
-from flashtune.self_check import forget_verdicts
-from flashtune.tables import Tables
+from flashtune.tables import Tables, tuned_records
+from tests.gpu.calls import forget
 
 
 @pytest.fixture
 def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is tuned and nothing is remembered."""
-
-    def forget() -> None:
-        forget_servers()
-        forget_told()
-        forget_verdicts()
-
+    """Nothing is tuned, whatever ships for this GPU, and nothing is remembered."""
     forget()
     monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
     yield
     forget()
+
+
+@pytest.fixture
+def own_tables(untuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's database is read after all."""
+    monkeypatch.setattr(decision, "tuned_records", tuned_records)

@@ -1,16 +1,11 @@
-"""The runtime on a GPU: every kind of tensor, compiled, captured, threaded, and safe when a kernel is not."""
+"""The runtime on a GPU: every kind of tensor, compiled, captured, threaded."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -18,87 +13,14 @@ from torch import Tensor
 import flashtune
 from flashtune import decision
 from flashtune.api import CausalOption
-from flashtune.calls import forget_servers
-from flashtune.db.store import open_store
-from flashtune.delegation import PEERS, sdpa_attention, usual_backend
-from flashtune.dispatch import default_selection
-from flashtune.errors import KernelError, VerificationError
-from flashtune.kernel import Alignment, Specialization
-from flashtune.notices import FlashtuneWarning, forget_told
-from flashtune.problem import Causal
-from flashtune.proof import check
-from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
-from flashtune.rendered import kernel_of
-from flashtune.request import read_request
-from flashtune.self_check import forget_verdicts
-from flashtune.tables import Tables, tuned_records
-from flashtune.target import device_target
+from flashtune.kernel import Alignment
+from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")]
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-Triple = tuple[Tensor, Tensor, Tensor]
-
-
-def forget() -> None:
-    forget_servers()
-    forget_told()
-    forget_verdicts()
-    tuned_records.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is tuned, whatever ships for this GPU, and nothing is remembered."""
-    forget()
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
-    yield
-    forget()
-
-
-@pytest.fixture
-def own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's database is read after all."""
-    monkeypatch.setattr(decision, "tuned_records", tuned_records)
-
-
-def tensors(
-    seqlen_q: int = 300,
-    seqlen_kv: int = 400,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    batch: int = 2,
-    heads: int = 8,
-    kv_heads: int = 2,
-) -> Triple:
-    generator = torch.Generator("cuda").manual_seed(seqlen_q + seqlen_kv)
-
-    def normal(count: int, length: int) -> Tensor:
-        shape = (batch, count, length, head_dim)
-        return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
-
-    return normal(heads, seqlen_q), normal(kv_heads, seqlen_kv), normal(kv_heads, seqlen_kv)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = False) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64, from the definition, heads first."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5
-    if causal:
-        diagonal = 0 if causal == "top_left" else k.shape[2] - q.shape[2]
-        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").tril(diagonal)
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
-def close(out: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-def generated(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = True, **options: Any) -> Any:
-    return flashtune.attention(q, k, v, causal=causal, prefer="generated", **options)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
+    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -170,12 +92,8 @@ def test_alignments(spare: int, offset: int, alignment: Alignment) -> None:
         (q, padded(k, spare, offset), v),
         (q, k, padded(v, spare, offset)),
     ):
-        assert decision.needed_specialization(_request(*views), *views).alignment is alignment
+        assert decision.needed_specialization(request_of(*views), *views).alignment is alignment
         close(generated(*views), expected)
-
-
-def _request(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return read_request(q, k, v, True, "bhsd", False, "generated")
 
 
 def test_expanded_tensors() -> None:
@@ -195,7 +113,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = generated(q, k, v, False)
     for rows in (slice(0, 300), slice(length // 2, length // 2 + 300), slice(length - 300, length)):
         close(out[:, :, rows], reference(q[:, :, rows], k, v)[0])
-    assert decision.needed_specialization(_request(q, k, v), q, k, v).index_bits == 64
+    assert decision.needed_specialization(request_of(q, k, v), q, k, v).index_bits == 64
 
 
 def test_strides_beyond_two_to_the_31_elements() -> None:
@@ -239,15 +157,6 @@ def test_a_plan_is_captured_and_replayed() -> None:
         close(out, reference(q, k, v, True)[0])
 
 
-def test_a_new_shape_in_a_capture_names_plan() -> None:
-    q, k, v = tensors(77, 78)
-    flashtune.attention(*tensors(), causal=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(KernelError, match=r"flashtune\.plan"):
-        flashtune.attention(q, k, v, causal=True)
-
-
 def test_threads_on_their_own_streams() -> None:
     q, k, v = tensors()
     expected, _ = reference(q, k, v, True)
@@ -268,123 +177,6 @@ def test_threads_on_their_own_streams() -> None:
     assert len(outs) == 8
     for out in outs:
         close(out, expected)
-
-
-class Refusing:
-    """A check that finds every kernel wrong, and counts how often it was asked."""
-
-    calls = 0
-
-    def __call__(self, *_: object) -> Verdict:
-        self.calls += 1
-        return Verdict(False, 9.0, 1, "forced", "test")
-
-
-def test_a_kernel_that_fails_its_self_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    q, k, v = tensors()
-    with pytest.warns(FlashtuneWarning, match="failed its self-check"):
-        close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
-    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
-    close(out, reference(q, k, v, True)[0])
-    assert lse.isfinite().all()
-    with pytest.raises(VerificationError, match="failed its self-check"):
-        generated(q, k, v)
-
-
-def test_a_passed_self_check_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = tensors()
-    assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "unproven"
-    generated(q, k, v)
-    forget()
-    assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
-    refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    close(generated(q, k, v), reference(q, k, v, True)[0])
-    assert refusing.calls == 0
-
-
-def timed_record(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, float]) -> Record:
-    """The default config as if a search had verified and measured it here."""
-    target = device_target()
-    record = default_selection(_request(q, k, v).problem, target, Specialization()).record
-    return msgspec.structs.replace(
-        record,
-        kernel=kernel_of(record, Specialization()).digest,
-        outcome=Outcome.OK,
-        provenance=Provenance.MEASURED,
-        verdict=Verdict(True, 0.5, 10, "", torch.cuda.get_device_name()),
-        measurement=Measurement(
-            1.0, 0.99, 1.01, 11, peers=tuple(PeerTime(name, ms) for name, ms in peers.items())
-        ),
-    )
-
-
-def pin(record: Record) -> None:
-    with open_store() as store:
-        store.pin(store.add(record))
-    forget()
-
-
-@pytest.mark.usefixtures("own_tables")
-def test_a_timed_kernel_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = tensors(512, 512)
-    pin(timed_record(q, k, v, {}))
-    refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FlashtuneWarning)
-        close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
-        near = tensors(500, 500)
-        close(flashtune.attention(*near, causal=True), reference(*near, True)[0])
-    assert refusing.calls == 0
-    told = flashtune.explain(q, k, v, causal=True)
-    assert (told.server, told.standing) == ("generated", "timed")
-
-
-@pytest.mark.usefixtures("own_tables")
-def test_the_fastest_is_chosen_by_what_was_measured() -> None:
-    q, k, v = tensors(512, 512)
-    pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
-    assert usual_backend(q, k, v, _request(q, k, v).problem) in PEERS.values()
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
-    close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
-    assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"
-
-
-@pytest.mark.usefixtures("own_tables")
-def test_a_fresh_process_on_a_tuned_shape_stays_light(own_database: Path) -> None:
-    q, k, v = tensors(512, 512)
-    pin(timed_record(q, k, v, {}))
-    generated(q, k, v)
-    program = (
-        "import sys, torch, flashtune\n"
-        "q = torch.randn(2, 8, 512, 64, dtype=torch.bfloat16, device='cuda'); k = v = q[:, :2]\n"
-        "k = v = k.contiguous()\n"
-        "flashtune.attention(q, k, v, causal=True, prefer='generated')\n"
-        "print(*{'jinja2', 'sqlalchemy', 'alembic', 'optuna', 'click'} & set(sys.modules))"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.strip() == ""
-    assert "FlashtuneWarning" not in answer.stderr
-
-
-@pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize("lengths", [(128, 128), (100, 300), (300, 100), (1, 77), (77, 1)])
-def test_sdpa_serves_with_the_same_meaning(causal: Causal, lengths: tuple[int, int]) -> None:
-    q, k, v = tensors(*lengths)
-    options: dict[Causal, CausalOption] = {Causal.NONE: False, Causal.TOP_LEFT: "top_left"}
-    expected, _ = reference(q, k, v, options.get(causal, True))
-    close(sdpa_attention(q, k, v, 0.125, causal), expected)
-
-
-def test_gradients_match_sdpas() -> None:
-    q, k, v = (tensor.requires_grad_() for tensor in tensors(256, 256, dtype=torch.float16))
-    out = flashtune.attention(q, k, v, causal=True)
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,0 +1,116 @@
+"""Who serves on a GPU: what was measured there, torch's SDPA, or a kernel that nobody timed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.api import CausalOption
+from flashtune.db.store import open_store
+from flashtune.delegation import PEERS, sdpa_attention, usual_backend
+from flashtune.dispatch import default_selection
+from flashtune.kernel import Specialization
+from flashtune.notices import FlashtuneWarning
+from flashtune.problem import Causal
+from flashtune.proof import check
+from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune.rendered import kernel_of
+from flashtune.target import device_target
+from tests.gpu.calls import close, forget, generated, reference, request_of, tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
+    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+]
+
+
+def timed_record(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, float]) -> Record:
+    """The default config as if a search had verified and measured it here."""
+    target = device_target()
+    record = default_selection(request_of(q, k, v).problem, target, Specialization()).record
+    return msgspec.structs.replace(
+        record,
+        kernel=kernel_of(record, Specialization()).digest,
+        outcome=Outcome.OK,
+        provenance=Provenance.MEASURED,
+        verdict=Verdict(True, 0.5, 10, "", torch.cuda.get_device_name()),
+        measurement=Measurement(
+            1.0, 0.99, 1.01, 11, peers=tuple(PeerTime(name, ms) for name, ms in peers.items())
+        ),
+    )
+
+
+def pin(record: Record) -> None:
+    with open_store() as store:
+        store.pin(store.add(record))
+    forget()
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_a_timed_kernel_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(512, 512)
+    pin(timed_record(q, k, v, {}))
+
+    def refuse(*_: object, **__: object) -> Verdict:
+        raise AssertionError("a timed kernel was checked")
+
+    monkeypatch.setattr(check, "check_rendered", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FlashtuneWarning)
+        close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+        near = tensors(500, 500)
+        close(flashtune.attention(*near, causal=True), reference(*near, True)[0])
+    told = flashtune.explain(q, k, v, causal=True)
+    assert (told.server, told.standing) == ("generated", "timed")
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_the_fastest_is_chosen_by_what_was_measured() -> None:
+    q, k, v = tensors(512, 512)
+    pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
+    assert usual_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
+    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+    assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_a_fresh_process_on_a_tuned_shape_stays_light(own_database: Path) -> None:
+    q, k, v = tensors(512, 512)
+    pin(timed_record(q, k, v, {}))
+    generated(q, k, v)
+    program = (
+        "import sys, torch, flashtune\n"
+        "q = torch.randn(2, 8, 512, 64, dtype=torch.bfloat16, device='cuda'); k = v = q[:, :2]\n"
+        "k = v = k.contiguous()\n"
+        "flashtune.attention(q, k, v, causal=True, prefer='generated')\n"
+        "print(*{'jinja2', 'sqlalchemy', 'alembic', 'optuna', 'click'} & set(sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == ""
+    assert "FlashtuneWarning" not in answer.stderr
+
+
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("lengths", [(128, 128), (100, 300), (300, 100), (1, 77), (77, 1)])
+def test_sdpa_serves_with_the_same_meaning(causal: Causal, lengths: tuple[int, int]) -> None:
+    q, k, v = tensors(*lengths)
+    options: dict[Causal, CausalOption] = {Causal.NONE: False, Causal.TOP_LEFT: "top_left"}
+    expected, _ = reference(q, k, v, options.get(causal, True))
+    close(sdpa_attention(q, k, v, 0.125, causal), expected)
+
+
+def test_gradients_match_sdpas() -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in tensors(256, 256, dtype=torch.float16))
+    out = flashtune.attention(q, k, v, causal=True)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))

@@ -1,0 +1,154 @@
+"""Kernels that are unproven on this GPU: checked before they serve, once, quickly, and never in a capture."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashtune
+from flashtune.errors import KernelError, VerificationError
+from flashtune.notices import FlashtuneWarning
+from flashtune.proof import check
+from flashtune.record import Verdict
+from tests.gpu.calls import close, forget, generated, reference, tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
+    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+]
+
+
+LIMIT_SECONDS = 0.3
+
+
+class Refusing:
+    """A check that finds every kernel wrong, and counts how often it was asked."""
+
+    calls = 0
+
+    def __call__(self, *_: object, **__: object) -> Verdict:
+        self.calls += 1
+        return Verdict(False, 9.0, 1, "forced", "test")
+
+
+def test_a_kernel_that_fails_its_self_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Refusing()
+    monkeypatch.setattr(check, "check_rendered", refusing)
+    q, k, v = tensors()
+    with pytest.warns(FlashtuneWarning, match="failed its self-check"):
+        close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
+    close(out, reference(q, k, v, True)[0])
+    assert lse.isfinite().all()
+    with pytest.raises(VerificationError, match="failed its self-check"):
+        generated(q, k, v)
+
+
+def test_a_passed_self_check_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "unproven"
+    generated(q, k, v)
+    forget()
+    assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
+    refusing = Refusing()
+    monkeypatch.setattr(check, "check_rendered", refusing)
+    close(generated(q, k, v), reference(q, k, v, True)[0])
+    assert refusing.calls == 0
+
+
+def test_a_new_shape_in_a_capture_names_plan() -> None:
+    q, k, v = tensors(77, 78)
+    flashtune.attention(*tensors(), causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(KernelError, match=r"flashtune\.plan"):
+        flashtune.attention(q, k, v, causal=True)
+
+
+def test_one_warning_tells_of_many_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "check_rendered", Refusing())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (300, 301, 302):
+            q, k, v = tensors(length, 400)
+            close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+    ours = [one for one in told if one.category is FlashtuneWarning]
+    assert ["self-check" in str(one.message) for one in ours] == [True]
+
+
+def test_a_plan_checks_so_that_a_capture_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(333, 444)
+    planned = flashtune.plan(q, k, v, causal=True, prefer="generated")
+    assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
+    refusing = Refusing()
+    monkeypatch.setattr(check, "check_rendered", refusing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = planned(q, k, v)
+        with pytest.raises(KernelError, match=r"flashtune\.plan"):
+            flashtune.attention(q.float(), k.float(), v.float())
+    graph.replay()
+    close(out, reference(q, k, v, True)[0])
+    assert refusing.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "lengths"),
+    [
+        (torch.bfloat16, 128, (4096, 4096)),
+        (torch.float16, 256, (512, 8192)),
+        (torch.float32, 64, (300, 400)),
+        (torch.bfloat16, 96, (1, 65536)),
+    ],
+)
+def test_a_check_takes_under_300_ms(dtype: torch.dtype, head_dim: int, lengths: tuple[int, int]) -> None:
+    generated(*tensors(64, 64, head_dim=32))  # what torch makes at its first use is no check's
+    q, k, v = tensors(*lengths, head_dim=head_dim, dtype=dtype)
+    generated(q, k, v)
+    told = flashtune.explain(q, k, v, causal=True, prefer="generated")
+    assert told.check_seconds is not None
+    assert told.check_seconds < LIMIT_SECONDS
+    assert "self-check on this machine took" in str(told)
+
+
+FIRST_CALL = """
+import sys, time, torch, flashtune
+torch.manual_seed(1)
+q = torch.randn(1, 8, 700, 80, dtype=torch.float16, device="cuda")
+k, v = (torch.randn(1, 2, 900, 80, dtype=torch.float16, device="cuda") for _ in range(2))
+time.sleep(max(0.0, float(sys.argv[1]) - time.time()))
+out = flashtune.attention(q, k, v, causal=True, prefer="generated")
+told = flashtune.explain(q, k, v, causal=True, prefer="generated")
+print(told.standing, out.double().abs().sum().item())
+"""
+
+
+def test_many_processes_check_a_kernel_a_few_times_at_most(own_database: Path) -> None:
+    start = str(time.time() + 20.0)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_CALL, start],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    said = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, said
+    answers = {out for out, _ in said}
+    assert len(answers) == 1, answers
+    assert answers.pop().startswith("verified")
+    assert not any("database" in errors or "locked" in errors for _, errors in said)
+    with closing(sqlite3.connect(own_database)) as connection:
+        assert connection.execute("SELECT count(*), min(passed) FROM checks").fetchone() == (1, 1)
