@@ -66,7 +66,7 @@ class Mutant(NamedTuple):
         subject: The kernel under which it changes results.
         patches: The change, as replacements one after the other.
         racy: Whether it changes results by a race alone, and so not in every run.
-        hangs: Whether some launch never ends.
+        hangs: Whether some launch may never end.
     """
 
     name: str

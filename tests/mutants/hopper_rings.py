@@ -21,12 +21,14 @@ def rings() -> tuple[Mutant, ...]:
             "The last slot of a ring is waited for with the next round's phase.",
             FULL,
             only("gl.where(wraps, phase ^ 1, phase)", "gl.where(stage == STAGES - 2, phase ^ 1, phase)"),
+            hangs=True,
         ),
         Mutant(
             "slots never advance",
             "Every tile is looked for in the first slot.",
             FULL,
             only("gl.where(wraps, 0, stage + 1)", "gl.where(wraps, 0, stage)"),
+            hangs=True,
         ),
         Mutant(
             "producer waits for what is free",
@@ -64,6 +66,7 @@ def rings() -> tuple[Mutant, ...]:
                 "hidden = 0",
                 times=2,
             ),
+            hangs=True,
         ),
         Mutant(
             "hidden keys passed by without their values",
@@ -74,6 +77,7 @@ def rings() -> tuple[Mutant, ...]:
                 "take_turn(GROUP)",
                 times=2,
             ),
+            hangs=True,
         ),
         Mutant(
             "hidden blocks of a tile that does not come",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessPool
 
+from flashtune.compilation import first_line
 from flashtune.kernel import Kernel
 from flashtune.proof.cases import Level
 from flashtune.target import Target
@@ -21,7 +22,7 @@ from tests.mutants.core import Subject
 COMPILE_SECONDS = 120.0
 START_SECONDS = 120.0
 # A process among others shares the GPU with them.
-SHARED_SECONDS = 60.0
+SHARED_SECONDS = 30.0
 WORKERS = 4
 
 
@@ -54,7 +55,7 @@ class Compiling(NamedTuple):
     def failure(self, kernel: Kernel) -> str:
         """Waits for a kernel; why it did not compile, or nothing."""
         job = self.jobs[kernel.digest]
-        lost = settled(job)
+        lost = ended(job)
         return f"compiling {lost}" if lost else job.result()
 
 
@@ -76,24 +77,36 @@ def compiling(kernels: Iterable[Kernel], plan: Plan) -> Iterator[Compiling]:
 
 @contextlib.contextmanager
 def on_the_gpu(workers: int) -> Iterator[ProcessPool]:
-    """Processes that have taken the GPU."""
+    """Processes that have taken the GPU.
+
+    Raises:
+        RuntimeError: The GPU cannot be reached.
+    """
     pool = start_pool(workers)
     try:
-        for job in [pool.schedule(jobs.warm, timeout=START_SECONDS) for _ in range(workers)]:
-            lost = settled(job)
-            if lost:
-                raise RuntimeError(f"no process reaches the GPU: it {lost}")
+        take_gpu(pool, workers)
         yield pool
     finally:
         stop_pool(pool)
 
 
-def settled(job: Future[Any]) -> str:
-    """Waits for a job; how its process was lost, or nothing."""
-    # Waits for the end and raises nothing.
-    job.exception()
+def take_gpu(pool: ProcessPool, workers: int = 1) -> None:
+    """Waits until as many processes have the GPU.
+
+    Raises:
+        RuntimeError: It cannot be reached.
+    """
+    for job in [pool.schedule(jobs.warm, timeout=START_SECONDS) for _ in range(workers)]:
+        lost = ended(job)
+        if lost:
+            raise RuntimeError(f"the GPU cannot be used: {lost}")
+
+
+def ended(job: Future[Any]) -> str:
+    """Waits for a job; how its process was lost or what it raised, or nothing."""
+    error = job.exception()
     lost = failure_of(job)
-    return lost[1] if lost else ""
+    return lost[1] if lost else first_line(error) if error else ""
 
 
 def checking(

@@ -18,7 +18,7 @@ from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from tests.mutants import jobs
 from tests.mutants.core import Subject, rendered
-from tests.mutants.pools import START_SECONDS, Plan, compiling, on_the_gpu, settled
+from tests.mutants.pools import START_SECONDS, Plan, compiling, ended, on_the_gpu
 from tests.mutants.results import Control
 from tests.mutants.runner import verify_controls
 
@@ -115,4 +115,4 @@ def _judged_again(pool: ProcessPool, subject: Subject, control: Control, plan: P
     """A refused kernel, and whether the strict level accepts it."""
     seed = plan.seed + STEPS_PER_SEED
     job = pool.schedule(jobs.confirm, args=(subject, seed), timeout=START_SECONDS)
-    return msgspec.structs.replace(control, confirmed=not settled(job) and job.result())
+    return msgspec.structs.replace(control, confirmed=not ended(job) and job.result())

@@ -14,7 +14,16 @@ from pebble import ProcessPool
 from flashtune.tuner.processes import failure_of
 from tests.mutants import jobs
 from tests.mutants.core import Mutant, Subject, broken, rendered
-from tests.mutants.pools import START_SECONDS, Compiling, Plan, checking, compiling, on_the_gpu, settled
+from tests.mutants.pools import (
+    START_SECONDS,
+    Compiling,
+    Plan,
+    checking,
+    compiling,
+    ended,
+    on_the_gpu,
+    take_gpu,
+)
 from tests.mutants.results import Control, Fate, Found, found_of
 
 # Alone on the GPU, what takes so many times as long as the kernel that nobody broke does not end.
@@ -75,7 +84,7 @@ def verify_controls(
 
 
 def _control(subject: Subject, why: str, job: Future[jobs.Checked] | None) -> Control:
-    lost = why if job is None else settled(job)
+    lost = why if job is None else ended(job)
     if lost or job is None:
         return Control(subject.label, False, lost)
     verdict, error, seconds = job.result()
@@ -115,7 +124,7 @@ def _alone(
     with on_the_gpu(1) as pool:
         for mutant in mutants:
             yield mutant, _not_started(mutant, compiled, plan) or _repeatedly(pool, mutant, plan, limits)
-            settled(pool.schedule(jobs.warm, timeout=START_SECONDS))
+            take_gpu(pool)
 
 
 def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[Subject, float]) -> Found:
@@ -132,10 +141,9 @@ def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[Subj
 
 def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
     """How a mutant was caught; None where it was accepted."""
-    job.exception()
-    lost = failure_of(job)
-    if lost:
-        timed_out, words = lost
+    words = ended(job)
+    if words:
+        timed_out, _ = failure_of(job) or (False, "")
         return found_of(mutant, Fate.HUNG if timed_out else Fate.DIED, words)
     checked = job.result()
     return found_of(mutant, Fate.REFUSED, checked.wrong, checked.seconds) if checked.wrong else None
@@ -146,5 +154,5 @@ def _accepted(pool: ProcessPool, mutant: Mutant, plan: Plan, seconds: float) -> 
     problem, config = mutant.subject.problem, mutant.subject.config
     arguments = (rendered(mutant.subject), broken(mutant), problem, config, plan.seed, mutant.racy)
     job = pool.schedule(jobs.differ, args=arguments, timeout=START_SECONDS)
-    where = settled(job) or job.result()
+    where = ended(job) or job.result()
     return found_of(mutant, Fate.SURVIVED if where else Fate.EQUIVALENT, where, seconds)
