@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,18 +18,15 @@ from triton.errors import TritonError
 from flashtune.compilation import first_line, interpreting
 from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
-from flashtune.launch import Binary, bind, compile_binary
+from flashtune.launch import Binary, compile_binary
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
-from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
-from flashtune.proof.prepared import STEPS_PER_SEED, Prepared, forget, next_seed, prepare, prepare_and_keep
+from flashtune.proof.findings import Finding, findings_of
+from flashtune.proof.prepared import STEPS_PER_SEED, forget, next_seed, prepare, prepare_and_keep
 from flashtune.record import Verdict
 from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.config import Config
     from flashtune.kernel import Kernel
     from flashtune.target import Target
@@ -39,24 +36,6 @@ INTERPRETER = "interpreter"
 # What a verdict says of a result that is not finite; JSON knows no infinity.
 NOT_FINITE = 1e9
 STRICT_REPEATS = 50
-
-
-class Finding(NamedTuple):
-    """One figure that decides: it must not exceed `limit`, nor be NaN.
-
-    Attributes:
-        what: What was compared, in words.
-        figure: A scalar on the device.
-        limit: 1 for error ratios, 0 for counts.
-    """
-
-    what: str
-    figure: Tensor
-    limit: float
-
-    def holds(self) -> bool:
-        """Whether the figure is within its limit; reads it, and so waits for the device."""
-        return self.figure.item() <= self.limit
 
 
 def check_kernel(
@@ -125,7 +104,8 @@ def check_rendered(
                 # A self-check leaves nothing behind in a user's memory.
                 ready = prepare if level is Level.QUICK else prepare_and_keep
                 prepared = ready(case, kernel.specialization.alignment, device, case_seed)
-                found = tuple(_findings(kernel, binary, case, prepared, target))
+                cold = target.l2_bytes if level is not Level.QUICK else 0
+                found = tuple(findings_of(kernel, binary, case, prepared, target, cold))
                 findings += found
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
@@ -181,54 +161,6 @@ def _planned(
         yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
     if kernel.specialization.index_bits == 64:
         yield from ((case, seed) for case in far_cases(problem, config))
-
-
-def _findings(
-    kernel: Kernel,
-    compiled: Binary | None,
-    case: Case,
-    prepared: Prepared,
-    target: Target,
-) -> Iterator[Finding]:
-    """Launches a kernel on a case, as often as the case asks, and yields what decides."""
-    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.view if kernel.specialization.lse else None
-    workspaces: list[Guarded] = []
-
-    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
-        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
-        return workspaces[-1].view
-
-    launch = bind(kernel, target, q, k, v, out, compiled=compiled, allocate=allocate)
-    first: Tensor | None = None
-    for _ in range(case.repeats):
-        poison(prepared.out)
-        poison(prepared.lse)
-        launch(q, k, v, out, lse, case.scale, prepared.scales)
-        if first is None:
-            yield from _compare(case, prepared, lse)
-            first = out.clone() if case.repeats > 1 else out
-        else:
-            yield Finding(f"{case.label}: elements unlike an earlier launch's", (out != first).sum(), 0.0)
-    for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
-        yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
-    for workspace in workspaces:
-        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = checksum(prepared.inputs) != prepared.checksum
-    yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
-
-
-def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:
-    problem, expected = case.problem, prepared.expected
-    batch, head = prepared.chosen.heads // problem.heads, prepared.chosen.heads % problem.heads
-    out = prepared.out.view
-    rows = out[batch, head][:, prepared.chosen.rows]
-    yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
-    yield Finding(f"{case.label}: elements not written or not finite", (~out.isfinite()).sum(), 0.0)
-    if lse is not None:
-        lse_rows = lse[batch, head][:, prepared.chosen.rows, None]
-        ratio = worst_ratio(lse_rows, expected.lse[..., None], expected.lse_allowed)
-        yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
 
 
 def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:

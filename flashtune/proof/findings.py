@@ -1,0 +1,101 @@
+"""Launches a kernel on one case and says what decides whether it is right there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.launch import Binary, bind
+from flashtune.proof.gate import worst_ratio
+from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.kernel import Kernel
+    from flashtune.proof.cases import Case
+    from flashtune.proof.prepared import Prepared
+    from flashtune.target import Target
+
+
+class Finding(NamedTuple):
+    """One figure that decides: it must not exceed `limit`, nor be NaN.
+
+    Attributes:
+        what: What was compared, in words.
+        figure: A scalar on the device.
+        limit: 1 for error ratios, 0 for counts.
+    """
+
+    what: str
+    figure: Tensor
+    limit: float
+
+    def holds(self) -> bool:
+        """Whether the figure is within its limit; reads it, and so waits for the device."""
+        return self.figure.item() <= self.limit
+
+
+def findings_of(
+    kernel: Kernel,
+    compiled: Binary | None,
+    case: Case,
+    prepared: Prepared,
+    target: Target,
+    cold: int,
+) -> Iterator[Finding]:
+    """Launches a kernel on a case, as often as the case asks, and yields what decides.
+
+    Args:
+        kernel: The kernel.
+        compiled: Its binary; None under the interpreter.
+        case: The problem.
+        prepared: Its tensors, and what must come of them.
+        target: The GPU.
+        cold: Bytes of the cache that is emptied before each launch but the first, so that copies arrive
+            later than a kernel that does not wait for them expects; 0 to leave it.
+    """
+    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.view if kernel.specialization.lse else None
+    workspaces: list[Guarded] = []
+
+    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
+        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
+        return workspaces[-1].view
+
+    launch = bind(kernel, target, q, k, v, out, compiled=compiled, allocate=allocate)
+    written = (out,) if lse is None else (out, lse)
+    first: tuple[Tensor, ...] = ()
+    for repeat in range(case.repeats):
+        poison(prepared.out)
+        poison(prepared.lse)
+        if repeat and cold:
+            torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
+        launch(q, k, v, out, lse, case.scale, prepared.scales)
+        if not repeat:
+            yield from _compare(case, prepared, lse)
+            first = tuple(tensor.clone() for tensor in written) if case.repeats > 1 else ()
+            continue
+        for one, other in zip(first, written, strict=True):
+            yield Finding(f"{case.label}: elements unlike an earlier launch's", (one != other).sum(), 0.0)
+    for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
+        yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
+    for workspace in workspaces:
+        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
+    changed = checksum(prepared.inputs) != prepared.checksum
+    yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
+
+
+def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:
+    problem, expected = case.problem, prepared.expected
+    batch, head = prepared.chosen.heads // problem.heads, prepared.chosen.heads % problem.heads
+    out = prepared.out.view
+    rows = out[batch, head][:, prepared.chosen.rows]
+    yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
+    yield Finding(f"{case.label}: elements not written or not finite", (~out.isfinite()).sum(), 0.0)
+    if lse is not None:
+        lse_rows = lse[batch, head][:, prepared.chosen.rows, None]
+        ratio = worst_ratio(lse_rows, expected.lse[..., None], expected.lse_allowed)
+        yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
