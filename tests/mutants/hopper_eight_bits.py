@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.problem import Causal, Dtype
-from tests.mutants.core import Mutant
+from tests.mutants.core import Mutant, Patch
 from tests.mutants.hopper import FIRST_BLOCK, LATER_BLOCKS, a_small_problem, only, subject
 from tests.mutants.hopper_softmax import VOTE
 
@@ -15,6 +15,7 @@ OF_Q, OF_K, OF_V = (
     "gl.load(k_scale + group)",
     "gl.load(v_scale + group)",
 )
+EXCHANGED = "exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)"
 SOURCES = "sources = places - low + low // 2 % 2 * 8 + low // 4 * 2 + low % 2"
 EXISTS = "mask=exists & (sources < seqlen_kv)[:, None]"
 
@@ -73,7 +74,10 @@ def weights() -> tuple[Mutant, ...]:
             "first weights' columns not permuted",
             "Weights of the first block meet the values of other keys.",
             FULL,
-            only(".permute(0, 1, 3, 2, 4)", "", FIRST_BLOCK),
+            (
+                Patch(f"exchanged = {EXCHANGED}", "unmoved = exponentials", FIRST_BLOCK),
+                Patch("exchanged.reshape([ROWS, BLOCK_N])", "unmoved", FIRST_BLOCK),
+            ),
         ),
         Mutant(
             "weights of the block before",
