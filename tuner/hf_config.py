@@ -13,6 +13,8 @@ from flashtune.tuner.models import ModelAttention
 from flashtune.tuner.shapes import DTYPES, MAX_COUNT, MAX_WIDTH, quoted
 from flashtune.tuner.shapes_file import read_text
 
+MAX_LAYERS = 10_000
+Layers = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
 Text = Annotated[str, msgspec.Meta(max_length=100)]
@@ -22,9 +24,14 @@ ENCODERS = frozenset({"bert", "roberta", "distilbert", "electra", "modernbert", 
 
 
 class _Attention(msgspec.Struct, frozen=True):
-    """The fields that decide attention's shape, under the names that configs give them."""
+    """The fields that decide attention's shape, under the names that configs give them.
+
+    One that does not say how many layers it has is taken for one layer.
+    """
 
     model_type: Text | None = None
+    num_hidden_layers: Layers | None = None
+    n_layer: Layers | None = None
     num_attention_heads: Heads | None = None
     n_head: Heads | None = None
     num_key_value_heads: Heads | None = None
@@ -73,6 +80,7 @@ def _attention(document: _Document, path: Path) -> ModelAttention:
     head_dim = _head_dim(config, heads, path)
     return ModelAttention(
         name=config.model_type or path.stem,
+        layers=config.num_hidden_layers or config.n_layer or 1,
         heads=heads,
         kv_heads=_kv_heads(config, heads),
         head_dim=head_dim,

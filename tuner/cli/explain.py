@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.tuner.cli.options import (
-    database_option,
-    json_option,
-    kernel_options,
-    problem_options,
-    target_options,
-)
+from flashtune.errors import UsageError
+from flashtune.tuner.cli.model_options import WholeModel, shape_or_model_options
+from flashtune.tuner.cli.options import database_option, json_option, kernel_options, target_options
 from flashtune.tuner.cli.output import console, print_json
 
 if TYPE_CHECKING:
@@ -23,21 +20,31 @@ if TYPE_CHECKING:
 
 
 @click.command("explain")
-@problem_options
+@shape_or_model_options
 @target_options
 @kernel_options
 @click.option(
     "--top", type=click.IntRange(min=1), default=8, show_default=True, help="How many rivals to list."
 )
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --phase, draw it there as well, as a web page; needs plotly.",
+)
 @database_option
 @json_option
 def command(
     problems: tuple[Problem, ...],
+    models: tuple[WholeModel, ...],
+    model_phase: str | None,
     target: Target,
     device: int | None,
     family: str | None,
     config: str | None,
     top: int,
+    plot_file: Path | None,
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -45,8 +52,17 @@ def command(
 
     Shown are the SRAM budget item by item against the capacity; the roofline; HBM bytes of its order
     of loops against other orders and the standard computation; how many blocks share a
-    multiprocessor; and the stored rivals, failed ones counted by outcome. Needs no GPU.
+    multiprocessor; and the stored rivals, failed ones counted by outcome. With --phase, the attention of
+    a whole model over sequence length: memory, HBM traffic and least times of the standard computation
+    and of the kernel, and the memory of contiguous keys and values. Needs no GPU.
     """
+    if model_phase is not None:
+        if family or config:
+            raise UsageError("--family and --config name one kernel, and --phase explains whole models")
+        _explain_models(models, model_phase, target, db, plot_file, as_json)
+        return
+    if plot_file is not None:
+        raise UsageError("--plot draws whole models over sequence length: add --phase prefill or decode")
     from flashtune.tuner.chosen import choose
     from flashtune.tuner.cli.explanation import print_explanation
     from flashtune.tuner.explain import explain
@@ -64,3 +80,35 @@ def command(
     out: Console = console()
     for explanation in explanations:
         print_explanation(out, explanation, top)
+
+
+def _explain_models(
+    models: tuple[WholeModel, ...],
+    phase: str,
+    target: Target,
+    db: str | None,
+    plot_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Prints whole models' attention, and draws it where that is asked for."""
+    from flashtune.tuner.cli.bench_plot import require_plotly
+    from flashtune.tuner.cli.model_plot import overview_page
+    from flashtune.tuner.cli.model_table import print_overview
+    from flashtune.tuner.export import write_file
+    from flashtune.tuner.model_overview import Phase, overviews
+
+    if plot_file is not None:
+        require_plotly()
+    told = [
+        overview
+        for model in models
+        for overview in overviews(model.attention, model.problems, Phase(phase), target, db)
+    ]
+    if plot_file is not None:
+        write_file(plot_file, overview_page(told).encode())
+    if as_json:
+        print_json(told)
+        return
+    out = console()
+    for overview in told:
+        print_overview(out, overview)

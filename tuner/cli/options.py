@@ -32,6 +32,13 @@ MODEL_HELP = "The attention shape of a well-known open model, such as llama-3.1-
 DEFAULT_SEQLEN = "4096"
 DEFAULT_BATCH = "1"
 
+PHASE_OPTION = click.option(
+    "--phase",
+    type=click.Choice(["prefill"]),
+    default="prefill",
+    show_default=True,
+    help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself.",
+)
 SHAPE_OPTIONS = (
     click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
     click.option("--model", "models", multiple=True, metavar="NAME", help=MODEL_HELP),
@@ -51,13 +58,7 @@ SHAPE_OPTIONS = (
         metavar="FILE",
         help="A file of shapes: one a line, as for --shape or in JSON; # starts a comment. Repeatable.",
     ),
-    click.option(
-        "--phase",
-        type=click.Choice(["prefill"]),
-        default="prefill",
-        show_default=True,
-        help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself.",
-    ),
+    PHASE_OPTION,
     click.option(
         "--seqlen",
         metavar="LENGTHS",
@@ -104,21 +105,26 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
         **kwargs: Any,
     ) -> Any:
         del phase  # only prefill exists so far, and click has checked it
-        problems = _gather(shapes, models, hf_configs, shapes_files, (seqlen, batch, dtype))
+        problems = gather_problems(shapes, models, hf_configs, shapes_files, (seqlen, batch, dtype))
         if required and not problems:
             raise UsageError("name a shape, by --shape, --model, --hf-config or --shapes-file")
         return command(*args, problems=problems, **kwargs)
 
-    return _apply(SHAPE_OPTIONS, with_problems)
+    return apply_options(SHAPE_OPTIONS, with_problems)
 
 
-def _gather(
+def gather_problems(
     shapes: tuple[str, ...],
     models: tuple[str, ...],
     hf_configs: tuple[Path, ...],
     shapes_files: tuple[Path, ...],
     sizes: tuple[str | None, str | None, str | None],
 ) -> tuple[Problem, ...]:
+    """The problems that shape options name, none twice; `sizes` are --seqlen, --batch and --dtype.
+
+    Raises:
+        UsageError: One of them names nothing, or something impossible.
+    """
     from flashtune.tuner.hf_config import read_hf_config
     from flashtune.tuner.models import find_model, prefill
     from flashtune.tuner.shapes import parse_shape
@@ -164,7 +170,7 @@ def target_options(command: AnyCommand) -> AnyCommand:
             help="Which GPU of this machine to use. The first where left out.",
         ),
     )
-    return _apply(options, with_target)
+    return apply_options(options, with_target)
 
 
 def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int | None]:
@@ -189,7 +195,7 @@ def kernel_options(command: AnyCommand) -> AnyCommand:
             "stay as in the selection, or in the family's default.",
         ),
     )
-    return _apply(options, command)
+    return apply_options(options, command)
 
 
 def target_filter_option(command: AnyCommand) -> AnyCommand:
@@ -214,7 +220,8 @@ def json_option(command: AnyCommand) -> AnyCommand:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")(command)
 
 
-def _apply(options: tuple[Callable[[AnyCommand], AnyCommand], ...], command: AnyCommand) -> AnyCommand:
+def apply_options(options: tuple[Callable[[AnyCommand], AnyCommand], ...], command: AnyCommand) -> AnyCommand:
+    """Adds options to a command, in the order in which its help lists them."""
     for option in reversed(options):
         command = option(command)
     return command

@@ -32,7 +32,9 @@ def reference() -> str:
     parts += [
         "\n## Models\n\nWhat `--model` knows; any other model's `config.json` is taken by `--hf-config`.\n\n"
     ]
-    parts.append(_table(("model", "heads, KV heads, head dim", "type", "from"), map(_model_row, MODELS)))
+    parts.append(
+        _table(("model", "layers", "heads, KV heads, head dim", "type", "from"), map(_model_row, MODELS))
+    )
     return "".join(parts)
 
 
@@ -41,7 +43,8 @@ def _model_row(model: ModelAttention) -> tuple[str, ...]:
     if model.value_head_dim != model.head_dim:
         width += f" (values {model.value_head_dim})"
     mask = "" if model.causal else ", not causal"
-    return model.name, f"{model.heads}, {model.kv_heads}, {width}{mask}", model.dtype.value, model.source
+    sizes = f"{model.heads}, {model.kv_heads}, {width}{mask}"
+    return model.name, str(model.layers), sizes, model.dtype.value, model.source
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:

@@ -1,0 +1,133 @@
+"""`flashtune explain --phase`: a whole model's attention over sequence length, as text, JSON and plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from flashtune.problem import Dtype
+from flashtune.target import find_target
+from flashtune.tuner.cli.model_plot import overview_figure
+from flashtune.tuner.model_overview import Overview, Phase, overviews
+from flashtune.tuner.models import MODELS, find_model, prefill
+
+Run = Callable[..., Result]
+H200 = find_target("h200")
+
+
+def overview_of(model: str, phase: Phase, lengths: str = "1024|8192", **options: str) -> Overview:
+    attention = find_model(model)
+    problems = prefill(attention, seqlen=lengths, batch=options.get("batch", "1"), dtype=options.get("dtype"))
+    (found,) = overviews(attention, problems, phase, H200, None)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def empty_database(own_database: Path) -> None:
+    """What ships decides, and nothing else."""
+
+
+def test_every_model_says_how_many_layers_it_has() -> None:
+    assert all(6 <= model.layers <= 200 for model in MODELS)
+
+
+def test_figures_of_a_prefill() -> None:
+    found = overview_of("llama-3.1-8b", Phase.PREFILL)
+    short, long = found.points
+    # Keys and values of 8 heads, 128 wide, 2 bytes each, in 32 layers.
+    assert short.kv_bytes == 32 * 2 * 8 * 1024 * 128 * 2
+    assert long.kv_bytes == 8 * short.kv_bytes
+    # Scores in float32, two and a half times over, and the output.
+    out = 32 * 1024 * 128 * 2
+    assert short.standard.memory == out + 10 * 32 * 1024**2
+    assert short.flash.memory == out + 32 * 1024 * 4
+    assert long.standard.memory > 60 * short.standard.memory
+    assert long.flash.memory == 8 * short.flash.memory
+    assert long.standard.traffic > 10 * long.flash.traffic
+    assert (long.standard.bound_by, long.flash.bound_by) == ("memory", "matrix units")
+    assert long.speedup == pytest.approx(long.standard.bound_ms / long.flash.bound_ms)
+    assert long.speedup > 10
+
+
+def test_decode_is_bound_by_reading_keys_and_values() -> None:
+    found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16")
+    (point,) = found.points
+    assert point.flash.bound_by == "memory"
+    read_once = point.kv_bytes / (H200.hbm_bandwidth * 1e6)
+    assert point.flash.bound_ms == pytest.approx(read_once, rel=0.01)
+    assert 1 < point.speedup < 3
+    assert point.flash.memory < 2**20
+
+
+def test_eight_bits_are_held_against_sixteen() -> None:
+    found = overview_of("llama-3.1-8b", Phase.PREFILL, "4096", dtype="e4m3")
+    wide = overview_of("llama-3.1-8b", Phase.PREFILL, "4096")
+    assert found.dtype is Dtype.E4M3
+    assert found.points[0].kv_bytes * 2 == wide.points[0].kv_bytes
+    assert found.points[0].standard.traffic == wide.points[0].standard.traffic
+
+
+def test_each_batch_size_is_an_overview_of_its_own() -> None:
+    attention = find_model("gpt2")
+    problems = prefill(attention, seqlen="512..2048", batch="1|8", dtype=None)
+    found = overviews(attention, problems, Phase.PREFILL, H200, None)
+    assert [(one.batch, [point.seqlen for point in one.points]) for one in found] == [
+        (1, [512, 1024, 2048]),
+        (8, [512, 1024, 2048]),
+    ]
+
+
+def test_text_and_json(run: Run) -> None:
+    result = run("explain", "--model", "qwen3-8b", "--phase", "decode", "--target", "h200")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "qwen3-8b, decode of one new token of each sequence on nvidia-h200: 36 layers, batch 1" in text
+    assert "131,072" in text
+    assert "not measured" in text
+    options = ("--model", "qwen3-8b", "--model", "gpt2", "--phase", "prefill", "--seqlen", "512", "--json")
+    told = json.loads(run("explain", *options, "--target", "h100").stdout)
+    assert [one["model"] for one in told] == ["qwen3-8b", "gpt2"]
+    assert told[0]["points"][0]["standard"]["bound_ms"] > told[0]["points"][0]["flash"]["bound_ms"]
+
+
+def test_a_plot_is_one_page(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "model.html"
+    options = ("--model", "llama-3.2-1b", "--phase", "decode", "--seqlen", "1024..4096")
+    result = run("explain", *options, "--target", "h200", "--plot", page)
+    assert result.exit_code == 0, result.output
+    content = page.read_text(encoding="utf-8")
+    assert "llama-3.2-1b decode" in content
+    assert "src=" not in content.split("<body>")[1].split("</script>")[0]
+
+
+def test_every_line_of_the_plot_has_all_lengths() -> None:
+    pytest.importorskip("plotly")
+    found = overview_of("llama-3.2-1b", Phase.PREFILL, "1024..8192")
+    plot = overview_figure([found, found])
+    assert len(plot.data) == 2 * (3 + 2 + 2 + 1)
+    assert {tuple(trace.x) for trace in plot.data} == {(1024, 2048, 4096, 8192)}
+    assert sum(trace.showlegend for trace in plot.data) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--phase", "decode"), "name them by --model"),
+        (("--phase", "decode", "--model", "gpt2", "--shape", "heads=8,seqlen=64,head_dim=64"), "shapes out"),
+        (("--model", "gpt2", "--plot", "x.html"), "add --phase"),
+        (("--model", "gpt2", "--phase", "decode", "--family", "forward_q_outer"), "whole models"),
+        (("--model", "gpt2", "--phase", "decode", "--seqlen", "none"), "whole numbers"),
+        (("--model", "gpt9", "--phase", "decode"), "there is no model"),
+        ((), "name a shape"),
+    ],
+)
+def test_what_cannot_be_explained_gets_a_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
+    result = run("explain", *options, "--target", "h200")
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
