@@ -15,6 +15,7 @@ import torch
 import triton
 
 from flashtune.compilation import interpreting
+from flashtune.errors import FlashtuneError
 from flashtune.proof.cases import Level
 from flashtune.proof.check import INTERPRETER
 from flashtune.target import device_target
@@ -22,7 +23,7 @@ from tests.mutants.catalogue import gpu_mutants, interpreted_mutants, runs_on
 from tests.mutants.interpreted import interpreted
 from tests.mutants.pages import PAGE, filled_page, pages_runs
 from tests.mutants.pools import WORKERS, Plan
-from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary
+from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary, tally
 from tests.mutants.right import sampled_subjects, verify_right
 from tests.mutants.runner import run_mutants
 
@@ -51,9 +52,16 @@ def main() -> None:
 @main.command()
 @click.option("--family", help="One family's mutants alone.")
 @click.option("--only", help="Mutants with this in their name alone.")
+@click.option("--verbose", is_flag=True, help="Show those that a probe refused as well.")
 @run_options
 def run(
-    family: str | None, only: str | None, seconds: float, seed: int | None, workers: int, out: Path | None
+    family: str | None,
+    only: str | None,
+    verbose: bool,
+    seconds: float,
+    seed: int | None,
+    workers: int,
+    out: Path | None,
 ) -> None:
     """Verifies every mutant on the GPU; fails where one that changes results is accepted."""
     start = time.monotonic()
@@ -65,10 +73,11 @@ def run(
         and family in {None, mutant.subject.family}
         and (only is None or only in mutant.name)
     ]
-    controls, found = run_mutants(mutants, plan, _show)
+    controls, found = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
     for control in controls:
         if not control.passed:
             click.echo(f"refused though nobody broke it: {control.label}: {control.failed}")
+    click.echo(tally(found))
     _finish(plan, start, out, controls, found)
     if any(one.fate not in {*CAUGHT, Fate.EQUIVALENT} for one in found) or not all(
         control.passed for control in controls
@@ -99,7 +108,7 @@ def interpret(seed: int, out: Path | None) -> None:
     start = time.monotonic()
     found = tuple(map(functools.partial(interpreted, seed=seed), interpreted_mutants()))
     for one in found:
-        _show(one)
+        _show(one, verbose=True)
     made = Run(INTERPRETER, *_versions(), Level.QUICK.value, seed, _since(start), (), found)
     click.echo(summary(made))
     if out is not None:
@@ -120,7 +129,11 @@ def table(write: bool, runs: tuple[Path, ...]) -> None:
 
 def _plan(seed: int | None, seconds: float, workers: int) -> Plan:
     drawn = SEED if seed is None else seed or secrets.randbits(30)
-    return Plan(device_target(0), drawn, time.monotonic() + seconds, workers)
+    try:
+        target = device_target(0)
+    except FlashtuneError as error:
+        raise click.ClickException("no GPU is visible here, and mutants are run on one") from error
+    return Plan(target, drawn, time.monotonic() + seconds, workers)
 
 
 def _finish(
@@ -141,7 +154,9 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 1)
 
 
-def _show(one: Found) -> None:
+def _show(one: Found, *, verbose: bool) -> None:
+    if one.fate is Fate.REFUSED and not verbose:
+        return
     racy = " (racy)" if one.racy else ""
     click.echo(
         f"{one.fate.value:12} {one.seconds:6.1f} s  {one.family}: {one.name}{racy}  {one.caught_by[:90]}"

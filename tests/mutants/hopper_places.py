@@ -159,13 +159,14 @@ def tiles() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "one round of tiles",
-            "A program computes one tile and no more.",
+            "A program computes one tile and no more, and waits for the keys of the next.",
             FULL,
             only(
                 "for index in range(gl.program_id(0), total, workers):",
                 "for index in range(gl.program_id(0), gl.minimum(total, workers), workers):",
                 times=2,
             ),
+            hangs=True,
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import gzip
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -139,6 +139,18 @@ def load(path: Path) -> Run:
 def counts(found: Iterable[Found]) -> Counter[Fate]:
     """How many met which fate."""
     return Counter(one.fate for one in found)
+
+
+def tally(found: Sequence[Found]) -> str:
+    """Lines of a table: how many of each family met which fate, and which probes caught how many first."""
+    fates = [fate for fate in Fate if counts(found)[fate]]
+    lines = ["".join((f"{'':18}", *(f"{fate.value:>14}" for fate in fates)))]
+    for family in dict.fromkeys(one.family for one in found):
+        number = counts(one for one in found if one.family == family)
+        lines.append("".join((f"{family:18}", *(f"{number[fate]:14}" for fate in fates))))
+    probes = Counter(one.probe for one in found if one.fate is Fate.REFUSED).most_common()
+    lines.append("refused first by: " + ", ".join(f"{probe} {number}" for probe, number in probes))
+    return "\n".join(lines)
 
 
 def summary(run: Run) -> str:

@@ -114,6 +114,10 @@ def _shared(
         else:
             started.append((mutant, checking(pool, mutant.subject, broken(mutant), plan.seed)))
     for mutant, job in started:
+        if plan.over and not job.done():
+            job.cancel()
+            yield mutant, found_of(mutant, Fate.NOT_RUN)
+            continue
         yield mutant, _caught(mutant, job) or _accepted(pool, mutant, plan, job.result().seconds)
 
 

@@ -217,6 +217,9 @@ def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
 
 def test_summaries_count() -> None:
     assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
+    lines = results.tally(a_run().found).splitlines()
+    assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]
+    assert lines[2] == "refused first by: random 1"
     controls = (Control("a", True), Control("b", False, confirmed=True), Control("c", False, confirmed=False))
     words = results.summary(a_run(found=(), controls=controls))
     assert words.startswith("3 right kernels: 2 refused, 1 of them wrongly.")
