@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from flashtune.compilation import first_line
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel, Specialization
 from flashtune.launch import Binary, bind, compile_binary
@@ -20,6 +21,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import CompilePool
+from flashtune.tuner.evaluation import lost_device
 from flashtune.tuner.finals import Tensors, make_tensors
 from flashtune.tuner.measurement import Run, measure_interleaved, once, summarize
 from flashtune.tuner.processes import usable_cores
@@ -66,7 +68,7 @@ def measure_regret(
 
     Raises:
         TargetError: There is no such GPU.
-        RuntimeError: A launch broke the GPU's context; what was measured is written.
+        DeviceLostError: A launch broke the GPU's context; what was measured is written.
     """
     target = device_target(device)
     known = {point.problem for point in report.points}
@@ -142,9 +144,12 @@ def _measure(
         for candidate in candidates:
             try:
                 runs[candidate] = _run(problem, candidate, target, tensors)
+                looks[candidate] = once(runs[candidate], device)
             except KernelError:
                 continue  # too large for this GPU: no finalist
-            looks[candidate] = once(runs[candidate], device)
+            except RuntimeError as error:
+                label = f"{candidate.family} {candidate.config.label()} at {problem.key}"
+                raise lost_device(device.index, f"{label}: {first_line(error)}") from error
         limit = HOPELESS * min(looks.values())
         close = [one for one in runs if looks[one] <= limit or one in chosen]
         measured = measure_interleaved([runs[one] for one in close], device, rounds=ROUNDS)
