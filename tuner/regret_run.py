@@ -151,10 +151,10 @@ def _measure(
                 label = f"{candidate.family} {candidate.config.label()} at {problem.key}"
                 raise lost_device(device.index, f"{label}: {first_line(error)}") from error
         limit = HOPELESS * min(looks.values())
-        close = [one for one in runs if looks[one] <= limit or one in chosen]
+        close = [one for one in looks if looks[one] <= limit or one in chosen]
         measured = measure_interleaved([runs[one] for one in close], device, rounds=ROUNDS)
     closely = dict(zip(close, measured, strict=True))
-    return Point(problem, tuple(_timed(one, closely.get(one), looks[one]) for one in runs))
+    return Point(problem, tuple(_timed(one, closely.get(one), looks[one]) for one in looks))
 
 
 def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:
