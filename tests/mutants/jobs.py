@@ -22,6 +22,7 @@ from flashtune.proof.prepared import Prepared, prepare
 from flashtune.record import Verdict
 from flashtune.target import Target, device_target
 from flashtune.templates.registry import find_family
+from flashtune.tuner.resources import occupancy, overflow, read_resources
 from tests.gpu.hopper_jobs import DEVICE, bits, context_lost_ends_the_process, random_trial
 from tests.mutants.core import Subject
 
@@ -41,6 +42,16 @@ class Checked(NamedTuple):
     def wrong(self) -> str:
         """What is wrong with it, or nothing."""
         return self.error or (self.verdict.failed if self.verdict else "")
+
+
+def compile_fitting(kernel: Kernel, target: Target) -> str:
+    """Leaves a kernel's binary in Triton's cache; why it cannot be launched, or nothing."""
+    try:
+        resources = read_resources(kernel, target)
+    except KernelError as error:
+        return str(error)
+    fits = occupancy(resources, kernel.options, target).blocks > 0
+    return overflow(resources, target) or ("" if fits else "not one block fits a multiprocessor")
 
 
 def check(kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int) -> Checked:

@@ -15,7 +15,6 @@ from flashtune.kernel import Kernel
 from flashtune.proof.cases import Level
 from flashtune.target import Target
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
-from tests.gpu.hopper_jobs import compile_one
 from tests.mutants import jobs
 from tests.mutants.core import Subject
 
@@ -61,13 +60,18 @@ class Compiling(NamedTuple):
 
 @contextlib.contextmanager
 def compiling(kernels: Iterable[Kernel], plan: Plan) -> Iterator[Compiling]:
-    """Starts to compile kernels, in their order, on all cores but those of the GPU's processes."""
+    """Starts to compile kernels, in their order, on all cores but those of the GPU's processes.
+
+    What a search would not launch, because the GPU has no room for it, counts as not compiled.
+    """
     pool = start_pool(max(1, usable_cores() - plan.workers))
     try:
         distinct = {kernel.digest: kernel for kernel in kernels}
         yield Compiling(
             {
-                digest: pool.schedule(compile_one, args=(kernel, plan.target), timeout=COMPILE_SECONDS)
+                digest: pool.schedule(
+                    jobs.compile_fitting, args=(kernel, plan.target), timeout=COMPILE_SECONDS
+                )
                 for digest, kernel in distinct.items()
             }
         )
