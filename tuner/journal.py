@@ -9,10 +9,10 @@ from flashtune.record import Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.proposals import Answer
 from flashtune.tuner.request import Tally
 from flashtune.tuner.resume import finished
 from flashtune.tuner.selection import candidate_of, may_be_selected
+from flashtune.tuner.study import Answer
 from flashtune.versions import current_versions
 
 MOST_REASONS = 4

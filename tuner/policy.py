@@ -8,8 +8,10 @@ from typing import Protocol
 import msgspec
 
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.proposals import Answer, Proposer
+from flashtune.tuner.fitting import Fit
+from flashtune.tuner.proposals import Proposer
 from flashtune.tuner.ranking import opening, rank
+from flashtune.tuner.study import Answer
 
 # Candidates that are tried in the order of their predicted times before the sampler takes over.
 START = 24
@@ -38,6 +40,7 @@ class Knowledge(msgspec.Struct, frozen=True):
         answers: What earlier searches of the same problem found.
         trials: How many candidates may be tried, those of earlier searches included; None without limit.
         seed: Of whatever is random.
+        fit: How predictions are corrected.
     """
 
     scope: Scope
@@ -45,6 +48,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     answers: dict[Candidate, Answer]
     trials: int | None
     seed: int
+    fit: Fit
 
 
 Policy = Callable[[Knowledge], Proposes]
@@ -52,8 +56,8 @@ Policy = Callable[[Knowledge], Proposes]
 
 def default_policy(known: Knowledge) -> Proposer:
     """The policy of every search; a small space is walked through in the order of predicted times."""
-    ranked = rank(known.scope, known.seed)
+    ranked = rank(known.scope, known.seed, known.fit)
     everything = tuple(entry.candidate for entry in ranked)
     few = len(everything) <= ENUMERATED and (known.trials is None or len(everything) <= known.trials)
     start = (*known.promised, *(everything if few else opening(ranked, START)))
-    return Proposer(known.scope, start, everything, known.answers, known.seed)
+    return Proposer(known.scope, start, ranked, known.answers, known.seed)

@@ -10,11 +10,11 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.predict import predict_ms
+from flashtune.tuner.fitting import expected_ms, shipped_fit
 
 
 class Predictor:
-    """Answers with the roofline-and-occupancy model's time; verifies nothing."""
+    """Answers with the model's time; verifies nothing."""
 
     provenance = Provenance.PREDICTED
 
@@ -25,7 +25,9 @@ class Predictor:
         del drop_above_ms  # there is no launch to cut short
         assert compiled.resources is not None
         family = find_family(candidate.family)
-        ms = predict_ms(scope.problem, family, candidate.config, compiled.resources, scope.target)
+        ms = expected_ms(
+            scope.problem, family, candidate.config, compiled.resources, scope.target, shipped_fit()
+        )
         if math.isinf(ms):
             return _done(Evaluation(Outcome.INFEASIBLE, message="not one block fits a multiprocessor"))
         return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from flashtune.record import Resources
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
-from flashtune.tuner.predict import predict_ms
+from flashtune.tuner.features import estimated
+from flashtune.tuner.fitting import Fit, expected_ms
 
 # Of each family; a model that ranks more than this would delay the start of the search.
 MOST_RANKED = 4096
@@ -33,10 +33,10 @@ class Ranked(msgspec.Struct, frozen=True):
     predicted_ms: float
 
 
-def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
+def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
     """The candidates that fit by the model, fastest predicted first, a seeded draw where they are many.
 
-    The prediction knows no registers here, nothing being compiled. Among equal predictions the
+    Registers are estimated here, nothing being compiled. Among equal predictions the
     order is random, so that a start from the top does not try near copies.
     """
     draw = random.Random(seed)  # noqa: S311 - no secret
@@ -47,18 +47,20 @@ def rank(scope: Scope, seed: int) -> tuple[Ranked, ...]:
         drawn += candidates[:MOST_RANKED]
     demands = ((candidate, demand(scope, candidate)) for candidate in drawn)
     ranked = [
-        Ranked(candidate, _predict(scope, candidate, need)) for candidate, need in demands if not need.excess
+        Ranked(candidate, _predict(scope, candidate, need, fit))
+        for candidate, need in demands
+        if not need.excess
     ]
     return tuple(sorted(ranked, key=lambda entry: entry.predicted_ms))
 
 
-def promising(scope: Scope) -> Scope:
+def promising(scope: Scope, fit: Fit) -> Scope:
     """A scope without the families that the prediction gives no chance.
 
     The prediction of what does not fit counts for nothing, so that such families stay.
     """
     predicted = {
-        candidate.family: _predict(scope, candidate, need)
+        candidate.family: _predict(scope, candidate, need, fit)
         for candidate in scope.defaults()
         if not (need := demand(scope, candidate)).excess
     }
@@ -67,11 +69,10 @@ def promising(scope: Scope) -> Scope:
     return msgspec.structs.replace(scope, spaces=spaces)
 
 
-def _predict(scope: Scope, candidate: Candidate, need: Demand) -> float:
+def _predict(scope: Scope, candidate: Candidate, need: Demand, fit: Fit) -> float:
     family = find_family(candidate.family)
-    return predict_ms(
-        scope.problem, family, candidate.config, Resources(sram_bytes=need.sram_bytes), scope.target
-    )
+    resources = estimated(scope.problem, candidate.config, need.sram_bytes, scope.target)
+    return expected_ms(scope.problem, family, candidate.config, resources, scope.target, fit)
 
 
 def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:

@@ -28,7 +28,7 @@ from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.selection import ERROR_OF_MEDIAN
-from flashtune.tuner.truth import Row, TruthTable
+from flashtune.tuner.truth import TruthTable
 
 # Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and
 # proving it in full, or on small problems alone where it is far behind. A search of an H200 took 44 s for
@@ -123,8 +123,10 @@ class Replay:
     provenance = Provenance.MEASURED
 
     def __init__(self, table: TruthTable, jobs: int, seed: int) -> None:
-        self._table = table
-        self._rows = {table.candidate(row): row for row in table.rows}
+        candidates = [table.candidate(row) for row in table.rows]
+        self._rows = dict(zip(candidates, table.rows, strict=True))
+        self._first = dict(zip(candidates, table.first_times(), strict=True))
+        self._true = dict(zip(candidates, table.times(), strict=True))
         self._noise = random.Random(seed)  # noqa: S311 - no secret
         self.clock = SimulatedClock()
         self._compilers = Servers(self.clock, jobs)
@@ -150,7 +152,7 @@ class Replay:
         seconds = row.resources.compile_seconds if row.resources else FAILED_SECONDS
         job = self._compilers.submit(seconds, compiled)
         if failed:
-            job.add_done_callback(lambda done: self._log(candidate, row, None))
+            job.add_done_callback(lambda done: self._log(candidate, None))
         return job
 
     def evaluate(
@@ -159,10 +161,10 @@ class Replay:
         """Answers with the time in the table, give or take the noise of its samples."""
         del scope, compiled  # the table knows
         row = self._rows[candidate]
-        ms = self._table.first_ms(row)
+        ms = self._first[candidate]
         if ms is None or row.first is None:
             job = self._gpu.submit(QUICK_SECONDS, Evaluation(row.outcome, message=row.message))
-            job.add_done_callback(lambda done: self._log(candidate, row, None))
+            job.add_done_callback(lambda done: self._log(candidate, None))
             return job
         error = ERROR_OF_MEDIAN * (row.first.p80 - row.first.p20) / max(1, row.first.samples) ** 0.5
         seen = max(ms / 2, self._noise.gauss(ms, error))
@@ -171,18 +173,18 @@ class Replay:
         verdict = None if hopeless else _PASSED
         seconds = (QUICK_SECONDS if hopeless else PROOF_SECONDS) + LAUNCHES * ms / 1e3
         job = self._gpu.submit(seconds, Evaluation(Outcome.OK, verdict, measurement))
-        job.add_done_callback(lambda done: self._log(candidate, row, seen))
+        job.add_done_callback(lambda done: self._log(candidate, seen))
         return job
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Answers with the best knowledge of each, noise left out."""
         del scope
-        times = [self._table.ms(self._rows[candidate]) or 0.0 for candidate in candidates]
+        times = [self._true[candidate] or 0.0 for candidate in candidates]
         measured = tuple(Measurement(ms, ms, ms, FINAL_SAMPLES) for ms in times)
         return self._gpu.submit(FINAL_SAMPLES * sum(times) / 1e3, measured)
 
-    def _log(self, candidate: Candidate, row: Row, seen: float | None) -> None:
-        self.tried.append(Tried(candidate, self.clock.now(), seen, self._table.ms(row)))
+    def _log(self, candidate: Candidate, seen: float | None) -> None:
+        self.tried.append(Tried(candidate, self.clock.now(), seen, self._true[candidate]))
 
 
 _PASSED = Verdict(passed=True, worst_ratio=0.0, checks=0, failed="", device="replay")

@@ -11,6 +11,8 @@ from flashtune.config import Space
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.target import Target
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.fitting import Fit
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -27,6 +29,18 @@ class Budget(msgspec.Struct, frozen=True):
     patience: int | None = 110
 
 
+class Experience(msgspec.Struct, frozen=True):
+    """What earlier measurements of other problems say to a search.
+
+    Attributes:
+        warm: Configs that won on near shapes.
+        fit: How predictions are corrected.
+    """
+
+    warm: tuple[Candidate, ...]
+    fit: Fit
+
+
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One search.
 
@@ -39,6 +53,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
         seed: Of the sampler.
         jobs: Compiler processes; as many as there are cores where None.
         spaces: Spaces to search in place of the families' own, by family.
+        experience: What the search begins with, in place of what was measured here and elsewhere.
     """
 
     problem: Problem
@@ -49,6 +64,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     jobs: int | None = None
     spaces: tuple[tuple[str, Space], ...] = ()
+    experience: Experience | None = None
 
 
 class Phase(enum.StrEnum):

@@ -62,12 +62,16 @@ def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
     return same_makers(record.versions, now)
 
 
-def warm_configs(store: Store, scope: Scope) -> tuple[Candidate, ...]:
-    """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
+def known_winners(store: Store) -> list[Record]:
+    """What was ever selected, or stands in for a selection, here or in the shipped tables."""
     shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
     known = [entry.record for entry in (*store.selections(), *store.stand_ins())]
-    known += [record for table in shipped for record in table.records]
-    nearest = sorted(known, key=lambda record: remoteness(record, scope.problem, scope.target.name))
+    return known + [record for table in shipped for record in table.records]
+
+
+def warm_configs(winners: Iterable[Record], scope: Scope) -> tuple[Candidate, ...]:
+    """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
+    nearest = sorted(winners, key=lambda record: remoteness(record, scope.problem, scope.target.name))
     near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)
     return _first(filter(scope.contains, map(candidate_of, near)), WARM_CONFIGS)
 

@@ -17,25 +17,29 @@ from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
 from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.evaluation import DeviceLostError
+from flashtune.tuner.fitting import shipped_fit
 from flashtune.tuner.journal import Journal
 from flashtune.tuner.pipeline import Pipeline
 from flashtune.tuner.policy import Knowledge, Policy, default_policy
 from flashtune.tuner.ranking import promising
 from flashtune.tuner.request import (
     Budget,
+    Experience,
     Observer,
     Phase,
     Progress,
     SearchRequest,
     SearchResult,
 )
-from flashtune.tuner.resume import warm_configs
+from flashtune.tuner.resume import known_winners, warm_configs
 from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, select
 from flashtune.versions import current_versions
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
 
-FINALISTS = 6
+# Candidates that are timed once more, in turn. Many, since the first time of each was taken alone: where only
+# the fastest run in turn, the GPU is hotter, and who was first by a few percent may be twentieth.
+FINALISTS = 24
 # The finals take no candidate that is slower than this many times the best.
 FINALS_WITHIN = 1.15
 
@@ -74,8 +78,13 @@ def run_search(
         journal = Journal(store, scope, measures.provenance)
         reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
-        promised = _promised(request, store, scope)
-        known = Knowledge(scope, promised, journal.answers(), request.budget.trials, request.seed)
+        experience = request.experience or Experience(
+            warm_configs(known_winners(store), scope), shipped_fit()
+        )
+        promised = _promised(request, scope, experience)
+        known = Knowledge(
+            scope, promised, journal.answers(), request.budget.trials, request.seed, experience.fit
+        )
         pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
@@ -110,15 +119,15 @@ def _scope(request: SearchRequest) -> Scope:
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
     spaces = open_spaces(problem, request.target, request.families, request.spaces)
     scope = Scope(problem, request.target, contiguous_specialization(problem), spaces)
-    return scope if request.families or request.spaces else promising(scope)
+    return scope if request.families or request.spaces else promising(scope, shipped_fit())
 
 
-def _promised(request: SearchRequest, store: Store, scope: Scope) -> tuple[Candidate, ...]:
+def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> tuple[Candidate, ...]:
     """What is tried first and in any case: each family's default, and winners of near shapes."""
     defaults = (
         candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
     )
-    return tuple(dict.fromkeys((*defaults, *warm_configs(store, scope))))
+    return tuple(dict.fromkeys((*defaults, *experience.warm)))
 
 
 def _finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[StoredRecord, ...]:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import lzma
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -121,16 +120,25 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ) from error
         return Candidate(self.family, config)
 
-    def ms(self, row: Row) -> float | None:
-        """The best knowledge of a row's time: of the finals, or else of its batch, less the drift."""
-        return row.final.ms if row.final else self.first_ms(row)
+    def first_times(self) -> tuple[float | None, ...]:
+        """Each row's time in its batch, in ms, as if the default took as long in every batch."""
+        usual = statistics.median(self.anchors) if self.anchors else 1.0
+        return tuple(
+            row.first.ms * usual / self.anchors[row.batch] if row.first else None for row in self.rows
+        )
 
-    def first_ms(self, row: Row) -> float | None:
-        """A row's time in its batch, as if the default took as long in every batch; None where it failed."""
-        if row.first is None:
-            return None
-        anchor = self.anchors[row.batch] if row.batch < len(self.anchors) else 0.0
-        return row.first.ms * statistics.median(self.anchors) / anchor if anchor else row.first.ms
+    def times(self) -> tuple[float | None, ...]:
+        """The best knowledge of each row's time, in ms: of the finals, or as the finals would have it.
+
+        Where only the fastest run in turn the GPU is hotter, and its clock lower, than in mixed batches.
+        """
+        first = self.first_times()
+        ratios = [row.final.ms / ms for row, ms in zip(self.rows, first, strict=True) if row.final and ms]
+        hotter = statistics.median(ratios) if ratios else 1.0
+        return tuple(
+            row.final.ms if row.final else ms and ms * hotter
+            for row, ms in zip(self.rows, first, strict=True)
+        )
 
 
 def draw(scope: Scope, count: int | None, seed: int) -> tuple[int, tuple[Candidate, ...]]:
@@ -196,6 +204,8 @@ def read_table(path: Path) -> TruthTable:
         ) from error
     for row in table.rows:
         table.candidate(row)
+        if row.first and not (row.batch < len(table.anchors) and table.anchors[row.batch] > 0):
+            raise TableError(f"{path.name} is no truth table: nothing was timed in batch {row.batch}")
     return table
 
 
@@ -219,11 +229,7 @@ def fastest(table: TruthTable) -> float:
     Raises:
         TableError: Nothing in it works.
     """
-    times = _times(table, table.rows)
+    times = [ms for ms in table.times() if ms is not None]
     if not times:
         raise TableError(f"nothing works in the truth table of {table.problem.key}")
     return min(times)
-
-
-def _times(table: TruthTable, rows: Iterable[Row]) -> list[float]:
-    return [ms for row in rows if (ms := table.ms(row)) is not None]

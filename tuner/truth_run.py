@@ -168,10 +168,9 @@ class Making:
 
     def finals(self, table: TruthTable) -> TruthTable:
         """The table with the best of all batches, and the peers, timed once more in one run."""
-        timed = [row for row in table.rows if row.first is not None]
-        ranked = sorted(timed, key=lambda row: table.first_ms(row) or 0.0)[:FINALISTS]
-        limit = FINALS_WITHIN * (table.first_ms(ranked[0]) or 0.0) if ranked else 0.0
-        best = [row for row in ranked if (table.first_ms(row) or 0.0) <= limit]
+        times = zip(table.rows, table.first_times(), strict=True)
+        ranked = sorted(((row, ms) for row, ms in times if ms), key=lambda timed: timed[1])[:FINALISTS]
+        best = [row for row, ms in ranked if ms <= FINALS_WITHIN * ranked[0][1]]
         if not best:
             return table
         scope = self._scope

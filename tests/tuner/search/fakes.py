@@ -18,6 +18,7 @@ from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.ranking import Ranked
 
 Result = TypeVar("Result")
 
@@ -57,6 +58,11 @@ def a_space(block_ms: tuple[int, ...] = (64, 128), warps: tuple[int, ...] = (4, 
 def a_config(**changes: Any) -> QOuterConfig:
     values: dict[str, Any] = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
     return QOuterConfig(**(values | changes))
+
+
+def alike(scope: Scope) -> tuple[Ranked, ...]:
+    """A ranking that knows nothing."""
+    return tuple(Ranked(candidate, 1.0) for candidate in scope.candidates())
 
 
 def a_measurement(ms: float, samples: int = 9, spread: float = 0.0) -> Measurement:

@@ -8,8 +8,9 @@ from flashtune.config import Space
 from flashtune.templates.forward_q_outer.space import Loads
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.neighbours import neighbours
-from flashtune.tuner.proposals import Answer, Proposer
-from tests.tuner.search.fakes import FAMILY, a_config, a_space
+from flashtune.tuner.proposals import Proposer
+from flashtune.tuner.study import Answer
+from tests.tuner.search.fakes import FAMILY, a_config, a_space, alike
 
 
 def changed(space: Space, **fields: Any) -> set[tuple[tuple[str, Any], ...]]:
@@ -45,20 +46,20 @@ def test_a_config_from_outside_has_neighbours_inside() -> None:
     assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
 
 
-def test_every_other_proposal_lies_beside_one_of_the_fastest(scope: Scope) -> None:
+def test_what_lies_beside_the_fastest_is_proposed_soon(scope: Scope) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
-    proposer = Proposer(scope, (best,), (), {}, seed=0)
+    proposer = Proposer(scope, (best,), alike(scope), {}, seed=0)
     assert proposer.ask() == best
     proposer.tell(best, Answer(0.5))
     beside = {Candidate(FAMILY, near) for near in neighbours(scope.spaces[0].space, best.config)}
-    proposed = [proposer.ask() for _ in range(2 * len(beside))]
+    proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
 
 
 def test_nothing_lies_beside_what_failed(scope: Scope) -> None:
     failed = Candidate(FAMILY, a_config())
-    proposer = Proposer(scope, (failed,), (), {}, seed=0)
+    proposer = Proposer(scope, (failed,), alike(scope), {}, seed=0)
     assert proposer.ask() == failed
     proposer.tell(failed, Answer(None))
     assert proposer._beside_the_best() is None

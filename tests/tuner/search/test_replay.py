@@ -85,7 +85,7 @@ def test_a_search_sees_noise_and_the_finals_do_not() -> None:
         assert measurement is not None
         seen.add(measurement.ms)
     assert len(seen) == 5
-    true = table.ms(table.rows[0])
+    true = table.times()[0]
     assert true is not None
     assert all(ms == pytest.approx(true, rel=0.02) for ms in seen)
     final = replay.finals(scope, (candidate,))

@@ -15,7 +15,7 @@ from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import DeviceLostError, Evaluation, lost_device
 from flashtune.tuner.prediction import Predictor
 from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop
-from flashtune.tuner.search import run_search
+from flashtune.tuner.search import FINALISTS, run_search
 from tests.tuner.search.fakes import (
     FAMILY,
     KERNEL,
@@ -79,7 +79,7 @@ def test_the_finals_time_the_best_and_the_peers_in_one_run(store: Store) -> None
     measurer = FakeMeasurer(by_tile)
     result = search(store, measurer)
     (entrants,) = measurer.entrants
-    assert 1 < len(entrants) <= 7
+    assert 1 < len(entrants) <= FINALISTS
     assert result.best is not None
     assert result.best.measurement is not None
     assert result.best.measurement.samples == 21

@@ -1,0 +1,88 @@
+"""Compares policies of searching on truth tables: how near to the best they come, and how soon.
+
+    python benchmarks/policies.py --save policies.json                # all policies, all tables: minutes
+    python benchmarks/policies.py --policy default --policy random --seeds 5
+
+No GPU is needed: the search's own driver runs against tests/data/truth on a simulated clock. A search
+knows the winners of the shipped table but those of the problem that it is judged on. Optuna's Gaussian
+process needs scipy. `benchmarks/policies_report.py` makes tables and pictures of what is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from flashtune.db.store import open_store
+from flashtune.errors import FlashtuneError
+from flashtune.tuner.baselines import POLICIES
+from flashtune.tuner.processes import usable_cores
+from flashtune.tuner.replays import JUDGED_SHARE, Summary, experience_without, replayed, summarize
+from flashtune.tuner.truth import TruthTable, read_tables
+
+TABLES = Path("tests/data/truth")
+SEEDS = 20
+
+
+def main() -> None:
+    """Replays what the command line asks for."""
+    options = _options()
+    try:
+        tables = read_tables(options.tables)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    if not tables:
+        sys.exit(f"error: {options.tables} holds no truth tables: make some with benchmarks/truth.py")
+    found = summaries(tables, tuple(options.policy or POLICIES), options.seeds, options.jobs)
+    if options.save is not None:
+        options.save.write_bytes(msgspec.json.encode(found))
+
+
+def summaries(
+    tables: Sequence[TruthTable], policies: Sequence[str], seeds: int, workers: int
+) -> list[Summary]:
+    """Every policy on every table with every seed; prints each as it comes."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder, "empty.sqlite")
+        open_store(str(empty)).close()
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            for table in tables:
+                experience = experience_without(table, tables)
+                for policy in policies:
+                    wanted = [(table, experience, policy, seed, empty) for seed in range(seeds)]
+                    found.append(summarize(table, pool.starmap(replayed, wanted)))
+                    print(_line(found[-1]), flush=True)
+    return found
+
+
+def _line(summary: Summary) -> str:
+    judged = sorted(summary.judged)
+    reached = [trials for trials in summary.trials if trials is not None]
+    near = f"{sum(reached) / len(reached):.1f} trials to 0.98" if reached else "0.98 never reached"
+    return (
+        f"{summary.family} {summary.problem} {summary.policy}: {judged[len(judged) // 2]:.3f} with "
+        f"{JUDGED_SHARE:.0%} tried, worst {judged[0]:.3f}; {near} by {len(reached)} of {len(judged)}"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compares policies of searching on truth tables.")
+    parser.add_argument(
+        "--policy", action="append", choices=sorted(POLICIES), help="repeatable; all if left out"
+    )
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="searches of each policy on each table")
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of truth tables")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="replays at once")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the curves, in JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

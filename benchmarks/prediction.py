@@ -1,0 +1,157 @@
+"""How well times are predicted that the prediction was not fitted to, by truth tables.
+
+    python benchmarks/prediction.py                    # prints the table, in Markdown
+    python benchmarks/prediction.py --write            # and puts it into docs/prediction.md
+    python benchmarks/prediction.py --fit              # fits the constants that ship to all tables
+
+Each problem is judged by constants that were fitted to the other tables alone. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flashtune.errors import FlashtuneError
+from flashtune.problem import Causal
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.fitting import FILE, NOTHING, Fit, expected_ms, fit_tables
+from flashtune.tuner.truth import TruthTable, read_tables
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "tests/data/truth"
+FITTED = ROOT / "tuner" / FILE
+PAGE = ROOT / "docs/prediction.md"
+BEGIN, END = "<!-- judged: written by benchmarks/prediction.py -->", "<!-- end of judged -->"
+TOP = 10
+
+Floats = NDArray[np.float64]
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """One problem's prediction against its truth.
+
+    Attributes:
+        plain: Spearman's rank correlation of the uncorrected prediction with the measured times.
+        corrected: That of the corrected one.
+        rank: Which place the truly best has in the predicted order, from 1.
+        top: Share of the true best that the best of the ten first predicted reaches.
+        median_ratio: Median of predicted over measured times.
+    """
+
+    table: TruthTable
+    plain: float
+    corrected: float
+    rank: int
+    top: float
+    median_ratio: float
+
+
+def main() -> None:
+    """Judges, prints and writes."""
+    parser = argparse.ArgumentParser(description="How well times are predicted, by truth tables.")
+    parser.add_argument("--write", action="store_true", help="put the table into the page")
+    parser.add_argument("--fit", action="store_true", help="fit the constants that ship to all tables")
+    options = parser.parse_args()
+    try:
+        tables = read_tables(TABLES)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    text = "\n".join(_lines([judge(table, tables) for table in tables]))
+    print(text)
+    if options.fit:
+        FITTED.write_bytes(msgspec.json.format(msgspec.json.encode(fit_tables(tables))) + b"\n")
+    if options.write:
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+
+
+def judge(table: TruthTable, tables: Sequence[TruthTable]) -> Judged:
+    """One table by constants of the others; those of the same problem are left out too."""
+    fit = fit_tables([other for other in tables if other.problem != table.problem])
+    measured = np.array([ms or np.inf for ms in table.times()])
+    plain, corrected = (predictions(table, constants) for constants in (NOTHING, fit))
+    works = np.isfinite(measured) & np.isfinite(corrected)
+    order = np.argsort(corrected, kind="stable")
+    best = float(measured.min())
+    return Judged(
+        table=table,
+        plain=spearman(plain[works], measured[works]),
+        corrected=spearman(corrected[works], measured[works]),
+        rank=int(np.flatnonzero(measured[order] == best)[0]) + 1,
+        top=best / float(measured[order[:TOP]].min()),
+        median_ratio=float(np.median(corrected[works] / measured[works])),
+    )
+
+
+def predictions(table: TruthTable, fit: Fit) -> Floats:
+    """The predicted time of each row, infinite where it did not compile, in ms."""
+    family, target = find_family(table.family), find_target(table.target)
+    return np.array(
+        [
+            np.inf
+            if row.resources is None
+            else expected_ms(table.problem, family, table.candidate(row).config, row.resources, target, fit)
+            for row in table.rows
+        ]
+    )
+
+
+def spearman(left: Floats, right: Floats) -> float:
+    """Correlation of ranks; equal values share the mean of their ranks."""
+    return float(np.corrcoef(_ranks(left), _ranks(right))[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: Floats = ends - (counts - 1) / 2
+    return means[places]
+
+
+def _lines(judged: Sequence[Judged]) -> Iterator[str]:
+    yield "| family | problem | configs | uncorrected | corrected | place of the best | best of ten |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    for entry in sorted(judged, key=lambda entry: (entry.table.family, entry.table.problem.head_dim)):
+        problem = entry.table.problem
+        mask = "full" if problem.causal is Causal.NONE else "causal"
+        heads = f", {problem.heads} heads on {problem.kv_heads}" if problem.group_size > 1 else ""
+        yield (
+            f"| {entry.table.family} | D{problem.head_dim} {mask} S={problem.seqlen_kv}{heads} "
+            f"| {len(entry.table.rows)} | {entry.plain:.2f} | {entry.corrected:.2f} "
+            f"| {entry.rank} | {entry.top:.3f} |"
+        )
+    middle = statistics.median(entry.corrected for entry in judged)
+    before = statistics.median(entry.plain for entry in judged)
+    tens = sum(entry.rank <= TOP for entry in judged)
+    yield ""
+    yield (
+        f"Median of all problems: {middle:.2f}, uncorrected {before:.2f}. The true best is among the first "
+        f"ten in {tens} of {len(judged)} problems, and these ten come to "
+        f"{statistics.median(entry.top for entry in judged):.3f} of it in the median, "
+        f"{min(entry.top for entry in judged):.3f} at worst."
+    )
+
+
+def replaced(page: str, text: str) -> str:
+    """The page with the table between its marks.
+
+    Raises:
+        ValueError: The page has no such marks.
+    """
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()
