@@ -1,8 +1,8 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_bottom_right  1.9690 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  1.0409 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_bottom_right  0.5792 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_bottom_right  1.9557 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  1.0437 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_bottom_right  0.5756 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

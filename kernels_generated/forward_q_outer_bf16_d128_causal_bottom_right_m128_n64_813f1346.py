@@ -1,8 +1,11 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_bottom_right  0.4002 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_bottom_right  1.1005 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_bottom_right  0.6284 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_bottom_right  1.0921 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_bottom_right  0.6315 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b16_q2048_k2048_bottom_right  2.6970 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b2_q16384_k16384_bottom_right  17.6713 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_bottom_right  8.8157 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b8_q4096_k4096_bottom_right  4.8230 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

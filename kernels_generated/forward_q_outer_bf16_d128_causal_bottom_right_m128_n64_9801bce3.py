@@ -1,7 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right  4.0888 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_bottom_right  2.0032 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_bottom_right  0.3979 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right  4.3183 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_bottom_right  2.0079 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b1_q32768_k32768_bottom_right  34.0065 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,9 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_bottom_right  0.0813 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.1011 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_bottom_right  0.1426 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_bottom_right  0.1832 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_bottom_right  0.0818 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.0996 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_bottom_right  0.1400 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_bottom_right  0.1803 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,17 +1,22 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b16_q1024_k1024_none  0.3136 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_none  4.0041 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_none  1.9640 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b32_q512_k512_none  0.1935 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_none  1.0383 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_none  0.5507 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.5727 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_none  7.5736 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_none  3.9529 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.3558 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_none  1.9105 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_none  1.0132 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b16_q1024_k1024_none  0.3110 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_none  4.0088 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_none  1.9789 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b32_q512_k512_none  0.1911 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_none  1.0441 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_none  0.5566 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.5741 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_none  8.0418 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_none  4.0388 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.3520 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_none  1.9493 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_none  1.0411 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b16_q2048_k2048_none  4.4653 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b1_q32768_k32768_none  67.3342 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b2_q16384_k16384_none  33.9644 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_none  16.7299 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b8_q4096_k4096_none  8.0832 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,9 +1,8 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_bottom_right  0.5228 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_bottom_right  0.3990 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_bottom_right  1.1956 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_bottom_right  0.1200 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_bottom_right  0.7430 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_bottom_right  1.2160 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_bottom_right  0.2240 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,7 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_bottom_right  0.3428 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.1043 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_bottom_right  0.3472 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.1036 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,6 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h8x8_b1_q16384_k16384_none  3.9852 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q16384_k16384_none  4.0787 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,12 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q16384_k16384_none  15.3387 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b2_q8192_k8192_none  7.7628 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_none  3.7298 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_none  2.0276 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b2_q8192_k8192_none  1.9954 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_none  1.0259 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_none  0.5608 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b1_q16384_k16384_none  16.1734 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b2_q8192_k8192_none  7.8485 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_none  3.8827 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_none  2.0926 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b2_q8192_k8192_none  1.9965 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_none  1.0539 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_none  0.5575 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

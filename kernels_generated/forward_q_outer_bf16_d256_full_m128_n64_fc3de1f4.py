@@ -1,12 +1,13 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_none  0.3555 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_none  1.1512 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_none  0.6852 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_none  0.4688 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_none  0.1070 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_none  0.2019 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_none  0.1373 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_none  0.3585 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_none  1.1684 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_none  0.6935 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_none  0.4748 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_none  0.1069 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_none  0.3256 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_none  0.1995 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_none  0.1374 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,7 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_bottom_right  2.3979 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_bottom_right  0.6401 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b1_q16384_k16384_bottom_right  2.3950 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b2_q8192_k8192_bottom_right  1.2384 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b2_q8192_k8192_bottom_right  1.2465 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_bottom_right  0.6353 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

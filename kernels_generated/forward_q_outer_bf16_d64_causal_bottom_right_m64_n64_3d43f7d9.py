@@ -1,8 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b4_q4096_k4096_bottom_right  0.6557 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3645 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_bottom_right  0.3642 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b4_q4096_k4096_bottom_right  0.6567 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3637 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_bottom_right  0.2169 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_bottom_right  0.3617 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,10 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b128_q128_k128_bottom_right  0.0903 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b64_q256_k256_bottom_right  0.1109 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b128_q128_k128_bottom_right  0.0812 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_bottom_right  0.1428 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_bottom_right  0.1025 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_bottom_right  0.1412 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

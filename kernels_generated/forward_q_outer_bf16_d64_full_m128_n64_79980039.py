@@ -1,7 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b1_q16384_k16384_none  4.8507 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b2_q8192_k8192_none  2.4662 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_none  4.9759 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,17 +1,13 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b128_q128_k128_none  0.0975 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b16_q1024_k1024_none  0.3440 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b2_q8192_k8192_none  2.3839 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b32_q512_k512_none  0.2021 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b4_q4096_k4096_none  1.1986 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_none  0.6287 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b128_q128_k128_none  0.0943 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_none  0.3421 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_none  4.7697 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_none  1.1918 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_none  0.1314 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_none  0.6257 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b16_q1024_k1024_none  0.3430 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b32_q512_k512_none  0.2025 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b4_q4096_k4096_none  1.2011 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_none  0.6274 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b128_q128_k128_none  0.0941 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_none  0.3431 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_none  1.2045 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_none  0.6275 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

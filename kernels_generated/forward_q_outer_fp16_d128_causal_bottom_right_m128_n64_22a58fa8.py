@@ -1,8 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d128_h16x16_b1_q16384_k16384_bottom_right  2.0199 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b2_q8192_k8192_bottom_right  1.0598 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b4_q4096_k4096_bottom_right  0.5845 ms measured
+#   nvidia-h200  forward_fp16_d128_h16x16_b2_q8192_k8192_bottom_right  1.0584 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

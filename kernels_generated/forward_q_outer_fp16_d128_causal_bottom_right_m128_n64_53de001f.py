@@ -1,11 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d128_h16x16_b8_q2048_k2048_bottom_right  0.3525 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b16_q1024_k1024_bottom_right  0.3993 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b1_q16384_k16384_bottom_right  4.2001 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b2_q8192_k8192_bottom_right  2.1921 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b4_q4096_k4096_bottom_right  1.1152 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b8_q2048_k2048_bottom_right  0.6313 ms measured
+#   nvidia-h200  forward_fp16_d128_h32x8_b2_q8192_k8192_bottom_right  2.2584 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,16 +1,11 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d128_h16x16_b16_q1024_k1024_none  0.3141 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b1_q16384_k16384_none  3.9426 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b2_q8192_k8192_none  1.9991 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b4_q4096_k4096_none  1.0202 ms measured
-#   nvidia-h200  forward_fp16_d128_h16x16_b8_q2048_k2048_none  0.5481 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b16_q1024_k1024_none  0.5767 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b1_q16384_k16384_none  7.7510 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b2_q8192_k8192_none  3.9397 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b32_q512_k512_none  0.3561 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b4_q4096_k4096_none  2.0304 ms measured
-#   nvidia-h200  forward_fp16_d128_h32x8_b8_q2048_k2048_none  1.0285 ms measured
+#   nvidia-h200  forward_fp16_d128_h16x16_b2_q8192_k8192_none  1.9941 ms measured
+#   nvidia-h200  forward_fp16_d128_h16x16_b32_q512_k512_none  0.1926 ms measured
+#   nvidia-h200  forward_fp16_d128_h16x16_b8_q2048_k2048_none  0.5622 ms measured
+#   nvidia-h200  forward_fp16_d128_h32x8_b2_q8192_k8192_none  4.1961 ms measured
+#   nvidia-h200  forward_fp16_d128_h32x8_b32_q512_k512_none  0.3526 ms measured
+#   nvidia-h200  forward_fp16_d128_h32x8_b8_q2048_k2048_none  1.0743 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,13 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d256_h32x8_b16_q1024_k1024_bottom_right  0.7491 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b32_q512_k512_bottom_right  0.5181 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b64_q256_k256_bottom_right  0.4004 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b8_q2048_k2048_bottom_right  1.2093 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b16_q1024_k1024_bottom_right  0.2272 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b32_q512_k512_bottom_right  0.1532 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b64_q256_k256_bottom_right  0.1193 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b8_q2048_k2048_bottom_right  0.3609 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b32_q512_k512_bottom_right  0.1527 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

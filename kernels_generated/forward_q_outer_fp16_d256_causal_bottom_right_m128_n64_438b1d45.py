@@ -1,7 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d256_h8x8_b1_q16384_k16384_bottom_right  1.9237 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b2_q8192_k8192_bottom_right  1.0005 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b2_q8192_k8192_bottom_right  1.0153 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b8_q2048_k2048_bottom_right  0.3435 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,12 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d256_h32x8_b128_q128_k128_none  0.3551 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b16_q1024_k1024_none  1.1727 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b32_q512_k512_none  0.6852 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b64_q256_k256_none  0.4686 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b128_q128_k128_none  0.1063 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b32_q512_k512_none  0.2026 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b64_q256_k256_none  0.1390 ms measured
+#   nvidia-h200  forward_fp16_d256_h32x8_b32_q512_k512_none  0.6794 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b32_q512_k512_none  0.2002 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,13 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d256_h32x8_b1_q16384_k16384_none  15.7820 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b2_q8192_k8192_none  7.7105 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b4_q4096_k4096_none  3.9618 ms measured
-#   nvidia-h200  forward_fp16_d256_h32x8_b8_q2048_k2048_none  2.1138 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b1_q16384_k16384_none  4.0882 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b2_q8192_k8192_none  1.9587 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b4_q4096_k4096_none  1.0514 ms measured
-#   nvidia-h200  forward_fp16_d256_h8x8_b8_q2048_k2048_none  0.5706 ms measured
+#   nvidia-h200  forward_fp16_d256_h32x8_b2_q8192_k8192_none  8.1056 ms measured
+#   nvidia-h200  forward_fp16_d256_h32x8_b8_q2048_k2048_none  2.1608 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b2_q8192_k8192_none  2.0282 ms measured
+#   nvidia-h200  forward_fp16_d256_h8x8_b8_q2048_k2048_none  0.5686 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,11 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d64_h32x32_b128_q128_k128_bottom_right  0.0913 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b32_q512_k512_bottom_right  0.1496 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b64_q256_k256_bottom_right  0.1114 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b128_q128_k128_bottom_right  0.0813 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b32_q512_k512_bottom_right  0.1455 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b64_q256_k256_bottom_right  0.1031 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x8_b32_q512_k512_bottom_right  0.1422 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

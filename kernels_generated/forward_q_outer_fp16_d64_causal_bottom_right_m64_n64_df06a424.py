@@ -1,10 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d64_h32x32_b16_q1024_k1024_bottom_right  0.2263 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b4_q4096_k4096_bottom_right  0.6689 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3708 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b16_q1024_k1024_bottom_right  0.2188 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b8_q2048_k2048_bottom_right  0.3659 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3751 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,9 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d64_h32x32_b32_q512_k512_none  0.2038 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b64_q256_k256_none  0.1331 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b32_q512_k512_none  0.2017 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b64_q256_k256_none  0.1291 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x32_b32_q512_k512_none  0.2044 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x8_b32_q512_k512_none  0.2020 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

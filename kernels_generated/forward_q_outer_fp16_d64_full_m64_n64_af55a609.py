@@ -1,17 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d64_h32x32_b128_q128_k128_none  0.0988 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b16_q1024_k1024_none  0.3440 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b1_q16384_k16384_none  4.7199 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b2_q8192_k8192_none  2.3885 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b4_q4096_k4096_none  1.2145 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x32_b8_q2048_k2048_none  0.6333 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b128_q128_k128_none  0.0940 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b16_q1024_k1024_none  0.3429 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b1_q16384_k16384_none  4.9246 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b2_q8192_k8192_none  2.4441 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b4_q4096_k4096_none  1.2243 ms measured
-#   nvidia-h200  forward_fp16_d64_h32x8_b8_q2048_k2048_none  0.6285 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x32_b8_q2048_k2048_none  0.6448 ms measured
+#   nvidia-h200  forward_fp16_d64_h32x8_b8_q2048_k2048_none  0.6385 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 
