@@ -70,7 +70,7 @@ def by_tpe(known: Knowledge) -> Proposes:
 
 def by_gp(known: Knowledge) -> Proposes:
     """Optuna's Gaussian process, which needs scipy."""
-    return Sampled(known.scope, Study(known.scope, optuna.samplers.GPSampler(seed=known.seed)))
+    return Sampled(known.scope, Study(known.scope, optuna.samplers.GPSampler(seed=known.seed), flat=True))
 
 
 POLICIES: dict[str, Policy] = {

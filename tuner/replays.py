@@ -79,7 +79,9 @@ def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
     return tuple(chosen)
 
 
-def replayed(table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path) -> Run:
+def replayed(
+    table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path, share: float = TRIED_SHARE
+) -> Run:
     """One search by one policy.
 
     Args:
@@ -88,10 +90,11 @@ def replayed(table: TruthTable, experience: Experience, policy: str, seed: int, 
         policy: Who proposes.
         seed: Of whatever is random.
         empty: A database in which nothing is, to begin with a copy of it.
+        share: Of the table, how much is tried.
     """
     scope = replay_scope(table)
     replay = Replay(table, JOBS, seed)
-    trials = math.ceil(TRIED_SHARE * len(table.rows))
+    trials = math.ceil(share * len(table.rows))
     request = SearchRequest(
         problem=table.problem,
         target=target_of(table),

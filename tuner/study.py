@@ -41,8 +41,10 @@ class Answer(msgspec.Struct, frozen=True):
 class Study:
     """Suggests candidates, and learns from what became of these and of others."""
 
-    def __init__(self, scope: Scope, sampler: optuna.samplers.BaseSampler) -> None:
+    def __init__(self, scope: Scope, sampler: optuna.samplers.BaseSampler, *, flat: bool = False) -> None:
+        """A `flat` study searches conditional axes always, for samplers that know no conditions."""
         self._scope = scope
+        self._flat = flat
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(sampler=sampler)
@@ -76,15 +78,26 @@ class Study:
         values: dict[str, AxisValue] = {}
         for axis in self._spaces[name].space.axes:
             position = 0
-            if _is_searched(axis, values):
+            if self._is_searched(axis, values):
                 position = _suggest_position(trial, f"{name}.{axis.name}", axis)
-            values[axis.name] = axis.values[position]
+            values[axis.name] = axis.values[position if axis.is_active(values) else 0]
         return Candidate(name, self._spaces[name].space.build(values))
 
     def _parameters(self, candidate: Candidate) -> dict[str, str | int]:
         entry = self._spaces[candidate.family]
-        positions = dict(_positions(entry, candidate))
+        positions = dict(self._positions(entry, candidate))
         return ({FAMILY: candidate.family} if len(self._spaces) > 1 else {}) | positions
+
+    def _is_searched(self, axis: Axis, chosen: dict[str, AxisValue]) -> bool:
+        return len(axis.values) > 1 and (self._flat or axis.is_active(chosen))
+
+    def _positions(self, entry: FamilySpace, candidate: Candidate) -> Iterator[tuple[str, int]]:
+        chosen: dict[str, AxisValue] = {}
+        for axis in entry.space.axes:
+            value = getattr(candidate.config, axis.name)
+            if self._is_searched(axis, chosen):
+                yield f"{entry.family.name}.{axis.name}", axis.values.index(value)
+            chosen[axis.name] = value
 
     def _distribution(self, name: str) -> BaseDistribution:
         if name == FAMILY:
@@ -111,21 +124,8 @@ def _constraints(answer: Answer) -> dict[str, float]:
     return {CAPACITY: max(answer.excess, 0.0), RIGHT: 1.0 if failed else 0.0}
 
 
-def _is_searched(axis: Axis, chosen: dict[str, AxisValue]) -> bool:
-    return len(axis.values) > 1 and axis.is_active(chosen)
-
-
 def _suggest_position(trial: optuna.Trial, name: str, axis: Axis) -> int:
     last = len(axis.values) - 1
     if axis.ordered:
         return trial.suggest_int(name, 0, last)
     return trial.suggest_categorical(name, tuple(range(last + 1)))
-
-
-def _positions(entry: FamilySpace, candidate: Candidate) -> Iterator[tuple[str, int]]:
-    chosen: dict[str, AxisValue] = {}
-    for axis in entry.space.axes:
-        value = getattr(candidate.config, axis.name)
-        if _is_searched(axis, chosen):
-            yield f"{entry.family.name}.{axis.name}", axis.values.index(value)
-        chosen[axis.name] = value
