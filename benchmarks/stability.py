@@ -115,10 +115,12 @@ def _searched(
         seed=seed,
         experience=Experience(warm_configs(others, scope), shipped_fit()),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        with open_store(str(Path(folder, "records.sqlite"))) as store:
-            result = run_search(request, store, equipment=equipment)
-            records = [entry.record for entry in store.records(scope.problem)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_store(str(Path(folder, "records.sqlite"))) as store,
+    ):
+        result = run_search(request, store, equipment=equipment)
+        records = [entry.record for entry in store.records(scope.problem)]
     if result.best is None:
         raise FlashtuneError(f"a search of {scope.problem.key} found nothing that works")
     return result.best, records, result.seconds
