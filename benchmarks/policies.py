@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from flashtune.db.store import open_store
 from flashtune.errors import FlashtuneError
@@ -52,7 +53,9 @@ def summaries(
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.sqlite")
         open_store(str(empty)).close()
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        # Each replay has a core to itself: more threads would only get in each other's way.
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(workers, torch.set_num_threads, (1,)) as pool:
             for table in tables:
                 experience = experience_without(table, tables)
                 for policy in policies:
