@@ -59,29 +59,40 @@ class Landscape:
         logs = {place: math.log(ms) for place, ms in known.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + self._beliefs.failed
         values = {place: logs.get(place, slow) for place in known}
-        mean, deviation = self._posterior(values)
         if trying:
-            mean, deviation = self._posterior({**{place: float(mean[place]) for place in trying}, **values})
+            mean, _, _ = self._mean(values)
+            values = {**{place: float(mean[place]) for place in trying}, **values}
+        mean, lower, across = self._mean(values)
+        deviation = self._deviation(lower, across)
         gain = min(logs.values()) - mean
         score = gain / deviation
         share = 0.5 * (1 + _ERF(score / math.sqrt(2)))
         improvement: Floats = gain * share + deviation * np.exp(-0.5 * score**2) / math.sqrt(2 * math.pi)
         return improvement
 
-    def _posterior(self, values: Mapping[int, float]) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of every candidate's logarithm, given those of some."""
+    def _mean(self, values: Mapping[int, float]) -> tuple[Floats, Floats, Floats]:
+        """The expected logarithm of every candidate, given those of some; and what it was worked out from.
+
+        Returns:
+            The means; the Cholesky factor of the covariances among the given; theirs with all others.
+        """
         places = np.array(list(values))
         across = np.stack([self._covariances(place) for place in values])
         noise = self._beliefs.noise**2 * np.eye(len(places))
-        lower = np.linalg.cholesky(across[:, places] + noise)
+        lower = np.linalg.cholesky(across[:, places] + noise).astype(np.float64)
         surprise = np.array(list(values.values())) - self._prior[places]
         level = float(np.median(surprise))
         weights = np.linalg.solve(lower.T, np.linalg.solve(lower, surprise - level))
+        mean: Floats = self._prior + level + weights @ across
+        return mean, lower, across
+
+    def _deviation(self, lower: Floats, across: Floats) -> Floats:
+        """The standard deviation of every candidate's logarithm."""
         spread = np.linalg.solve(lower, across)
         own = self._beliefs.shared**2 + self._beliefs.grid**2 + (self._beliefs.trust * self._centred) ** 2
-        mean: Floats = self._prior + level + weights @ across
         variance = np.maximum(own - (spread**2).sum(axis=0), self._beliefs.noise**2)
-        return mean, np.sqrt(variance)
+        deviation: Floats = np.sqrt(variance)
+        return deviation
 
     def _covariances(self, place: int) -> Floats:
         """How one candidate's logarithm varies with every other's; kept, since it is not learned."""
