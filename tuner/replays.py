@@ -29,7 +29,7 @@ JOBS = 15
 # Share of a table that a replay tries, at most.
 TRIED_SHARE = 0.5
 # Trials of Optuna's Gaussian process take a tenth of a second and more, the later ones longer.
-MOST_TRIALS = {"gp": 60}
+MOST_TRIALS = {"gp": 45}
 # What a search is judged by: its answer once this share of a space is tried, trials until it is so near.
 JUDGED_SHARE = 0.15
 NEAR = 0.98
