@@ -25,7 +25,7 @@ from flashtune.target import device_target
 from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.shapes import parse_shape
 from flashtune.tuner.truth import TruthTable, fastest, file_name
-from flashtune.tuner.truth_run import Bench, Drawing, make_table
+from flashtune.tuner.truth_run import Drawing, Workers, make_table
 
 PRESET = (
     ("forward_hopper", "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal"),
@@ -48,13 +48,13 @@ def main() -> None:
     drawing = Drawing(options.configs or None, options.seed, options.seconds)
     try:
         target = device_target(options.device)
-        with Bench(options.device, options.jobs or max(1, usable_cores() - 1)) as bench:
+        with Workers(options.device, options.jobs or max(1, usable_cores() - 1)) as workers:
             for problem, family in _asked(options):
                 path = options.out / file_name(target.name, family, problem)
                 if path.exists():
                     print(f"{path.name}: is there already", flush=True)
                     continue
-                table = make_table(bench, problem, family, target, drawing, path)
+                table = make_table(workers, problem, family, target, drawing, path)
                 print(f"{path.name}: {_summary(table)}; {path.stat().st_size:,} bytes", flush=True)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")

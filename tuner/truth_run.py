@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
 from flashtune.problem import Problem
-from flashtune.record import Measurement, Outcome, Resources
+from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
@@ -21,8 +21,9 @@ from flashtune.tuner.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.jobs import fatal_error, time_finalists
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
-from flashtune.tuner.truth import Row, Sampled, TruthTable, draw, rounded, values_of, write_table
+from flashtune.tuner.truth import Row, TruthTable, draw, rounded, write_table
 from flashtune.tuner.truth_jobs import Batch, Described, describe_candidate, measure_batch
+from flashtune.tuner.truth_rows import Ready, row_of, sampled
 from flashtune.versions import current_versions
 
 BATCH = 16
@@ -34,17 +35,9 @@ FINALISTS = 40
 FINALS_WITHIN = 1.12
 # How often what is there so far is written, in seconds.
 WRITE_EVERY = 15.0
-MAX_MESSAGE = 100
 
 
-class Ready(NamedTuple):
-    """A candidate that compiled, and what came out."""
-
-    candidate: Candidate
-    described: Described
-
-
-class Bench:
+class Workers:
     """The processes that compile and the one that measures, for one problem after the other."""
 
     def __init__(self, device: int, jobs: int) -> None:
@@ -74,8 +67,8 @@ class Bench:
 class Making:
     """One table while it is made."""
 
-    def __init__(self, bench: Bench, scope: Scope, drawn: tuple[Candidate, ...], until: float) -> None:
-        self._bench = bench
+    def __init__(self, workers: Workers, scope: Scope, drawn: tuple[Candidate, ...], until: float) -> None:
+        self._workers = workers
         self._scope = scope
         self._until = until
         self._waiting = deque(drawn)
@@ -110,11 +103,15 @@ class Making:
 
     def _compile(self) -> None:
         """Keeps the compilers busy, and no further ahead of the GPU than a few batches."""
-        while self._waiting and len(self._compiling) < 2 * self._bench.jobs and len(self._ready) < 8 * BATCH:
+        while (
+            self._waiting and len(self._compiling) < 2 * self._workers.jobs and len(self._ready) < 8 * BATCH
+        ):
             candidate = self._waiting.popleft()
             scope = self._scope
             arguments = scope.problem, candidate, scope.specialization, scope.target
-            job = self._bench.compilers.schedule(describe_candidate, args=arguments, timeout=COMPILE_SECONDS)
+            job = self._workers.compilers.schedule(
+                describe_candidate, args=arguments, timeout=COMPILE_SECONDS
+            )
             self._compiling[job] = candidate
 
     def _collect(self) -> None:
@@ -130,13 +127,13 @@ class Making:
             if described.compiled.outcome is Outcome.OK:
                 self._ready.append(ready)
             else:
-                self.rows.append(self._row(ready, None))
+                self.rows.append(row_of(ready, None, 0))
 
     def _started(self, batch: list[Ready], seconds: float) -> Future[Batch]:
         scope = self._scope
         candidates = tuple(ready.candidate for ready in batch)
         arguments = scope.problem, self._anchor, candidates, scope.specialization, scope.target
-        return self._bench.on_gpu(measure_batch, (*arguments, self._bench.device), seconds)
+        return self._workers.on_gpu(measure_batch, (*arguments, self._workers.device), seconds)
 
     def _keep(self, batch: list[Ready], job: Future[Batch]) -> None:
         """Keeps what a batch came to; one that lost its process is tried again, candidate by candidate."""
@@ -145,26 +142,18 @@ class Making:
         if failure is None:
             measured = job.result()
             self.anchors.append(rounded(measured.anchor_ms))
-            self.rows += map(self._row, batch, measured.evaluations)
+            number = len(self.anchors) - 1
+            self.rows += [
+                row_of(ready, evaluation, number)
+                for ready, evaluation in zip(batch, measured.evaluations, strict=True)
+            ]
         elif len(batch) > 1:
             for ready in batch:
                 self._keep([ready], self._started([ready], ALONE_SECONDS))
         else:
             outcome = Outcome.TIMEOUT if failure[0] else Outcome.LAUNCH_ERROR
             message = fatal_error(exit_code_of(job)) or f"running {failure[1]}"
-            self.rows.append(self._row(batch[0], Evaluation(outcome, message=message)))
-
-    def _row(self, ready: Ready, evaluation: Evaluation | None) -> Row:
-        compiled = ready.described.compiled
-        return Row(
-            values=values_of(ready.candidate.config),
-            outcome=evaluation.outcome if evaluation else compiled.outcome,
-            message=(evaluation.message if evaluation else compiled.message)[:MAX_MESSAGE],
-            resources=_brief(compiled.resources),
-            loop=ready.described.loop,
-            batch=max(0, len(self.anchors) - 1),
-            first=_sampled(evaluation.measurement) if evaluation else None,
-        )
+            self.rows.append(row_of(batch[0], Evaluation(outcome, message=message), 0))
 
     def finals(self, table: TruthTable) -> TruthTable:
         """The table with the best of all batches, and the peers, timed once more in one run."""
@@ -175,32 +164,15 @@ class Making:
             return table
         scope = self._scope
         entrants = tuple(table.candidate(row) for row in best)
-        arguments = scope.problem, entrants, scope.specialization, scope.target, self._bench.device
-        job = self._bench.on_gpu(time_finalists, arguments, FINALS_SECONDS)
+        arguments = scope.problem, entrants, scope.specialization, scope.target, self._workers.device
+        job = self._workers.on_gpu(time_finalists, arguments, FINALS_SECONDS)
         wait([job])
         if failure_of(job) is not None or not job.result():
             return table
         measured: tuple[Measurement, ...] = job.result()
-        final = {row.values: _sampled(measurement) for row, measurement in zip(best, measured, strict=True)}
-        rows = tuple(_replaced(row, final.get(row.values)) for row in table.rows)
+        final = {row.values: sampled(measurement) for row, measurement in zip(best, measured, strict=True)}
+        rows = tuple(msgspec.structs.replace(row, final=final.get(row.values)) for row in table.rows)
         return msgspec.structs.replace(table, rows=rows, peers=measured[0].peers)
-
-
-def _replaced(row: Row, final: Sampled | None) -> Row:
-    return msgspec.structs.replace(row, final=final)
-
-
-def _sampled(measurement: Measurement | None) -> Sampled | None:
-    if measurement is None:
-        return None
-    ms, p20, p80 = map(rounded, (measurement.ms, measurement.p20, measurement.p80))
-    return Sampled(ms, p20, p80, measurement.samples)
-
-
-def _brief(resources: Resources | None) -> Resources | None:
-    if resources is None:
-        return None
-    return msgspec.structs.replace(resources, compile_seconds=round(resources.compile_seconds, 3))
 
 
 class Drawing(msgspec.Struct, frozen=True):
@@ -218,7 +190,7 @@ class Drawing(msgspec.Struct, frozen=True):
 
 
 def make_table(
-    bench: Bench, problem: Problem, family: str, target: Target, drawing: Drawing, path: Path
+    workers: Workers, problem: Problem, family: str, target: Target, drawing: Drawing, path: Path
 ) -> TruthTable:
     """Makes one table and writes it, now and then too; what is there is written whatever ends it.
 
@@ -229,7 +201,7 @@ def make_table(
     spaces = open_spaces(problem, target, (family,))
     scope = Scope(problem, target, contiguous_specialization(problem), spaces)
     fitting, drawn = draw(scope, drawing.configs, drawing.seed)
-    making = Making(bench, scope, drawn, started + drawing.seconds)
+    making = Making(workers, scope, drawn, started + drawing.seconds)
     empty = TruthTable(
         problem=problem,
         target=target.name,
@@ -240,7 +212,7 @@ def make_table(
         drawn=len(drawn),
         seed=drawing.seed,
         seconds=0.0,
-        jobs=bench.jobs,
+        jobs=workers.jobs,
         anchors=(),
         peers=(),
         fields=spaces[0].family.config_type.__struct_fields__,
