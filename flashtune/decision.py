@@ -112,17 +112,30 @@ def _of_selection(
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
         usual = usual_backend(*request.views(q, k, v), request.problem)
-        peer = faster_peer(selection.record, request.problem, usual)
+        peer = faster_peer(selection.measured, request.problem, usual)
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
             return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
-        "nearest": f"the nearest tuned shape is {selection.record.problem.key}",
+        "nearest": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return Decision(Server.GENERATED, passed_over + where[selection.source], target, selection)
+
+
+def _forecast_in_words(selection: Selection) -> str:
+    why = selection.forecast
+    if why is None:
+        return f"the nearest tuned shape is {selection.record.problem.key}"
+    same = why.nearest.family == selection.record.family and why.nearest.config == selection.record.config
+    if same:
+        return f"the nearest tuned shape is {why.nearest.problem.key}"
+    return (
+        f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
+        f"tuned shape, {why.nearest.problem.key}"
+    )
 
 
 def _differentiable(request: Request) -> Decision:

@@ -1,6 +1,7 @@
 """Which record serves a problem on a GPU, and how well it is known there.
 
-The order: the user's database, the shipped table, the nearest tuned shape, a family's default.
+The order: the user's database, the shipped table, what is expected to be fastest of the configs that were
+tuned for such shapes, a family's default.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 
 from flashtune.compilation import interpreting
 from flashtune.errors import ProblemError
+from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
-from flashtune.nearest import nearest_record, same_computation
+from flashtune.nearest import same_computation
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
 from flashtune.standard import score_bytes
@@ -55,9 +57,12 @@ def select(
         if found is not None:
             source, record = found
             return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
-    near = nearest_record(problem, (record for record in tables.effective() if record.config), serves)
-    if near is not None:
-        return Selection(record=near, standing=_standing(near, Standing.VERIFIED), source="nearest")
+    tuned = (record for record in tables.effective() if record.config)
+    expected = forecast(problem, tuned, target, serves)
+    if expected is not None:
+        record, why = expected
+        standing = _standing(record, Standing.VERIFIED)
+        return Selection(record=record, standing=standing, source="nearest", forecast=why)
     return default_selection(problem, target, specialization)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
@@ -29,21 +29,24 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
     return tuple(msgspec.structs.replace(problem, causal=name) for name in dict.fromkeys(names))
 
 
-def nearest_record(
-    problem: Problem, records: Iterable[Record], serves: Callable[[Record], bool] = lambda record: True
-) -> Record | None:
-    """The record of the nearest shape with the same static features that serves, or None without any.
-
-    Rightness does not hang on lengths, heads and batch, so its kernel is right for the problem
-    too. Where two are equally near, the key decides, so that all ranks choose alike; of one shape's
-    records the first.
-    """
+def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:
+    """The records whose kernels compute the problem too: rightness hangs on static features alone."""
     masks = [same.causal for same in same_computation(problem)]
-    alike = [
+    return [
         record
         for record in records
-        if record.problem.causal in masks and _same_kernels(record.problem, problem) and serves(record)
+        if record.problem.causal in masks and _same_kernels(record.problem, problem)
     ]
+
+
+def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None:
+    """The record of the nearest shape with the same static features, or None without any.
+
+    Where two are equally near, the key decides, so that all ranks choose alike; of one shape's records the
+    first.
+    """
+    masks = [same.causal for same in same_computation(problem)]
+    alike = tuned_alike(problem, records)
     return min(alike, key=lambda record: _rank(record, problem, masks), default=None)
 
 

@@ -153,12 +153,33 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.measurement.ms if self.measurement else None
 
 
+class Forecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Why a config serves a shape that nobody tuned.
+
+    Attributes:
+        ms: What it is expected to take there.
+        nearest: The record of the nearest tuned shape.
+        nearest_ms: What that one's config is expected to take.
+    """
+
+    ms: Milliseconds
+    nearest: Record
+    nearest_ms: Milliseconds
+
+
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The record that dispatch uses for a problem on a target, and how well it is known there.
 
-    `source` says where it was found: `database`, `shipped`, `nearest`, `default`.
+    `source` says where it was found: `database`, `shipped`, `nearest`, `default`. Of a shape that nobody
+    tuned, `forecast` says why it was chosen.
     """
 
     record: Record
     standing: Standing
     source: ShortText = "database"
+    forecast: Forecast | None = None
+
+    @property
+    def measured(self) -> Record:
+        """The record of the shape whose measurements stand for the problem's."""
+        return self.forecast.nearest if self.forecast else self.record

@@ -238,8 +238,8 @@ def _tell_of_fallback(selection: Selection, request: Request) -> None:
     problem = request.problem
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
-    elif selection.source == "nearest" and is_far(selection.record.problem, problem):
-        what = f"{problem.key} is not tuned here and its nearest, {selection.record.problem.key}, is far"
+    elif selection.source == "nearest" and is_far(selection.measured.problem, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {selection.measured.problem.key}, is far"
     else:
         return
     tell_once("untuned", f"{what}: run {search_command(problem)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -78,6 +79,18 @@ class Family(Protocol):
 
         None where it has none of its own, and only other warps of the multiprocessor hide something.
         """
+        ...
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        """What a launch takes by its schedule, in ms: how tiles are cut, who computes them, what is moved.
+
+        Good for ratios, between shapes and between configs; what else a config decides it leaves out. Cheap
+        enough for dispatch: under 100 µs.
+        """
+        ...
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        """Configs worth trying that differ from one in how work is spread over the GPU alone."""
         ...
 
     def hbm_items(

@@ -12,13 +12,13 @@ import heapq
 import math
 from typing import Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flashtune.config import Config
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
 from flashtune.target import Target
+from flashtune.templates.common.schedule import Tiling, blocks, place, staying
 
 # What a tile costs before its first block and after its last, in blocks of keys.
 TILE_OVERHEAD = 1.0
@@ -46,33 +46,6 @@ class Persistent(Protocol):
     def even(self) -> bool:
         """Whether there are no more programs than finish in as many rounds."""
         ...
-
-
-class Tiling(msgspec.Struct, frozen=True):
-    """How work is cut: what the order of tiles depends on.
-
-    Attributes:
-        problem: What is computed.
-        rows: Queries of a tile.
-        columns: Keys of a block.
-        pack: Heads that share a tile.
-    """
-
-    problem: Problem
-    rows: int
-    columns: int
-    pack: int
-
-    @property
-    def heads(self) -> int:
-        """Packs of heads, of all sequences."""
-        problem = self.problem
-        return problem.batch * problem.kv_heads * math.ceil(problem.group_size / self.pack)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of one pack of heads."""
-        return math.ceil(self.problem.seqlen_q / self.rows)
 
 
 def imbalance(problem: Problem, config: Config, programs: int, places: int, target: Target) -> float:
@@ -116,41 +89,17 @@ def _side(config: Config, name: str) -> int:
 
 def lengths(tiling: Tiling) -> NDArray[np.float64]:
     """What each tile of a head costs, in blocks of keys."""
-    problem = tiling.problem
-    last_query = (np.arange(tiling.tiles) + 1) * tiling.rows
-    seen = np.full(tiling.tiles, problem.seqlen_kv)
-    if problem.causal is not Causal.NONE:
-        seen = np.minimum(last_query + problem.diagonal, problem.seqlen_kv)
-    costs: NDArray[np.float64] = np.maximum(np.ceil(seen / tiling.columns), 1.0) + TILE_OVERHEAD
+    costs: NDArray[np.float64] = blocks(tiling) + TILE_OVERHEAD
     return costs
 
 
 @functools.lru_cache(maxsize=4096)
 def _stay(tiling: Tiling, section: int, order: str, even: bool, multiprocessors: int) -> float:
-    total = tiling.heads * tiling.tiles
-    workers = min(total, multiprocessors)
-    if even:
-        workers = math.ceil(total / math.ceil(total / multiprocessors))
-    index = np.arange(total)
+    workers = staying(tiling.total, even, multiprocessors)
+    index = np.arange(tiling.total)
     costs = lengths(tiling)[place(index, workers, tiling, section, order)]
     busiest = np.bincount(index % workers, weights=costs).max()
     return float(busiest * multiprocessors / costs.sum())
-
-
-def place(
-    index: NDArray[np.int64], workers: int, tiling: Tiling, section: int, order: str
-) -> NDArray[np.int64]:
-    """Which tile of its head is the index-th of a launch, as the Hopper kernels count them."""
-    total = tiling.heads * tiling.tiles
-    if order == "alternate":
-        turn = index // workers
-        backwards = (turn % 2 == 1) & ((turn + 1) * workers <= total)
-        index = np.where(backwards, (2 * turn + 1) * workers - 1 - index, index)
-    section = min(section or tiling.heads, tiling.heads)
-    first = index // (section * tiling.tiles) * section
-    width = np.minimum(section, tiling.heads - first)
-    tile: NDArray[np.int64] = index % (section * tiling.tiles) // width
-    return tile if order == "linear" else tiling.tiles - 1 - tile
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.kernel import Argument, Prologue, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
@@ -22,6 +24,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
+from flashtune.templates.forward_hopper.span import hopper_span, spread_otherwise
 from flashtune.templates.forward_hopper.sram import hopper_items
 
 HOPPER = 90
@@ -132,6 +135,14 @@ class ForwardHopper:
 
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, HopperConfig)
+        return hopper_span(problem, config, target)
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        assert isinstance(config, HopperConfig)
+        return spread_otherwise(config, hopper_space(problem))
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None

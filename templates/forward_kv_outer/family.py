@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
 from flashtune.kernel import Alignment, Argument, Prologue, Specialization
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
@@ -137,6 +140,13 @@ class ForwardKVOuter:
 
     def overlap(self, config: Config) -> float | None:
         return None
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, KVOuterConfig)
+        return portable_span(problem, config.block_m, config.block_n, False, False, target)
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None

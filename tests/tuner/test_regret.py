@@ -83,14 +83,16 @@ def test_thinner_tables_nest_and_keep_every_kind(records: tuple[Record, ...]) ->
     assert set(map(id, thinned(reversed(records), 0.5))) == set(map(id, half))
 
 
-def test_finalists_hold_dispatchs_choice_and_can_be_rendered(
+def test_finalists_hold_the_tuned_configs_and_can_be_rendered(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
+    tuned = {(record.family, record.config) for record in records}
     for problem in problems[:20]:
         entrants = finalists(problem, TARGET, records)
         assert len(set(entrants)) == len(entrants) >= 8
         chosen = dispatched(TARGET, problem, records)
-        if chosen.family == "forward_hopper":
+        assert find_family(chosen.family).space(problem, TARGET).contains(chosen.config)
+        if chosen.family == "forward_hopper" and (chosen.family, chosen.config) in tuned:
             assert chosen in entrants
         assert {entrant.family for entrant in entrants} >= {"forward_hopper", "forward_q_outer"}
     static = regret_run._static(problems[0])

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from flashtune.problem import Problem
 from flashtune.target import find_target
+from flashtune.templates.common.schedule import Tiling, blocks, place
 from flashtune.templates.forward_hopper.space import HopperConfig, usual_config
 from flashtune.templates.forward_q_outer.space import QOuterConfig
-from flashtune.tuner.schedule import TILE_OVERHEAD, Tiling, imbalance, lengths, place, whole_waves
+from flashtune.tuner.schedule import imbalance, whole_waves
 from flashtune.tuner.shapes import parse_shape
 from tests.hopper import a_config as hopper_config
 from tests.templates.test_hopper_schedule import COUNTS, LOCATES
@@ -51,7 +52,7 @@ def test_tiles_are_placed_as_kernels_place_them(
 
 @pytest.mark.parametrize("problem", [CAUSAL, FULL])
 def test_tiles_have_the_blocks_that_kernels_count(problem: Problem) -> None:
-    found = lengths(Tiling(problem, 192, 128, 1)) - TILE_OVERHEAD
+    found = blocks(Tiling(problem, 192, 128, 1))
     count = COUNTS[problem.causal]
     assert found.tolist() == [count(first, 192, 4096, 4096) for first in range(0, 4096, 192)]
 

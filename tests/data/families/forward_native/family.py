@@ -77,6 +77,12 @@ class ForwardNative:
     def overlap(self, config: Config) -> float | None:
         return 0.9
 
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        return problem.flops() / target.peak.half / 1e9
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> tuple[Config, ...]:
+        return ()
+
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:

@@ -1,0 +1,117 @@
+"""Which of the tuned configs serves a shape that nobody tuned: the one that is expected to be fastest there.
+
+What a config takes at a shape is scaled from the nearest tuned shape, by what its schedule takes
+here and there (`Family.span`). There the winner was measured, and no other config can have
+been faster: where the schedule alone would have it so, something else holds that config up, and it is taken
+to do so here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.nearest import distance, nearest_record, tuned_alike
+from flashtune.problem import Problem
+from flashtune.record import Forecast, Provenance, Record
+from flashtune.target import Target
+from flashtune.templates.registry import find_family
+
+# What is expected of a config must be better by so much for it to be chosen, relatively: for each step of a
+# factor of two that it won farther away than the nearest winner, where its family is another one than the
+# nearest winner's, and where nobody proved or timed it anywhere.
+STEP_DOUBT = 0.01
+FAMILY_DOUBT = 0.02
+UNTIMED_DOUBT = 0.08
+
+
+class _Candidate(NamedTuple):
+    """A record whose config may serve, what its config is expected to take, and how that is doubted."""
+
+    record: Record
+    ms: float
+    doubt: float
+
+    @property
+    def rank(self) -> float:
+        return self.ms * (1 + self.doubt)
+
+
+def forecast(
+    problem: Problem, records: Iterable[Record], target: Target, serves: Callable[[Record], bool]
+) -> tuple[Record, Forecast] | None:
+    """The record whose config is expected to be fastest, and why; None where nothing alike is tuned.
+
+    The same records give the same answer in whatever order they come. A config that was tuned nowhere has a
+    record without a verdict, as a default has.
+
+    Args:
+        problem: A shape that nobody tuned.
+        records: Selected records of the GPU, each with a config.
+        target: The GPU.
+        serves: Whether a record's kernel can serve the call.
+    """
+    able = [record for record in tuned_alike(problem, records) if serves(record)]
+    nearest = nearest_record(problem, able)
+    if nearest is None:
+        return None
+    names = sorted({record.family for record in able}, key=lambda name: (name != nearest.family, name))
+    candidates = [
+        candidate
+        for name in names
+        for candidate in _candidates(
+            problem, [record for record in able if record.family == name], nearest, target
+        )
+    ]
+    best = min(candidates, key=lambda candidate: candidate.rank)
+    usual = next(one for one in candidates if one.record == nearest)
+    return best.record, Forecast(ms=best.ms, nearest=nearest, nearest_ms=usual.ms)
+
+
+def _candidates(
+    problem: Problem, records: Sequence[Record], nearest: Record, target: Target
+) -> Iterator[_Candidate]:
+    """The configs of one family, each with its nearest record, the nearest first."""
+    anchor = nearest_record(problem, records)
+    assert anchor is not None
+    assert anchor.config is not None
+    family = find_family(anchor.family)
+    here = msgspec.structs.replace(problem, causal=anchor.problem.causal)
+    won = family.span(anchor.problem, anchor.config, target)
+
+    def expected(config: Config) -> float:
+        there = min(won, family.span(anchor.problem, config, target))
+        return (anchor.ms or won) * family.span(here, config, target) / there
+
+    def distances() -> Iterator[tuple[float, Record]]:
+        for record in records:
+            yield distance(record.problem, problem), record
+
+    doubt = 0.0 if anchor.family == nearest.family else FAMILY_DOUBT
+    first, _ = min(distances(), key=lambda pair: pair[0])
+    known: set[Config] = set()
+    for apart, record in sorted(distances(), key=lambda pair: (pair[0], pair[1].problem.key)):
+        assert record.config is not None
+        if record.config not in known:
+            known.add(record.config)
+            yield _Candidate(record, expected(record.config), doubt + STEP_DOUBT * (apart - first))
+    for config in family.spread_otherwise(here, anchor.config, target):
+        if config not in known:
+            known.add(config)
+            yield _Candidate(_untimed(anchor, config), expected(config), doubt + UNTIMED_DOUBT)
+
+
+def _untimed(record: Record, config: Config) -> Record:
+    """The record of a config that nobody verified or timed."""
+    return msgspec.structs.replace(
+        record,
+        config=config,
+        kernel=None,
+        provenance=Provenance.PREDICTED,
+        resources=None,
+        verdict=None,
+        measurement=None,
+    )

@@ -1,0 +1,44 @@
+"""What a launch of programs that compute one tile each takes by its schedule."""
+
+from __future__ import annotations
+
+import math
+
+from flashtune.problem import Problem
+from flashtune.target import Target
+from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
+from flashtune.templates.common.schedule import Cost, Tiling, coming_and_going, extremes
+
+PACE = Pace(launch=14.4, block=0.052, tile=0.384, hidden=0.086, exposed=0.41)
+# A program that has a multiprocessor to itself leaves some of its units idle; short tiles more so.
+LONE = 1.365
+LONE_SHORT = 1.66
+SHORT_TILE = 64
+# Programs of a multiprocessor that run at once, about.
+RESIDENT = 2
+
+
+def portable_span(
+    problem: Problem, block_m: int, block_n: int, longest_first: bool, heads_inner: bool, target: Target
+) -> float:
+    """Time of a launch by its schedule, in ms.
+
+    Args:
+        problem: What is computed.
+        block_m: Queries of a tile.
+        block_n: Keys of a block.
+        longest_first: Whether the tiles with the most blocks are begun first.
+        heads_inner: Whether neighbouring programs work on different heads.
+        target: The GPU.
+    """
+    tiling = Tiling(problem, block_m, block_n, 1)
+    if not tiling.total or not problem.seqlen_kv:
+        return PACE.launch / 1e3
+    cost = Cost(block_us(problem, block_m * block_n, PACE, target), tile_us(problem, block_m, PACE, target))
+    lone = LONE_SHORT if block_m <= SHORT_TILE else LONE
+    busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone)
+    programs = min(tiling.total, RESIDENT * target.sm_count)
+    heads = tiling.heads if heads_inner else math.ceil(programs / tiling.tiles)
+    streamed = extremes(tiling).mean * tiling.total * block_n
+    moving = traffic_us(problem, streamed, heads / tiling.packs, programs, target)
+    return (PACE.launch + max(busy, moving)) / 1e3
