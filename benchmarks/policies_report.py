@@ -204,9 +204,16 @@ def _panel(
         places = " ".join(
             f"{left + x / last * PANEL_WIDTH:.1f},"
             f"{bottom - max(0.0, share - LOWEST) / (1 - LOWEST) * PANEL_HEIGHT:.1f}"
-            for x, share in points
+            for x, share in _corners(points)
         )
         yield f'  <polyline points="{places}" fill="none" {_stroke(policy)}/>'
+
+
+def _corners(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points of a line without those that lie on a level stretch."""
+    inner = zip(points, points[1:], points[2:], strict=False)
+    bends = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
+    return [points[0], *bends, points[-1]]
 
 
 def _stroke(policy: str) -> str:
