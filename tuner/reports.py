@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,5 +34,5 @@ def read_report(path: Path, kind: type[Report]) -> Report:
     try:
         with gzip.open(path) as file:
             return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=kind)
-    except (OSError, EOFError, msgspec.DecodeError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError) as error:
         raise TableError(f"{path} is no {kind.__name__} ({brief(error)}): make it anew") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def runnable(listed: Sequence[Subject], target: Target, samples: int) -> dict[in
 
 def examine(
     how: Examination, listed: Sequence[Subject], digests: dict[int, str]
-) -> Iterator[tuple[Finding, ...]]:
+) -> Generator[tuple[Finding, ...]]:
     """What a tool says of kernels, batch by batch as they end.
 
     A batch in which nothing is found is done. Of another one each kernel is run again by itself, so that what
@@ -84,8 +84,12 @@ def examine(
     batches = [tuple(numbers[start : start + BATCH]) for start in range(0, len(numbers), BATCH)]
     with ThreadPoolExecutor(how.jobs) as pool:
         jobs = [pool.submit(_examine_batch, how, listed, digests, batch) for batch in batches]
-        for job in as_completed(jobs):
-            yield job.result()
+        try:
+            for job in as_completed(jobs):
+                yield job.result()
+        finally:
+            # Whoever interrupts it waits for the processes that run, and for no others.
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _examine_batch(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.errors import FlashtuneError
+from flashtune.errors import FlashtuneError, TableError
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.target import device_target, find_target
 from flashtune.tuner import sanitizing_run
@@ -96,22 +96,8 @@ def test_rows_are_of_their_class_and_of_no_better_one(alignment: Alignment, widt
     ("log", "expected"),
     [
         (CLEAN_LOG, (0, 0, "")),
-        (
-            MEMCHECK_LOG,
-            (
-                12,
-                0,
-                INVALID_READ,
-            ),
-        ),
-        (
-            RACECHECK_LOG,
-            (
-                1,
-                2,
-                RACE,
-            ),
-        ),
+        (MEMCHECK_LOG, (12, 0, INVALID_READ)),
+        (RACECHECK_LOG, (1, 2, RACE)),
         ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", (0, 0, "")),
         ("Segmentation fault", None),
         ("", None),
@@ -217,6 +203,20 @@ def test_when_time_is_up_nothing_is_said(listed: tuple[Subject, ...], script: Sc
     assert run(script(f"print({CLEAN_LOG!r})"), listed, 20, seconds=0.0) == {}
 
 
+def test_an_interruption_begins_no_more_batches(
+    listed: tuple[Subject, ...], script: Script, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    path = script(f"open({str(runs)!r}, 'a').write('x')\ntime.sleep(0.5)\nprint({CLEAN_LOG!r})\n")
+    digests = {number: f"{number:032x}" for number in range(len(listed))}
+    assert len(digests) > 4 * sanitizing_run.BATCH
+    how = Examination(path, MEMCHECK, lambda _: ["program", "0"], time.monotonic() + 60.0, 1)
+    found = examine(how, listed, digests)
+    next(found)
+    found.close()
+    assert len(runs.read_text()) <= 2
+
+
 def test_reports_come_back(tmp_path: Path) -> None:
     finding = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, "", "Invalid read")
     report = SanitizerReport("nvidia-h200", "Version 2025.4", "3.6.0", (finding,))
@@ -226,6 +226,15 @@ def test_reports_come_back(tmp_path: Path) -> None:
     content = path.read_bytes()
     write_report(msgspec.structs.replace(report), path)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: data[:12] + bytes(9) + data[21:]])
+def test_damaged_reports_are_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "report.json.gz"
+    write_report(SanitizerReport("nvidia-h200", "Version 2025.4", "3.6.0", ()), path)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(TableError, match="make it anew"):
+        read_report(path, SanitizerReport)
 
 
 @pytest.mark.gpu
