@@ -99,3 +99,7 @@ def _explained(url: str) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise sqlite_error(error, url) from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the database {describe(url)} ({error.strerror}): {ELSEWHERE}"
+        ) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import sqlite3
+import tempfile
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -115,6 +117,15 @@ def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write beside the database"):
         remember_check(make_check(), str(tmp_path / "file" / "flashtune.sqlite"))
+
+
+def test_a_disk_without_room_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(StoreError, match=r"cannot write the database .*No space left"):
+        remember_check(make_check(), str(path))
 
 
 def test_many_that_create_it_at_once_lose_nothing(path: Path) -> None:
