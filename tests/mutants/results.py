@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import gzip
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ class Fate(enum.StrEnum):
                   problems.
     survived      It was accepted, and gave other bits somewhere.
     not_compiled  It is no kernel, and so no mutant.
-    not_run       Time was up.
+    not_run       Time was up, or the check itself failed.
     """
 
     REFUSED = "refused"
@@ -128,11 +129,11 @@ def load(path: Path) -> Run:
     Raises:
         FlashtuneError: It is none.
     """
-    data = path.read_bytes()
     try:
+        data = path.read_bytes()
         text = gzip.decompress(data) if path.suffix == ".gz" else data
         return msgspec.json.decode(text, type=Run)
-    except (msgspec.MsgspecError, OSError, EOFError) as error:
+    except (msgspec.MsgspecError, OSError, EOFError, zlib.error) as error:
         raise FlashtuneError(f"{path} holds no run over mutants: {error}") from error
 
 

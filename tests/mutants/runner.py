@@ -144,11 +144,13 @@ def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[Subj
 
 
 def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
-    """How a mutant was caught; None where it was accepted."""
+    """How a mutant was caught, or why it was not judged; None where it was accepted."""
     words = ended(job)
     if words:
-        timed_out, _ = failure_of(job) or (False, "")
-        return found_of(mutant, Fate.HUNG if timed_out else Fate.DIED, words)
+        lost = failure_of(job)
+        # What raises is the check's own fault, and no merit of it.
+        fate = Fate.NOT_RUN if lost is None else Fate.HUNG if lost[0] else Fate.DIED
+        return found_of(mutant, fate, words)
     checked = job.result()
     return found_of(mutant, Fate.REFUSED, checked.wrong, checked.seconds) if checked.wrong else None
 

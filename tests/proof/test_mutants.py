@@ -75,7 +75,7 @@ class FakePool:
         done: Future[Any] = Future()
         try:
             done.set_result(function(*args))
-        except (TimeoutError, ProcessExpired) as error:
+        except (TimeoutError, ProcessExpired, MemoryError) as error:
             done.set_exception(error)
         return done
 
@@ -105,6 +105,10 @@ def die(seed: int) -> Checked:
     error = ProcessExpired("died")  # type: ignore[no-untyped-call]
     error.exitcode = 70
     raise error
+
+
+def run_out(seed: int) -> Checked:
+    raise MemoryError("out of memory")
 
 
 @pytest.fixture
@@ -181,6 +185,13 @@ def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
     assert [one.fate for one in found] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
 
 
+def test_a_check_that_fails_itself_catches_nothing(install: Callable[[Gpu], None], plan: Plan) -> None:
+    mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
+    install(Gpu({digest(mutant): run_out for mutant in mutants}))
+    _, found = runner.run_mutants(mutants, plan, lambda one: None)
+    assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
+
+
 def test_right_kernels_that_are_refused_are_judged_again(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,14 +215,23 @@ def a_run(**changes: Any) -> Run:
     return msgspec.structs.replace(run, **changes)
 
 
+def damage(data: bytes) -> bytes:
+    """Twenty bytes in the middle of a file, lost."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(20) + data[middle + 20 :]
+
+
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
     run = a_run()
     results.save(run, tmp_path / name)
     assert results.load(tmp_path / name) == run
-    (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(FlashtuneError, match=name):
-        results.load(tmp_path / name)
+    for damaged in (b"{}", damage((tmp_path / name).read_bytes())):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(FlashtuneError, match=name):
+            results.load(tmp_path / name)
+    with pytest.raises(FlashtuneError, match="nowhere"):
+        results.load(tmp_path / "nowhere.json")
 
 
 def test_summaries_count() -> None:
