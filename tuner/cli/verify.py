@@ -66,7 +66,8 @@ def command(
         _print(report)
     if report.failures:
         raise VerificationError(
-            f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again"
+            f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
+            "on their GPU"
         )
 
 
