@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_hbm_items
 from flashtune.target import Target
@@ -88,9 +89,12 @@ def overviews(
         db: The database whose selections count, None for the default one.
 
     Raises:
+        UsageError: The model is an encoder and does not decode.
         ProblemError: No family computes the problem on this target.
         StoreError: The database cannot be read.
     """
+    if phase is Phase.DECODE and not attention.causal:
+        raise UsageError(f"{attention.name} is an encoder and does not decode: pass --phase prefill")
     groups: dict[tuple[int, Dtype], list[Point]] = {}
     for problem in problems:
         posed = problem if phase is Phase.PREFILL else msgspec.structs.replace(problem, seqlen_q=1)

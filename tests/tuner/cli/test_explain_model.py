@@ -123,6 +123,7 @@ def test_every_line_of_the_plot_has_all_lengths() -> None:
         (("--model", "gpt2", "--phase", "decode", "--family", "forward_q_outer"), "whole models"),
         (("--model", "gpt2", "--phase", "decode", "--seqlen", "none"), "whole numbers"),
         (("--model", "gpt9", "--phase", "decode"), "there is no model"),
+        (("--model", "bert-base", "--phase", "decode"), "bert-base is an encoder"),
         ((), "name a shape"),
     ],
 )
