@@ -228,7 +228,7 @@ def test_reports_come_back(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: data[:12] + bytes(9) + data[21:]])
+@pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: data[:10] + b"\xff" + data[11:]])
 def test_damaged_reports_are_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "report.json.gz"
     write_report(SanitizerReport("nvidia-h200", "Version 2025.4", "3.6.0", ()), path)
