@@ -24,6 +24,7 @@ import flashtune
 from flashtune.problem import Dtype
 from flashtune.proof.gate import WEIGHT_RANGE
 from flashtune.quantization import E4M3, LARGEST, Scales, quantize
+from flashtune.tuner.pages import filled
 
 SEED = 7
 OUTLIER_SHARE = 0.001
@@ -64,7 +65,8 @@ def main() -> None:
     text = table(rows)
     print(text)
     if options.write is not None:
-        options.write.write_text(replaced(options.write.read_text(encoding="utf-8"), text), encoding="utf-8")
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
 
 
 def measure(case: Case) -> Row:
@@ -169,19 +171,6 @@ def _lines(rows: list[Row]) -> Iterator[str]:
         mask = "causal" if case.causal else "none"
         figures = " | ".join(f"{error:.2e}" for error in errors)
         yield f"| {case.head_dim} | {case.seqlen:,} | {mask} | {size:.2e} | {figures} |"
-
-
-def replaced(page: str, text: str) -> str:
-    """The page with the table between its marks.
-
-    Raises:
-        ValueError: The page has no such marks.
-    """
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import msgspec
 
 from flashtune.errors import FlashtuneError, UsageError
 from flashtune.target import device_target
+from flashtune.tuner.pages import filled
 from flashtune.tuner.reports import read_report, write_report
 from flashtune.tuner.sanitizing import (
     MEMCHECK,
@@ -56,7 +57,7 @@ def main() -> None:
     print(text)
     if options.write:
         page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(_filled(page, text), encoding="utf-8")
+        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
     if any(finding.errors or finding.failed for finding in report.findings):
         sys.exit(1)
 
@@ -155,14 +156,6 @@ def _grouped(findings: Iterable[Finding]) -> dict[tuple[str, str], list[Finding]
     for finding in findings:
         groups.setdefault((finding.tool, finding.family), []).append(finding)
     return dict(sorted(groups.items()))
-
-
-def _filled(page: str, text: str) -> str:
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (begun and ended):
-        raise UsageError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

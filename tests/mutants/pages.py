@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flashtune.errors import FlashtuneError
 from flashtune.proof.check import INTERPRETER
+from flashtune.tuner.pages import filled
 from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
 
 ROOT = Path(__file__).parents[2]
@@ -24,19 +24,12 @@ def filled_page(page: str, runs: Sequence[Run]) -> str:
     """The page with its tables, of the runs that there are.
 
     Raises:
-        FlashtuneError: The page has no place for a table, or it does not end.
+        UsageError: The page has no place for a table, or it does not end.
     """
     texts = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
     for name, lines in texts.items():
-        text = "\n".join(lines)
         begin, end = f"<!-- table {name}: {BY} -->", f"<!-- end of table {name} -->"
-        before, found, rest = page.partition(begin)
-        _, ended, after = rest.partition(end)
-        if not (found and ended):
-            raise FlashtuneError(
-                f"{PAGE.name} has no place for the table {name}: put {begin} and {end} into it"
-            )
-        page = f"{before}{begin}\n{text}\n{end}{after}"
+        page = filled(page, begin, end, "\n".join(lines))
     return page
 
 

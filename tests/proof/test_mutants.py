@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from pebble import ProcessExpired
 
-from flashtune.errors import FlashtuneError
+from flashtune.errors import FlashtuneError, UsageError
 from flashtune.kernel import Kernel
 from flashtune.record import Verdict
 from flashtune.target import find_target
@@ -216,9 +216,8 @@ def a_run(**changes: Any) -> Run:
 
 
 def damage(data: bytes) -> bytes:
-    """Twenty bytes in the middle of a file, lost."""
-    middle = len(data) // 2
-    return data[:middle] + bytes(20) + data[middle + 20 :]
+    """A file with another byte behind what a header would be."""
+    return data[:10] + b"\xff" + data[11:]
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
@@ -252,7 +251,7 @@ def test_pages_show_the_largest_run_and_all_counts() -> None:
     assert "1 sampled\nconfigs were verified: 0 were refused" in filled
     assert "All 1 kernels that they were made of were accepted." in filled
     assert pages.filled_page(filled, [a_run(), a_run(found=())]) == filled
-    with pytest.raises(FlashtuneError, match="has no place"):
+    with pytest.raises(UsageError, match="has no place"):
         pages.filled_page("", [])
 
 
