@@ -66,6 +66,14 @@ def select(
     return default_selection(problem, target, specialization)
 
 
+def of_nearest(selection: Selection) -> Selection | None:
+    """The selection of the nearest tuned shape, where another one was expected to be faster than it."""
+    why = selection.forecast
+    if why is None or why.nearest == selection.record:
+        return None
+    return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
+
+
 def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
     """A config that fits the GPU, for what nobody tuned.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtune.api import CausalOption, LayoutOption, PreferOption
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization
-from flashtune.dispatch import proven_by
+from flashtune.dispatch import of_nearest, proven_by
 from flashtune.kernel import Specialization
 from flashtune.notices import search_command
 from flashtune.problem import Problem
@@ -101,6 +101,13 @@ def _of_kernel(request: Request, decision: Decision, specialization: Specializat
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
     known = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
+    tuned = of_nearest(decision.selection)
+    if known is False and tuned is not None:
+        near = tuned.record.problem.key
+        reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
+        return _of_kernel(
+            request, msgspec.structs.replace(decision, selection=tuned, reason=reason), specialization
+        )
     if known is False and request.prefer is Prefer.FASTEST:
         refused = Decision(
             baseline(request),

@@ -24,8 +24,8 @@ from flashtune.templates.registry import find_family
 # factor of two that it won farther away than the nearest winner, where its family is another one than the
 # nearest winner's, and where nobody proved or timed it anywhere.
 STEP_DOUBT = 0.01
-FAMILY_DOUBT = 0.02
-UNTIMED_DOUBT = 0.08
+FAMILY_DOUBT = 0.05
+UNTIMED_DOUBT = 0.05
 
 
 class _Candidate(NamedTuple):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.binaries import binary_of
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization, output_like
 from flashtune.delegation import sdpa_attention
-from flashtune.dispatch import default_selection, default_selections, proven_by
+from flashtune.dispatch import default_selection, default_selections, of_nearest, proven_by
 from flashtune.errors import KernelError, VerificationError
-from flashtune.launch import Binary, Launch, bind, compile_binary
+from flashtune.launch import Launch, bind
 from flashtune.nearest import is_far
 from flashtune.notices import search_command, tell_once
 from flashtune.problem import Dtype
@@ -26,7 +27,6 @@ from flashtune.standard import standard_attention
 from flashtune.target import Target
 
 if TYPE_CHECKING:
-    from flashtune.kernel import Kernel
     from flashtune.record import Selection
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -72,23 +72,32 @@ def _generated_or_baseline(decision: Decision, request: Request, q: Tensor, k: T
         return serve
     # A server that meets ever new lengths would be told of the same kernel at each of them.
     matter, advice = "failed", f"run {search_command(request.problem)}"
-    if request.prefer is Prefer.FASTEST:
-        instead = baseline(request)
-        tell_once(matter, f"{failure}, so {_in_words(instead)} serves: {advice}")
-        return _baseline(instead, request)
-    for default in default_selections(
-        request.problem, decision.target, needed_specialization(request, q, k, v)
-    ):
-        if default == decision.selection:
-            continue
+    for other, name in _instead(decision.selection, decision.target, request, q, k, v):
         try:
-            serve = _generated(default, decision.target, request, q, k, v)
+            serve = _generated(other, decision.target, request, q, k, v)
         except (KernelError, VerificationError):
-            # The first failure is the one to be told; another family may still do.
+            # The first failure is the one to be told; another kernel may still do.
             continue
-        tell_once(matter, f"{failure}, so a default config serves: {advice}")
+        tell_once(matter, f"{failure}, so {name} serves: {advice}")
         return serve
-    raise failure
+    if request.prefer is Prefer.GENERATED:
+        raise failure
+    instead = baseline(request)
+    tell_once(matter, f"{failure}, so {_in_words(instead)} serves: {advice}")
+    return _baseline(instead, request)
+
+
+def _instead(
+    selection: Selection, target: Target, request: Request, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[Selection, str]]:
+    """What is tried, each with a name, where the kernel of a selection fails."""
+    tuned = of_nearest(selection)
+    if tuned is not None:
+        yield tuned, "the config of the nearest tuned shape"
+    if request.prefer is Prefer.GENERATED:
+        for default in default_selections(request.problem, target, needed_specialization(request, q, k, v)):
+            if default != selection:
+                yield default, "a default config"
 
 
 def _generated(
@@ -103,7 +112,7 @@ def _generated(
     record = selection.record
     assert record.config is not None
     kernel = kernel_of(record, needed_specialization(request, q, k, v))
-    binary = _binary(kernel, target, q.device)
+    binary = binary_of(kernel, target, q.device)
     if not proven_by(selection, kernel.digest):
         problem = msgspec.structs.replace(request.problem, causal=record.problem.causal)
         if not passes_self_check(kernel, problem, record.config, target, q.device, binary):
@@ -112,13 +121,6 @@ def _generated(
             )
     launch = bind(kernel, target, *request.views(q, k, v), output_like(request), compiled=binary)
     return _launcher(launch, request, q)
-
-
-@functools.cache
-def _binary(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """A kernel's binary, loaded once per device however many shapes it serves."""
-    del device  # a binary is loaded onto the device that first launches it, so each has its own
-    return compile_binary(kernel, target)
 
 
 def _launcher(launch: Launch, request: Request, q: Tensor) -> Serve:

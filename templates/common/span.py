@@ -9,10 +9,10 @@ from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
 from flashtune.templates.common.schedule import Cost, Tiling, coming_and_going, extremes
 
-PACE = Pace(launch=14.4, block=0.052, tile=0.384, hidden=0.086, exposed=0.41)
+PACE = Pace(launch=12.1, block=0.0, tile=0.142, hidden=0.0, exposed=1.42)
 # A program that has a multiprocessor to itself leaves some of its units idle; short tiles more so.
-LONE = 1.365
-LONE_SHORT = 1.66
+LONE = 1.21
+LONE_SHORT = 1.78
 SHORT_TILE = 64
 # Programs of a multiprocessor that run at once, about.
 RESIDENT = 2

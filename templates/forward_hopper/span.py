@@ -16,9 +16,9 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
 PACES = {
-    1: Pace(launch=11.0, block=0.183, tile=0.37, hidden=-0.5, exposed=0.41),
-    2: Pace(launch=11.0, block=0.183, tile=0.37, hidden=0.514, exposed=0.41),
-    3: Pace(launch=11.0, block=0.183, tile=1.17, hidden=0.573, exposed=0.41),
+    1: Pace(launch=10.1, block=0.164, tile=0.594, hidden=-0.31, exposed=0.49),
+    2: Pace(launch=10.1, block=0.164, tile=0.594, hidden=0.63, exposed=0.49),
+    3: Pace(launch=10.1, block=0.164, tile=1.39, hidden=0.75, exposed=0.49),
 }
 MOST_GROUPS = max(PACES)
 # More heads at a time than these won nowhere: docs/hopper.md.

@@ -109,7 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(decision, "tuned_records", lambda name: fake.tables)
     monkeypatch.setattr(decision, "usual_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(serving, "_binary", lambda *_: None)
+    monkeypatch.setattr(serving, "binary_of", lambda *_: None)
     monkeypatch.setattr(serving, "bind", fake.bind)
     monkeypatch.setattr(serving, "passes_self_check", fake.passes)
     return fake

@@ -1,0 +1,59 @@
+"""Binaries are made once, and so are failures to make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashtune import binaries
+from flashtune.binaries import binary_of
+from flashtune.errors import KernelError
+from flashtune.kernel import Kernel
+from flashtune.launch import Binary
+from flashtune.target import Target, find_target
+from flashtune.templates.rendering import render
+from tests.hopper import FAMILY, PLAIN, a_config, a_problem
+
+H200 = find_target("h200")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    binaries._compiled.cache_clear()
+    problem = a_problem(64)
+    yield render(FAMILY, problem, a_config(problem), PLAIN)
+    binaries._compiled.cache_clear()
+
+
+def test_what_does_not_compile_is_compiled_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Kernel] = []
+
+    def refuse(kernel: Kernel, target: Target) -> Binary:
+        asked.append(kernel)
+        raise KernelError("PTXASError: out of registers")
+
+    monkeypatch.setattr(binaries, "compile_binary", refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="out of registers"):
+            binary_of(kernel, H200, CPU)
+    assert len(asked) == 1
+
+
+def test_other_errors_are_no_verdict_on_a_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Binary(object(), None)
+    answers: list[Binary | Exception] = [OSError("disk full"), made]
+
+    def compile_binary(kernel: Kernel, target: Target) -> Binary:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(binaries, "compile_binary", compile_binary)
+    with pytest.raises(OSError, match="disk full"):
+        binary_of(kernel, H200, CPU)
+    assert binary_of(kernel, H200, CPU) is made
+    assert binary_of(kernel, H200, CPU) is made

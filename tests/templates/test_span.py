@@ -1,0 +1,113 @@
+"""What launches take by their schedules, held against the figures that an H200 gave."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtune.problem import Causal
+from flashtune.target import find_target
+from flashtune.templates.common.schedule import (
+    MOST_TILES,
+    Cost,
+    Tiling,
+    blocks,
+    busiest,
+    extremes,
+    place,
+    staying,
+)
+from flashtune.templates.registry import families, find_family
+from flashtune.tuner.truth import TruthTable, read_tables
+from tests.hopper import a_problem
+
+H200 = find_target("h200")
+DATA = Path(__file__).parents[1] / "data" / "truth"
+COST = Cost(block=1.0, tile=0.5)
+
+
+@given(
+    st.sampled_from(["linear", "long_first", "alternate"]),
+    st.sampled_from(list(Causal)),
+    st.integers(1, 6),
+    st.integers(1, 900),
+    st.integers(0, 5),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_program_is_that_of_the_kernels_own_order(
+    order: str, causal: Causal, heads: int, seqlen: int, section: int, even: bool
+) -> None:
+    problem = a_problem(
+        64, heads=heads, kv_heads=heads, batch=2, seqlen_q=seqlen, seqlen_kv=700, causal=causal
+    )
+    tiling = Tiling(problem, 64, 128, 1)
+    workers = staying(tiling.total, even, 7)
+    tile = place(np.arange(tiling.total), workers, tiling, section, order)
+    costs = blocks(tiling)[tile] * COST.block + COST.tile
+    work = [costs[worker::workers].sum() for worker in range(workers)]
+    assert busiest(tiling, workers, section, order, COST) == pytest.approx(max(work))
+
+
+@pytest.mark.parametrize("section", [0, 4])
+@pytest.mark.parametrize("order", ["linear", "alternate"])
+def test_very_many_tiles_are_as_some_of_them_are(section: int, order: str) -> None:
+    problem = a_problem(
+        64, heads=64, kv_heads=64, batch=64, seqlen_q=2048, seqlen_kv=2048, causal=Causal.TOP_LEFT
+    )
+    tiling = Tiling(problem, 128, 128, 1)
+    assert tiling.total > 2 * MOST_TILES
+    workers = staying(tiling.total, False, 132)
+    tile = place(np.arange(tiling.total), workers, tiling, section, order)
+    costs = blocks(tiling)[tile] * COST.block + COST.tile
+    exact = max(costs[worker::workers].sum() for worker in range(workers))
+    assert busiest(tiling, workers, section, order, COST) == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("causal", list(Causal))
+def test_extremes_are_those_of_the_blocks(causal: Causal) -> None:
+    tiling = Tiling(a_problem(64, seqlen_q=1000, seqlen_kv=3000, causal=causal), 192, 128, 1)
+    found, counted = extremes(tiling), blocks(tiling)
+    assert (found.least, found.most) == (counted.min(), counted.max())
+    assert found.mean == pytest.approx(counted.mean())
+
+
+@pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"seqlen_kv": 0}, {"batch": 0}, {"seqlen_q": 2**24}])
+def test_every_family_has_a_span_for_every_problem(changes: dict[str, int]) -> None:
+    for causal in Causal:
+        problem = msgspec.structs.replace(a_problem(64, causal=causal), **changes)
+        for family in families():
+            span = family.span(problem, family.default(problem, H200), H200)
+            assert 0 < span < math.inf
+
+
+@functools.cache
+def truth() -> tuple[TruthTable, ...]:
+    return read_tables(DATA)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_tiles_and_schedules_compare_as_they_were_measured(index: int) -> None:
+    """The best of each shape of a tile, over the best of all: no table was used for fitting."""
+    table = truth()[index]
+    family = find_family(table.family)
+    best: dict[tuple[int, ...], tuple[float, float]] = {}
+    for row, ms in zip(table.rows, table.times(), strict=True):
+        if ms is None:
+            continue
+        config = table.candidate(row).config
+        tile = tuple(int(getattr(config, name, 1)) for name in ("groups", "block_m", "block_n"))
+        span = family.span(table.problem, config, H200)
+        best[tile] = min(best.get(tile, (math.inf, math.inf)), (ms, span))
+    usual = statistics.median(span / ms for ms, span in best.values())
+    errors = [abs(math.log(span / ms / usual)) for ms, span in best.values()]
+    assert statistics.median(errors) < (0.06 if table.family == "forward_hopper" else 0.12)
+    assert max(errors) < (0.15 if table.family == "forward_hopper" else 0.35)
