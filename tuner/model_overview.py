@@ -30,7 +30,7 @@ class Way(msgspec.Struct, frozen=True):
     """One way to compute a model's attention at one length.
 
     Attributes:
-        memory: What one layer needs beside queries, keys and values, output included, in bytes.
+        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch.
         traffic: HBM bytes that its order of loops moves, of all layers: what L2 is sure to hold counts once.
         bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
             cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
@@ -120,10 +120,13 @@ def _point(problem: Problem, layers: int, target: Target, db: str | None) -> Poi
     rows = problem.batch * problem.heads * problem.seqlen_q
     out = rows * problem.value_head_dim * problem.out_dtype.itemsize
     moved = sum(item.bytes for item in items)
-    flash = _way(problem, out + rows * LSE_BYTES, moved, problem.minimal_bytes(), layers, target)
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    # Values of 8 bits are transposed into memory of their own size.
+    scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
+    memory = out + rows * LSE_BYTES + scratch
+    flash = _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
     standard = _standard(problem, out, layers, target)
     both = problem.head_dim + problem.value_head_dim
-    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
     return Point(
         seqlen=problem.seqlen_kv,
         kv_bytes=layers * keys * both * problem.dtype.itemsize,

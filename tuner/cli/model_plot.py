@@ -53,7 +53,7 @@ def overview_figure(overviews: Sequence[Overview]) -> Figure:
                 )
                 plot.add_trace(trace, row=row, col=column)
                 shown.add(name)
-    plot.update_xaxes(type="log", dtick="L2", title_text="tokens", tickvals=_all_lengths(overviews))
+    plot.update_xaxes(type="log", title_text="tokens", tickvals=_all_lengths(overviews))
     plot.update_yaxes(type="log")
     plot.update_annotations(font_size=11)
     plot.update_layout(

@@ -69,6 +69,8 @@ def test_eight_bits_are_held_against_sixteen() -> None:
     assert found.dtype is Dtype.E4M3
     assert found.points[0].kv_bytes * 2 == wide.points[0].kv_bytes
     assert found.points[0].standard.traffic == wide.points[0].standard.traffic
+    # Values are transposed into memory of their own size.
+    assert found.points[0].flash.memory - wide.points[0].flash.memory == 8 * 4096 * 128
 
 
 def test_each_batch_size_is_an_overview_of_its_own() -> None:
