@@ -89,7 +89,7 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
         typical += scale.spread * scale.score * TRUNCATED_UNIT / 2 * problem.head_dim / PRODUCTS_AT_ONCE
         # Partial sums are about as large as the row's result, or as its spread where that is next to zero.
         rounding += 2.0 * (scale.largest + scale.spread) * _lost(scale.keys)
-    return (2.0 * plain.maximum(typical) + rounding).where(scale.keys > 0, 0.0)
+    return (2.0 * plain.maximum(typical) + rounding).masked_fill(scale.keys == 0, 0.0)
 
 
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
@@ -127,4 +127,4 @@ def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
     # -inf less -inf would be NaN, and is right.
     error = (result - exact).abs().masked_fill(result == exact, 0.0).amax(-1)
     # 0 / 0 would be NaN, and is right too.
-    return (error / allowed.clamp_min(1e-300)).amax()
+    return (error / (allowed + 1e-300)).amax()

@@ -91,7 +91,7 @@ def make_values(
     made = _made(probe, values, problem, scale, block, generator)
     if not problem.dtype.is_quantized:
         return made
-    return _unlike_heads(made, problem, probe is Probe.RANDOM, generator)
+    return _unlike_heads(made, problem, probe is Probe.RANDOM, _aside(generator))
 
 
 def _made(
@@ -105,16 +105,20 @@ def _made(
         case Probe.FAR_BELOW:
             return _far_below(values, scale)
         case Probe.NEEDLE | Probe.FIRST | Probe.LAST:
-            return _needles(values, probe, scale, block, generator)
+            return _needles(values, probe, scale, block, _aside(generator))
         case Probe.RISING:
-            direction = 1.0 - 2.0 * (torch.arange(problem.seqlen_q, device=generator.device) % 2)
-            return _rising(values, scale, direction)
+            return _rising(values, scale, 1.0 - 2.0 * (torch.arange(problem.seqlen_q) % 2))
         case Probe.STEEP:
-            return _rising(values, scale, _few_steep(values.q.shape[:3], generator))
+            return _rising(values, scale, _few_steep(values.q.shape[:3], _aside(generator)))
         case Probe.FAINT:
             return Values(FAINTNESS * values.q, FAINTNESS * values.k, values.v)
         case Probe.DIAGONAL:
-            return _diagonal(values, problem, scale, generator)
+            return _diagonal(values, problem, scale, _aside(generator))
+
+
+def _aside(generator: torch.Generator) -> torch.Generator:
+    """A generator of the CPU's with the same seed, for what is small: its arithmetic loads no kernels."""
+    return torch.Generator().manual_seed(generator.initial_seed() % 2**32)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -134,8 +138,8 @@ def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch
 
     def sizes(heads: int, least: int, largest: int) -> Tensor:
         shape = (problem.batch, heads, 1, 1)
-        power = torch.randint(least, largest + 1, shape, generator=generator, device=generator.device)
-        return 2.0**power
+        power = torch.randint(least, largest + 1, shape, generator=generator)
+        return (2.0**power).to(values.q.device)
 
     k_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
     v_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
@@ -153,23 +157,23 @@ def _far_below(values: Values, scale: float) -> Values:
 
 def _needles(values: Values, probe: Probe, scale: float, block: int, generator: torch.Generator) -> Values:
     batch, kv_heads, keys, width = values.v.shape
-    device = generator.device
+    device = values.v.device
     blocks = -(-keys // block)
-    start = torch.arange(blocks, device=device) * block
+    start = torch.arange(blocks) * block
     if probe is Probe.FIRST:
-        offset = torch.zeros(batch, kv_heads, blocks, dtype=torch.int64, device=device)
+        offset = torch.zeros(batch, kv_heads, blocks, dtype=torch.int64)
     elif probe is Probe.LAST:
-        offset = torch.full((batch, kv_heads, blocks), block - 1, device=device)
+        offset = torch.full((batch, kv_heads, blocks), block - 1)
     else:
-        offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator, device=device)
+        offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator)
     key = (start + offset).clamp_max(keys - 1)
     # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
-    column = torch.arange(blocks, device=device) * 7 % width
-    sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator, device=device) * 2.0 - 1.0
+    column = torch.arange(blocks) * 7 % width
+    sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
     v = 0.1 * values.v
-    some_batch = torch.arange(batch, device=device)[:, None, None]
-    some_head = torch.arange(kv_heads, device=device)[None, :, None]
-    v[some_batch, some_head, key, column] = NEEDLE * sign
+    some_batch = torch.arange(batch)[:, None, None]
+    some_head = torch.arange(kv_heads)[None, :, None]
+    v[some_batch, some_head, key, column] = (NEEDLE * sign).to(device)
     # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)
@@ -179,15 +183,18 @@ def _rising(values: Values, scale: float, direction: Tensor) -> Values:
     """Scores that climb along the keys, by `direction` of CLIMB: [seqlen_q] or [batch, heads, seqlen_q]."""
     keys, width = values.k.shape[2], values.k.shape[-1]
     size = (CLIMB / 2 / (scale * width)) ** 0.5
-    climb = torch.linspace(-1.0, 1.0, keys, device=values.k.device)[:, None]
-    return Values(0.3 * values.q + size * direction[..., None], 0.3 * values.k + size * climb, values.v)
+    climb = size * torch.linspace(-1.0, 1.0, keys)[:, None]
+    device = values.q.device
+    return Values(
+        0.3 * values.q + (size * direction[..., None]).to(device),
+        0.3 * values.k + climb.to(device),
+        values.v,
+    )
 
 
 def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Up or down and how steep, for a few rows here and there, and zero for the others."""
-    here, power, way = (
-        torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32) for _ in range(3)
-    )
+    here, power, way = (torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(3))
     steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
     return (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
 
@@ -197,9 +204,9 @@ def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.G
     # loudly for the next key's, which it must not see.
     width = problem.head_dim
     shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
-    words = torch.randint(2, shape, generator=generator, device=generator.device) * 2.0 - 1.0
-    last = torch.arange(problem.seqlen_q, device=generator.device) + problem.diagonal
+    words = (torch.randint(2, shape, generator=generator) * 2.0 - 1.0).to(values.v.device)
+    last = torch.arange(problem.seqlen_q) + problem.diagonal
     asked = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
-    asked += FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
-    q = asked.repeat_interleave(problem.group_size, dim=1) / (scale * width)
+    asked = asked + FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
+    q = asked.repeat_interleave(problem.group_size, dim=1) * (1 / (scale * width))
     return Values(q, words[:, :, : problem.seqlen_kv].clone(), values.v)
