@@ -116,7 +116,7 @@ def _lines(found: Sequence[Summary]) -> Iterator[str]:
     ratios = (f"**{_over_random(found, policy, problems):.2f}**" for policy in policies)
     yield f"| **over random, geometric mean** | {' | '.join(ratios)} |"
     yield ""
-    yield "`>`: some seeds never did; they count with all the trials that they made, so that more is the truth."
+    yield "`>`: some seeds never did; they count with all trials that they made: the truth is more."
 
 
 def _judged(summary: Summary) -> str:
