@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.errors import TableError
+from flashtune.tuner.pages import filled
 from flashtune.tuner.replays import JUDGED_SHARE, NEAR, Summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,7 @@ def main() -> None:
     text = "\n".join(_lines(found))
     print(text)
     if options.write:
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
         for name, title, curve in (
             ("search-trials", "Share of the true best over the share of the space that is tried", by_trials),
             ("search-seconds", "Share of the true best over simulated seconds, 15 compilers", by_seconds),
@@ -218,19 +219,6 @@ def _corners(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _stroke(policy: str) -> str:
     return f'stroke="{COLORS[policy]}" stroke-width="{2.4 if policy == "default" else 1.4}"'
-
-
-def replaced(page: str, text: str) -> str:
-    """The page with the tables between its marks.
-
-    Raises:
-        ValueError: The page has no such marks.
-    """
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page has no place for the tables: put {BEGIN} and {END} where they belong")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

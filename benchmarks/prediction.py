@@ -24,6 +24,7 @@ from flashtune.problem import Causal
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.fitting import FILE, NOTHING, Fit, expected_ms, fit_tables
+from flashtune.tuner.pages import filled
 from flashtune.tuner.truth import TruthTable, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def main() -> None:
     if options.fit:
         FITTED.write_bytes(msgspec.json.format(msgspec.json.encode(fit_tables(tables))) + b"\n")
     if options.write:
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
 
 
 def judge(table: TruthTable, tables: Sequence[TruthTable]) -> Judged:
@@ -138,19 +139,6 @@ def _lines(judged: Sequence[Judged]) -> Iterator[str]:
         f"{statistics.median(entry.top for entry in judged):.3f} of it in the median, "
         f"{min(entry.top for entry in judged):.3f} at worst."
     )
-
-
-def replaced(page: str, text: str) -> str:
-    """The page with the table between its marks.
-
-    Raises:
-        ValueError: The page has no such marks.
-    """
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

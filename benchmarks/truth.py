@@ -6,7 +6,7 @@
 Configs are compiled on all cores while those that are ready are held against a float64 reference on
 small problems and timed in batches, in turn with the family's default; the best of all batches are
 then timed once more in one run. Each problem gives one file. A run that is cut short has written
-what it had, and a problem whose file is there already is left out. docs/search.md says what for.
+what it had, and a problem whose whole file is there already is left out. docs/search.md says what for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashtune.record import Outcome
 from flashtune.target import device_target
 from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.truth import TruthTable, fastest, file_name
+from flashtune.tuner.truth import TruthTable, fastest, file_name, read_table
 from flashtune.tuner.truth_run import Drawing, Workers, make_table
 
 PRESET = (
@@ -51,8 +51,8 @@ def main() -> None:
         with Workers(options.device, options.jobs or max(1, usable_cores() - 1)) as workers:
             for problem, family in _asked(options):
                 path = options.out / file_name(target.name, family, problem)
-                if path.exists():
-                    print(f"{path.name}: is there already", flush=True)
+                if path.exists() and not (kept := read_table(path)).is_cut:
+                    print(f"{path.name}: is there already, {_summary(kept)}", flush=True)
                     continue
                 table = make_table(workers, problem, family, target, drawing, path)
                 print(f"{path.name}: {_summary(table)}; {path.stat().st_size:,} bytes", flush=True)

@@ -99,6 +99,11 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rows: tuple[Row, ...]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the run ended before all that were drawn."""
+        return len(self.rows) < self.drawn
+
+    @property
     def is_whole(self) -> bool:
         """Whether every config that fits is here."""
         return len(self.rows) == self.fitting
