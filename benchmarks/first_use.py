@@ -7,8 +7,8 @@ Kernels are compiled on all cores first. Each is then called for the first time 
 this process (`here`); and some of them each in a process of its own, once with an empty database and once
 with the same one again: the difference (`fresh process`) is all that the check costs it, what it imports and
 the first use of torch's own kernels included. It has multiplied two small matrices before, as every model
-does: what that took (`start of cuBLAS`) a process that does nothing else pays on top. Exits with 1 where a check
-is over the limit.
+does: what that took (`start of cuBLAS`) a process that does nothing else pays on top. Exits with 1 where a
+check is over the limit.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from flashtune.templates.registry import find_family
 # What is expected of a config must be better by so much for it to be chosen, relatively: for each step of a
 # factor of two that it won farther away than the nearest winner, where its family is another one than the
 # nearest winner's, and where nobody proved or timed it anywhere.
-STEP_DOUBT = 0.01
-FAMILY_DOUBT = 0.05
+STEP_DOUBT = 0.005
+FAMILY_DOUBT = 0.03
 UNTIMED_DOUBT = 0.05
 
 
@@ -98,9 +98,11 @@ def _candidates(
         if record.config not in known:
             known.add(record.config)
             yield _Candidate(record, expected(record.config), doubt + STEP_DOUBT * (apart - first))
+    usual = family.span(here, anchor.config, target)
     for config in family.spread_otherwise(here, anchor.config, target):
-        if config not in known:
-            known.add(config)
+        # Its span at the tuned shape could only speak against it.
+        hopeful = family.span(here, config, target) * (1 + UNTIMED_DOUBT) < usual
+        if hopeful and config not in known:
             yield _Candidate(_untimed(anchor, config), expected(config), doubt + UNTIMED_DOUBT)
 
 

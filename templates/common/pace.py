@@ -13,7 +13,7 @@ from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 
 # Exponentials that one multiprocessor finishes per clock, with the arithmetic around them.
-EXPONENTIALS_PER_CLOCK = 11.1
+EXPONENTIALS_PER_CLOCK = 10.1
 # Share of the last-level cache in which keys and values that are read again are still found.
 CACHE_SHARE = 0.98
 # Share of the bandwidth of HBM that a launch reaches where nothing else holds it up.
@@ -27,8 +27,9 @@ class Pace(msgspec.Struct, frozen=True):
         launch: Before the first and after the last tile, in µs.
         block: What a block of keys takes beside products and exponentials, in µs.
         tile: What a tile takes beside its blocks and its transfers, in µs.
-        hidden: Share of the shorter of products and exponentials that runs beside the longer.
-        exposed: Share of a tile's transfers that nothing else runs beside.
+        hidden: Share of the shorter of products and exponentials that runs beside the longer; under zero
+            where even the longer one is held up.
+        exposed: Time of a tile's transfers that nothing else runs beside, over that of the transfers alone.
     """
 
     launch: float

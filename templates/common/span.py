@@ -9,17 +9,26 @@ from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
 from flashtune.templates.common.schedule import Cost, Tiling, coming_and_going, extremes
 
-PACE = Pace(launch=12.1, block=0.0, tile=0.142, hidden=0.0, exposed=1.42)
+PACE = Pace(launch=10.8, block=0.0, tile=0.0, hidden=0.15, exposed=1.75)
 # A program that has a multiprocessor to itself leaves some of its units idle; short tiles more so.
-LONE = 1.21
-LONE_SHORT = 1.78
+LONE = 1.16
+LONE_SHORT = 1.81
 SHORT_TILE = 64
+# What descriptors take that programs make, in µs.
+DESCRIPTORS = 4.5
 # Programs of a multiprocessor that run at once, about.
 RESIDENT = 2
 
 
 def portable_span(
-    problem: Problem, block_m: int, block_n: int, longest_first: bool, heads_inner: bool, target: Target
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    target: Target,
+    *,
+    longest_first: bool = False,
+    heads_inner: bool = False,
+    descriptors: bool = False,
 ) -> float:
     """Time of a launch by its schedule, in ms.
 
@@ -27,9 +36,10 @@ def portable_span(
         problem: What is computed.
         block_m: Queries of a tile.
         block_n: Keys of a block.
+        target: The GPU.
         longest_first: Whether the tiles with the most blocks are begun first.
         heads_inner: Whether neighbouring programs work on different heads.
-        target: The GPU.
+        descriptors: Whether programs make descriptors for the copy engine.
     """
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
@@ -41,4 +51,5 @@ def portable_span(
     heads = tiling.heads if heads_inner else math.ceil(programs / tiling.tiles)
     streamed = extremes(tiling).mean * tiling.total * block_n
     moving = traffic_us(problem, streamed, heads / tiling.packs, programs, target)
-    return (PACE.launch + max(busy, moving)) / 1e3
+    launch = PACE.launch + (DESCRIPTORS if descriptors else 0.0)
+    return (launch + max(busy, moving)) / 1e3

@@ -16,9 +16,9 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
 PACES = {
-    1: Pace(launch=10.1, block=0.164, tile=0.594, hidden=-0.31, exposed=0.49),
-    2: Pace(launch=10.1, block=0.164, tile=0.594, hidden=0.63, exposed=0.49),
-    3: Pace(launch=10.1, block=0.164, tile=1.39, hidden=0.75, exposed=0.49),
+    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
+    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
+    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
 }
 MOST_GROUPS = max(PACES)
 # More heads at a time than these won nowhere: docs/hopper.md.

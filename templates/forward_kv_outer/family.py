@@ -143,7 +143,7 @@ class ForwardKVOuter:
 
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, KVOuterConfig)
-        return portable_span(problem, config.block_m, config.block_n, False, False, target)
+        return portable_span(problem, config.block_m, config.block_n, target)
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()

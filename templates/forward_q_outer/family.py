@@ -153,7 +153,13 @@ class ForwardQOuter:
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, QOuterConfig)
         return portable_span(
-            problem, config.block_m, config.block_n, config.long_first, config.heads_inner, target
+            problem,
+            config.block_m,
+            config.block_n,
+            target,
+            longest_first=config.long_first,
+            heads_inner=config.heads_inner,
+            descriptors=config.loads is Loads.DESCRIPTOR,
         )
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
