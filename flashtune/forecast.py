@@ -99,7 +99,9 @@ def _candidates(
             known.add(record.config)
             yield _Candidate(record, expected(record.config), doubt + STEP_DOUBT * (apart - first))
     usual = family.span(here, anchor.config, target)
-    for config in family.spread_otherwise(here, anchor.config, target):
+    # The default has another tile where queries are few.
+    untimed = family.default(here, target), *family.spread_otherwise(here, anchor.config, target)
+    for config in untimed:
         # Its span at the tuned shape could only speak against it.
         hopeful = family.span(here, config, target) * (1 + UNTIMED_DOUBT) < usual
         if hopeful and config not in known:

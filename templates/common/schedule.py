@@ -64,11 +64,12 @@ class Cost(msgspec.Struct, frozen=True):
     tile: float
 
 
-def blocks(tiling: Tiling) -> NDArray[np.float64]:
-    """Blocks of keys of each tile of a head, and at least one: [tiles]."""
+def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """Blocks of keys of some tiles of a head, or of all of them, and at least one: [tiles]."""
     problem = tiling.problem
-    last_query = (np.arange(tiling.tiles) + 1) * tiling.rows
-    seen = np.full(tiling.tiles, problem.seqlen_kv)
+    tiles = np.arange(tiling.tiles) if tiles is None else tiles
+    last_query = (tiles + 1) * tiling.rows
+    seen = np.full(len(tiles), problem.seqlen_kv)
     if problem.causal is not Causal.NONE:
         seen = np.minimum(last_query + problem.diagonal, problem.seqlen_kv)
     counted: NDArray[np.float64] = np.maximum(np.ceil(seen / tiling.columns), 1.0)
@@ -89,7 +90,9 @@ def extremes(tiling: Tiling) -> Extremes:
     if tiling.problem.causal is Causal.NONE:
         every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
         return Extremes(every, every, every)
-    counted = blocks(tiling)
+    # Of very many, some that lie evenly among them, the first and the last.
+    some = np.linspace(0, tiling.tiles - 1, min(tiling.tiles, MOST_TILES)).astype(np.int64)
+    counted = blocks(tiling, some)
     return Extremes(float(counted.min()), float(counted.mean()), float(counted.max()))
 
 

@@ -153,6 +153,14 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
     assert 0 < family.span(problem, selection.record.config, TARGET) < 10
 
 
+def test_the_heads_of_a_group_share_a_tile_where_queries_are_few(records: tuple[Record, ...]) -> None:
+    # Nobody tuned a shape of few queries: the families' defaults are considered too.
+    problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=1, seqlen_kv=9000)
+    selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
+    assert isinstance(selection.record.config, HopperConfig)
+    assert selection.record.config.pack == problem.group_size
+
+
 def test_a_first_call_waits_for_no_model(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     problems = draw_problems(30, 13, (record.problem for record in records))

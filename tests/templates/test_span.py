@@ -80,6 +80,15 @@ def test_extremes_are_those_of_the_blocks(causal: Causal) -> None:
     assert found.mean == pytest.approx(counted.mean())
 
 
+def test_extremes_of_very_many_tiles_are_those_of_some() -> None:
+    long = {"seqlen_q": 2**22, "seqlen_kv": 2**22}
+    tiling = Tiling(msgspec.structs.replace(a_problem(64, causal=Causal.BOTTOM_RIGHT), **long), 64, 128, 1)
+    assert tiling.tiles > 2 * MOST_TILES
+    found, counted = extremes(tiling), blocks(tiling)
+    assert (found.least, found.most) == (counted.min(), counted.max())
+    assert found.mean == pytest.approx(counted.mean(), rel=1e-3)
+
+
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"seqlen_kv": 0}, {"batch": 0}, {"seqlen_q": 2**24}])
 def test_every_family_has_a_span_for_every_problem(changes: dict[str, int]) -> None:
     for causal in Causal:
