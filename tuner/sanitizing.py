@@ -218,11 +218,11 @@ def read_log(log: str) -> tuple[int, int, str] | None:
         return None
     hazards = _HAZARDS.search(summary[2])
     if hazards is not None:
-        counts = int(hazards[2]), int(hazards[3])
+        errors, warnings = int(hazards[2]), int(hazards[3])
     else:
-        errors = _ERRORS.search(summary[2])
-        counts = int(errors[1]) if errors else 0, 0
+        counted = _ERRORS.search(summary[2])
+        errors, warnings = int(counted[1]) if counted else 0, 0
     lines = [line.lstrip("= ").strip() for line in log.splitlines() if line.startswith("=====")]
     told = [line for line in lines if line and not line.startswith("COMPUTE-SANITIZER")]
-    first = " ".join(told[:4])[:MAX_FINDING] if any(counts) else ""
-    return *counts, first
+    first = " ".join(told[:4])[:MAX_FINDING] if errors or warnings else ""
+    return errors, warnings, first
