@@ -14,12 +14,14 @@ import pytest
 from tests.interpreter.first_use import use_first
 
 PROCESSES = 8
+ROOT = Path(__file__).parents[2]
 
 
 def test_all_are_right_and_few_check(
     own_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(ROOT)  # processes find the tests where this one does
     checks = tmp_path / "checks"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.interpreter.first_use", "flashtune.db.remembering"])
