@@ -16,8 +16,8 @@ from flashtune.target import Target
 EXPONENTIALS_PER_CLOCK = 10.1
 # Share of the last-level cache in which keys and values that are read again are still found.
 CACHE_SHARE = 0.98
-# Share of the bandwidth of HBM that a launch reaches where nothing else holds it up.
-BANDWIDTH_SHARE = 1.0
+# Share of the bandwidth of HBM that a launch reaches where nothing else holds it up: what a plain copy does.
+BANDWIDTH_SHARE = 0.9
 
 
 class Pace(msgspec.Struct, frozen=True):

@@ -14,6 +14,9 @@ PACE = Pace(launch=10.8, block=0.0, tile=0.0, hidden=0.15, exposed=1.75)
 LONE = 1.16
 LONE_SHORT = 1.81
 SHORT_TILE = 64
+# Keys that a tile reads weigh as much as so many more of its rows, so that narrow tiles are slower.
+ROWS_OF_READING = 12
+USUAL_ROWS = 128
 # What descriptors take that programs make, in µs.
 DESCRIPTORS = 4.5
 # Programs of a multiprocessor that run at once, about.
@@ -44,7 +47,9 @@ def portable_span(
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
         return PACE.launch / 1e3
-    cost = Cost(block_us(problem, block_m * block_n, PACE, target), tile_us(problem, block_m, PACE, target))
+    reading = (1 + ROWS_OF_READING / block_m) / (1 + ROWS_OF_READING / USUAL_ROWS)
+    block = reading * block_us(problem, block_m * block_n, PACE, target)
+    cost = Cost(block, tile_us(problem, block_m, PACE, target))
     lone = LONE_SHORT if block_m <= SHORT_TILE else LONE
     busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone)
     programs = min(tiling.total, RESIDENT * target.sm_count)
