@@ -43,6 +43,7 @@ from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import CompilePool
+from flashtune.tuner.pages import filled
 from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.shapes import parse_shape
 from flashtune.versions import driver_version
@@ -128,7 +129,7 @@ def main() -> None:
         options.out.write_bytes(gzip.compress(msgspec.json.encode(rows), mtime=0))
     if options.write:
         page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(_filled(page, text), encoding="utf-8")
+        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
     if max(max(row.here_ms, row.fresh.check_ms if row.fresh else 0.0) for row in rows) > LIMIT_MS:
         sys.exit(f"over the limit of {LIMIT_MS:.0f} ms")
 
@@ -248,14 +249,6 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     check_ms = max((fresh.check_ms for fresh in found), default=0.0)
     cublas_ms = max((fresh.cublas_ms for fresh in found), default=0.0)
     yield f"| the longest | | {max(row.here_ms for row in rows):.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
-
-
-def _filled(page: str, text: str) -> str:
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (begun and ended):
-        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from flashtune.errors import FlashtuneError, UsageError
 from flashtune.problem import Causal
 from flashtune.record import Record
 from flashtune.target import Target, device_target, find_target
+from flashtune.tuner.pages import filled
 from flashtune.tuner.regret import (
     SHARES,
     Figures,
@@ -58,7 +59,7 @@ def main() -> None:
     print(text)
     if options.write:
         page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(_filled(page, text), encoding="utf-8")
+        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -158,14 +159,6 @@ def _differs(label: str, other: str) -> str:
     """The words of a config that another one's label does not have."""
     words = set(other.split())
     return " ".join(word for word in label.split() if word not in words) or "the same"
-
-
-def _filled(page: str, text: str) -> str:
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (begun and ended):
-        raise UsageError(f"the page has no place for the tables: put {BEGIN} and {END} where they belong")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from flashtune.tuner.bench_peers import CUDNN
 from flashtune.tuner.bench_records import OURS, Bench, Row
 from flashtune.tuner.bench_run import read_report
 from flashtune.tuner.bench_summary import AgainstPoint, against
+from flashtune.tuner.pages import filled
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in ("bench", "gqa-fp8"))
@@ -51,7 +52,7 @@ def main() -> None:
         print(f"## {name}\n\n{text}\n")
     if options.write:
         for page in PAGES:
-            page.write_text(filled(page.read_text(encoding="utf-8"), texts), encoding="utf-8")
+            page.write_text(with_tables(page.read_text(encoding="utf-8"), texts), encoding="utf-8")
 
 
 def by_grid(benches: Iterable[Bench]) -> Results:
@@ -60,24 +61,16 @@ def by_grid(benches: Iterable[Bench]) -> Results:
     return {name: [found[problem] for problem in grid_problems(name) if problem in found] for name in GRIDS}
 
 
-def filled(page: str, texts: dict[str, str]) -> str:
+def with_tables(page: str, texts: dict[str, str]) -> str:
     """The page with each text between its pair of marks, where it has one.
 
     Raises:
-        ValueError: A table begins and does not end.
+        UsageError: A table begins and does not end.
     """
     for name, text in texts.items():
-        begin, end = (
-            f"<!-- table {name}: written by benchmarks/tables.py -->",
-            f"<!-- end of table {name} -->",
-        )
-        before, found, rest = page.partition(begin)
-        if not found:
-            continue
-        _, ended, after = rest.partition(end)
-        if not ended:
-            raise ValueError(f"the table {name} of a page has no end: put {end} below its beginning")
-        page = f"{before}{begin}\n{text}\n{end}{after}"
+        begin = f"<!-- table {name}: written by benchmarks/tables.py -->"
+        if begin in page:
+            page = filled(page, begin, f"<!-- end of table {name} -->", text)
     return page
 
 
