@@ -85,6 +85,13 @@ class Space(msgspec.Struct, frozen=True):
         """The config of a full assignment."""
         return self.config_type(**values)  # type: ignore[arg-type]
 
+    def choose(self, pick: Callable[[Axis], AxisValue]) -> Config:
+        """The config of one choice for each axis that is searched; whether it is a point is not asked."""
+        chosen: dict[str, AxisValue] = {}
+        for axis in self.axes:
+            chosen[axis.name] = pick(axis) if axis.is_active(chosen) else axis.values[0]
+        return self.build(chosen)
+
     def contains(self, config: Config) -> bool:
         """Whether a config, from a table or another shape, is a point of this space."""
         if type(config) is not self.config_type:

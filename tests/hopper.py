@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from flashtune.config import AxisValue
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
@@ -59,10 +58,7 @@ def sampled_configs(problem: Problem, count: int, seed: int = 0) -> list[HopperC
     chance = random.Random(f"{problem.key} {seed}")
     found: dict[HopperConfig, None] = {}
     while len(found) < count:
-        chosen: dict[str, AxisValue] = {}
-        for axis in space.axes:
-            chosen[axis.name] = chance.choice(axis.values) if axis.is_active(chosen) else axis.values[0]
-        config = space.build(chosen)
+        config = space.choose(lambda axis: chance.choice(axis.values))
         assert isinstance(config, HopperConfig)
         if space.admits(config) and sram_bytes(problem, config) + SPARE_BYTES <= H200.sram_per_block:
             found[config] = None

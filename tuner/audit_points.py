@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.config import AxisValue, Space
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
@@ -78,16 +77,8 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     if family.supports(problem, target):
         return None
     space = family.space(problem, target)
-    values: dict[str, AxisValue] = {}
-    for axis in space.axes:
-        values[axis.name] = draw.choice(axis.values) if axis.is_active(values) else axis.values[0]
-    return _admitted(space, values, family, problem, _draw_specialization(draw))
-
-
-def _admitted(
-    space: Space, values: dict[str, AxisValue], family: Family, problem: Problem, assumed: Specialization
-) -> Point | None:
-    config = space.build(values)
+    config = space.choose(lambda axis: draw.choice(axis.values))
+    assumed = _draw_specialization(draw)
     drawable = space.contains(config) and family.takes(problem.dtype, assumed)
     return Point(problem, Candidate(family.name, config), assumed) if drawable else None
 

@@ -15,7 +15,7 @@ def neighbours(space: Space, config: Config) -> Iterator[Config]:
     """
     for axis in space.axes:
         for value in _beside(axis, getattr(config, axis.name)):
-            moved = _moved(space, config, axis.name, value)
+            moved = _moved(space, config, axis, value)
             if moved != config and space.contains(moved):
                 yield moved
 
@@ -27,9 +27,5 @@ def _beside(axis: Axis, value: AxisValue) -> tuple[AxisValue, ...]:
     return axis.values[max(0, position - 1) : position + 2]
 
 
-def _moved(space: Space, config: Config, name: str, value: AxisValue) -> Config:
-    chosen: dict[str, AxisValue] = {}
-    for axis in space.axes:
-        wanted = value if axis.name == name else getattr(config, axis.name)
-        chosen[axis.name] = wanted if axis.is_active(chosen) else axis.values[0]
-    return space.build(chosen)
+def _moved(space: Space, config: Config, along: Axis, value: AxisValue) -> Config:
+    return space.choose(lambda axis: value if axis is along else getattr(config, axis.name))

@@ -60,7 +60,7 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
     """
     pack = int(getattr(config, "pack", 1))
     tiling = Tiling(problem, max(1, _side(config, "block_m") // pack), _side(config, "block_n"), pack)
-    total = tiling.heads * tiling.tiles
+    total = tiling.total
     if not total or not problem.seqlen_kv or not places:
         return 1.0
     if total > MOST_TILES or (programs != total and not isinstance(config, Persistent)):
@@ -87,7 +87,7 @@ def _side(config: Config, name: str) -> int:
     return int(getattr(config, name))
 
 
-def lengths(tiling: Tiling) -> NDArray[np.float64]:
+def _lengths(tiling: Tiling) -> NDArray[np.float64]:
     """What each tile of a head costs, in blocks of keys."""
     costs: NDArray[np.float64] = blocks(tiling) + TILE_OVERHEAD
     return costs
@@ -97,7 +97,7 @@ def lengths(tiling: Tiling) -> NDArray[np.float64]:
 def _stay(tiling: Tiling, section: int, order: str, even: bool, multiprocessors: int) -> float:
     workers = staying(tiling.total, even, multiprocessors)
     index = np.arange(tiling.total)
-    costs = lengths(tiling)[place(index, workers, tiling, section, order)]
+    costs = _lengths(tiling)[place(index, workers, tiling, section, order)]
     busiest = np.bincount(index % workers, weights=costs).max()
     return float(busiest * multiprocessors / costs.sum())
 
@@ -106,14 +106,14 @@ def _stay(tiling: Tiling, section: int, order: str, even: bool, multiprocessors:
 def _come_and_go(
     tiling: Tiling, longest_first: bool, heads_inner: bool, places: int, multiprocessors: int
 ) -> float:
-    total = tiling.heads * tiling.tiles
+    total = tiling.total
     if total <= places:
         share = math.ceil(total / multiprocessors) * multiprocessors / total
-        costs = lengths(tiling)
+        costs = _lengths(tiling)
         return float(share * costs.max() / costs.mean()) if total <= multiprocessors else share
     if total > MANY_ROUNDS * places:
         return 1.0
-    costs = lengths(tiling)
+    costs = _lengths(tiling)
     if longest_first:
         costs = costs[::-1]
     every = np.repeat(costs, tiling.heads) if heads_inner else np.tile(costs, tiling.heads)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashtune.compilation import interpreting, load_module
-from flashtune.config import AxisValue, Config, Space
+from flashtune.config import Axis, AxisValue, Config, Space
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
@@ -79,11 +79,12 @@ def make_problem(
 
 def pick_config(space: Space, pick: random.Random) -> Config:
     """A small config of the space, each axis drawn alone."""
-    chosen: dict[str, AxisValue] = {}
-    for axis in space.axes:
+
+    def small(axis: Axis) -> AxisValue:
         values = [value for value in axis.values if value in SMALL.get(axis.name, axis.values)] or axis.values
-        chosen[axis.name] = pick.choice(list(values)) if axis.is_active(chosen) else axis.values[0]
-    return space.build(chosen)
+        return pick.choice(list(values))
+
+    return space.choose(small)
 
 
 def a_config(family: Family, problem: Problem, seed: int = 0) -> Config:

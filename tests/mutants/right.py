@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 from pebble import ProcessPool
 
-from flashtune.config import AxisValue, Config, Space
+from flashtune.config import Config, Space
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.prepared import STEPS_PER_SEED
@@ -75,10 +75,7 @@ def _problem(chance: random.Random) -> Problem:
 
 def _config(space: Space, chance: random.Random) -> Config | None:
     """A point of a space; None where the draw is none."""
-    chosen: dict[str, AxisValue] = {}
-    for axis in space.axes:
-        chosen[axis.name] = chance.choice(axis.values) if axis.is_active(chosen) else axis.values[0]
-    config = space.build(chosen)
+    config = space.choose(lambda axis: chance.choice(axis.values))
     return config if space.admits(config) else None
 
 
