@@ -23,7 +23,8 @@ from torch import Tensor
 import flashtune
 from flashtune.problem import Dtype
 from flashtune.proof.gate import WEIGHT_RANGE
-from flashtune.quantization import E4M3, LARGEST, Scales, quantize
+from flashtune.quantization import E4M3, LARGEST, given_scales, quantize
+from flashtune.side import Side
 from flashtune.tuner.pages import filled
 
 SEED = 7
@@ -82,7 +83,7 @@ def measure(case: Case) -> Row:
         flashtune.attention(
             low_q, low_k, low_v, causal=case.causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         ),
-        plain(low_q, low_k, low_v, Scales(q_scale, k_scale, v_scale), case.causal),
+        plain(low_q, low_k, low_v, Side(q_scale, k_scale, v_scale), case.causal),
         plain(*per_tensor(q, k, v), case.causal),
     )
     truth = exact(q, k, v, case.causal)
@@ -97,12 +98,12 @@ def normal_with_outliers(shape: tuple[int, ...], generator: torch.Generator) -> 
     return (ordinary + OUTLIER_SIZE * rare * large).bfloat16()
 
 
-def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Scales]:
+def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Side]:
     """The tensors in e4m3 with one scale for all heads of each."""
     factors = [tensor.float().abs().amax() / LARGEST for tensor in (q, k, v)]
     low = [(tensor.float() / factor).to(E4M3) for tensor, factor in zip((q, k, v), factors, strict=True)]
     scales = (factor.expand(tensor.shape[:2]) for tensor, factor in zip((q, k, v), factors, strict=True))
-    return low[0], low[1], low[2], Scales(*scales)
+    return low[0], low[1], low[2], given_scales(*scales)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -116,9 +117,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return by_head(attend, q.shape[1])
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scales: Scales, causal: bool) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scales: Side, causal: bool) -> Tensor:
     """Attention of 8-bit inputs as one would write it: scores in float32, weights in 8 bits, exact sums."""
-    q_scale, k_scale, v_scale = scales
+    q_scale, k_scale, v_scale = scales.scales
     assert q_scale is not None
     assert k_scale is not None
     assert v_scale is not None

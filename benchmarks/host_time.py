@@ -26,8 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashtune
 from flashtune import calls, serving
 from flashtune.compilation import kernel_folder
-from flashtune.quantization import UNSCALED, Scales
 from flashtune.request import read_request
+from flashtune.side import NO_SIDE, Side
 from flashtune.versions import driver_version
 
 # Fewer calls than a launch queue holds.
@@ -151,7 +151,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
         """Stands where the launch would be."""
 

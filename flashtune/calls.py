@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flashtune.errors import KernelError
-from flashtune.quantization import UNSCALED, Scales, negated
+from flashtune.quantization import negated
 from flashtune.request import read_request, requires_grad
 from flashtune.serving import Result, Serve, prepare
+from flashtune.side import NO_SIDE, Side
 
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
 MEMO_LIMIT = 4096
@@ -31,7 +32,7 @@ def call_key(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
@@ -55,7 +56,7 @@ def call_key(
         layout,
         return_lse,
         prefer,
-        scales is not UNSCALED and (scales.presence, requires_grad(q, k, v, scales)),
+        scales is not NO_SIDE and (scales.presence, requires_grad(q, k, v, scales)),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
 
@@ -69,7 +70,7 @@ def serve(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Result:
     """Attention of real tensors, by the server of their kind of call.
 
@@ -84,7 +85,7 @@ def serve(
     server = _servers.get(key)
     if server is None:
         server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales)
-    return server(q, k, v, scale) if scales is UNSCALED else server(q, k, v, scale, scales)
+    return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
 
 
 def server_of(
@@ -96,7 +97,7 @@ def server_of(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Serve:
     """The server of a kind of call, prepared now if this process has none.
 

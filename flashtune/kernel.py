@@ -10,6 +10,7 @@ import msgspec
 
 from flashtune.config import LaunchOptions
 from flashtune.problem import Dtype
+from flashtune.side import Side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,14 +56,16 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     divisibility: int = 1
 
 
-class Prologue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel of the same source that runs first and fills the workspace.
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another kernel of the same source, launched before or after the one that it belongs to.
 
-    Its grid and integers come from the module's own `prologue_plan(q, k, v, out)`.
+    A prologue fills the workspace; its grid and integers come from the module's own `prologue_plan`. An
+    epilogue makes the output of the workspaces; likewise, `epilogue_plan`. Both take what `launch_plan` does.
 
     Attributes:
         entry: Name of the jitted function in the source.
-        arguments: Run-time arguments in order: v, workspace, integers.
+        arguments: Run-time arguments in order. A prologue's: v, workspace, integers. An epilogue's: out, lse,
+            workspaces, side inputs that it reads too, integers.
         options: Launch options of the compiler.
     """
 
@@ -71,7 +74,7 @@ class Prologue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: LaunchOptions
 
 
-# What has no prologue keeps the digest that it had before there were any: receipts hang on it.
+# What has no steps beside it keeps the digest that it had before there were any: receipts hang on it.
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rendered source of (family, problem's static features, config), and its specialisation.
 
@@ -79,11 +82,13 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         family: The family's name.
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
-        arguments: Run-time arguments in order: q, k, v, out, lse, scales of quantised inputs,
-            workspaces, scale, integers; descriptors instead of q, k, v, out and workspaces.
+        arguments: Run-time arguments in order: q, k, v, out, lse, side inputs (by their names in `Side`),
+            workspaces, scale, softcap where there is one, integers; descriptors instead of q, k, v, out and
+            workspaces.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.
         prologue: What is launched before it, if anything.
+        epilogue: What is launched after it, if anything.
     """
 
     family: str
@@ -92,7 +97,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     arguments: tuple[Argument, ...]
     options: LaunchOptions
     specialization: Specialization
-    prologue: Prologue | None = None
+    prologue: Step | None = None
+    epilogue: Step | None = None
 
     @property
     def takes_descriptors(self) -> bool:
@@ -100,12 +106,24 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return self.arguments[0].type.startswith("tensordesc")
 
     @property
+    def side(self) -> tuple[str, ...]:
+        """Names of the side inputs that it takes, in order."""
+        return tuple(argument.name for argument in self.arguments if argument.name in Side._fields)
+
+    @property
     def first(self) -> Kernel | None:
         """The prologue as a kernel by itself: it compiles like any other."""
-        if self.prologue is None:
+        return self._alone(self.prologue)
+
+    @property
+    def last(self) -> Kernel | None:
+        """The epilogue as a kernel by itself."""
+        return self._alone(self.epilogue)
+
+    def _alone(self, step: Step | None) -> Kernel | None:
+        if step is None:
             return None
-        entry, arguments, options = self.prologue.entry, self.prologue.arguments, self.prologue.options
-        return Kernel(self.family, entry, self.source, arguments, options, self.specialization)
+        return Kernel(self.family, step.entry, self.source, step.arguments, step.options, self.specialization)
 
     @property
     def digest(self) -> str:

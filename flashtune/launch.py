@@ -6,23 +6,28 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from flashtune.compilation import compile_kernel, interpreting, load_module
 from flashtune.descriptors import DescriptorArguments, typed, without_memory
 from flashtune.launches import (
+    SOFTCAP,
     DescriptorLaunch,
     DeviceLaunch,
     InterpreterLaunch,
     QuantizedLaunch,
+    SideLaunch,
     allocate_workspace,
 )
-from flashtune.quantization import E4M3, Scales, unit_scales
+from flashtune.quantization import E4M3, unit_scales
 from flashtune.queueing import Queue
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from triton.compiler import CompiledKernel
 
@@ -32,18 +37,20 @@ if TYPE_CHECKING:
 
 
 class Binary(NamedTuple):
-    """A kernel's binary, and that of its prologue where it has one."""
+    """A kernel's binary, and those of its prologue and epilogue where it has them."""
 
     kernel: CompiledKernel
     prologue: CompiledKernel | None = None
+    epilogue: CompiledKernel | None = None
 
 
 class Launch(Protocol):
     """Runs one kernel on tensors of the shapes and strides that it was bound to.
 
     q, k, v and out are [batch, heads, seqlen, head_dim]; lse is [batch, heads, seqlen_q] in
-    float32 and contiguous, or None where the kernel does not write it. `scale` is not negative.
-    `scales` are those of quantised inputs, contiguous; other kernels ignore them.
+    float32 and contiguous, or None where the kernel does not write it. `scale` is not negative. Packed
+    tensors are of one batch, and pages [pages, kv_heads, page_size, head_dim].
+    `side` holds the side inputs that the problem names; kernels ignore others.
     Strides are bound, so only addresses are read: a transposed view and its base serve alike.
     """
 
@@ -55,7 +62,7 @@ class Launch(Protocol):
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = ...,
+        side: Side = ...,
     ) -> None:
         """Fills `out`, and `lse` where there is one."""
         ...
@@ -67,8 +74,8 @@ def compile_binary(kernel: Kernel, target: Target) -> Binary:
     Raises:
         KernelError: The compiler refused it.
     """
-    first = kernel.first
-    return Binary(compile_kernel(kernel, target), first and compile_kernel(first, target))
+    first, last = (step and compile_kernel(step, target) for step in (kernel.first, kernel.last))
+    return Binary(compile_kernel(kernel, target), first, last)
 
 
 def bind(
@@ -78,6 +85,7 @@ def bind(
     k: Tensor,
     v: Tensor,
     out: Tensor,
+    side: Side = NO_SIDE,
     *,
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
@@ -91,6 +99,7 @@ def bind(
         k: [batch, kv_heads, seqlen_kv, head_dim].
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
         out: [batch, heads, seqlen_q, value_head_dim].
+        side: Side inputs like those to come: of these too strides and shapes decide.
         compiled: The kernel's binary where it is at hand, so that many shapes share one.
         allocate: Makes the workspaces; verification hands out poisoned ones.
 
@@ -98,15 +107,26 @@ def bind(
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.
     """
     module = load_module(kernel)
-    grid, workspaces, integers = module.launch_plan(q, k, v, out)
+    # Scales of quantised queries lie as they always do: nothing is planned by them.
+    planned = () if q.dtype is E4M3 else tuple(name for name in kernel.side if name != SOFTCAP)
+    tensors = (q, k, v, out, *(getattr(side, name) for name in planned))
+    grid, workspaces, integers = module.launch_plan(*tensors)
     if interpreting():
-        return InterpreterLaunch(getattr(module, kernel.entry), grid, workspaces, integers, allocate)
+        return _interpreted(kernel, module, tensors, allocate)
     binary = compiled or compile_binary(kernel, target)
     queue = Queue(binary.kernel, grid, integers, q.device)
-    prologue = None
+    prologue = epilogue = None
     if binary.prologue is not None:
-        first_grid, first_integers = module.prologue_plan(q, k, v, out)
+        first_grid, first_integers = module.prologue_plan(*tensors)
         prologue = Queue(binary.prologue, first_grid, first_integers, q.device)
+    if binary.epilogue is not None:
+        last_grid, last_integers = module.epilogue_plan(*tensors)
+        epilogue = Queue(binary.epilogue, last_grid, last_integers, q.device)
+    if q.dtype is not E4M3 and not kernel.takes_descriptors:
+        if kernel.side or epilogue:
+            return SideLaunch(queue, epilogue, kernel.side, workspaces, allocate)
+        return DeviceLaunch(queue, workspaces, allocate)
+    arguments = None
     if kernel.takes_descriptors:
         # The kernel reads what the prologue wrote of v.
         values = typed(allocate_workspace(workspaces[0], torch.device("meta")), v) if workspaces else v
@@ -114,8 +134,18 @@ def bind(
         arguments = DescriptorArguments(patterns, binary.kernel.metadata.tensordesc_meta)
         if q.dtype is not E4M3:
             return DescriptorLaunch(queue, arguments)
-    else:
-        arguments = None
-        if q.dtype is not E4M3:
-            return DeviceLaunch(queue, workspaces, allocate)
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
+
+
+def _interpreted(kernel: Kernel, module: Any, tensors: tuple[Tensor, ...], allocate: Allocate) -> Launch:
+    """The launch of a kernel and its epilogue by Triton's interpreter."""
+
+    def runs(entry: str, grid: tuple[int, ...], integers: tuple[int, ...]) -> Callable[..., None]:
+        launch = getattr(module, entry)[grid]
+        return lambda *arguments: launch(*arguments, *integers)
+
+    grid, workspaces, integers = module.launch_plan(*tensors)
+    queue = runs(kernel.entry, grid, integers)
+    last = kernel.epilogue
+    epilogue = runs(last.entry, *module.epilogue_plan(*tensors)) if last else None
+    return InterpreterLaunch(queue, epilogue, kernel.side, workspaces, allocate)

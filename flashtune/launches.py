@@ -1,7 +1,7 @@
 """Launches: a kernel with the grid, workspaces and integers of one problem, called once for every call.
 
 What differs is how tensors are passed: to Triton's interpreter, by address, or by descriptors of the copy
-engine; and that quantised inputs bring scales along and have a prologue.
+engine; and what is launched before or after, and read beside q, k and v.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashtune.descriptors import typed
-from flashtune.quantization import UNSCALED, Scales
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
+# What is passed among the numbers, behind the scale, and not among the tensors.
+SOFTCAP = "softcap"
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
 
@@ -36,16 +38,18 @@ class InterpreterLaunch:
 
     def __init__(
         self,
-        function: Any,
-        grid: tuple[int, ...],
+        queue: Callable[..., None],
+        epilogue: Callable[..., None] | None,
+        names: tuple[str, ...],
         workspaces: tuple[tuple[int, ...], ...],
-        integers: tuple[int, ...],
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        self._launch = function[grid]
+        """`names` are those of the side inputs that the kernel takes."""
+        self._queue = queue
+        self._epilogue = epilogue
+        self._names = names
         self._allocate = allocate
         self._workspaces = workspaces
-        self._integers = integers
 
     def __call__(
         self,
@@ -55,13 +59,18 @@ class InterpreterLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
         """Runs every block in turn."""
-        del scales  # nothing is quantised here
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
-        self._launch(q, k, v, out, row_lse, *workspaces, max(scale, LEAST_SCALE), *self._integers)
+        beside = [getattr(side, name) for name in self._names]
+        numbers = [max(scale, LEAST_SCALE)]
+        if self._names and self._names[-1] == SOFTCAP:
+            numbers.append(beside.pop())
+        self._queue(q, k, v, out, row_lse, *beside, *workspaces, *numbers)
+        if self._epilogue is not None:
+            self._epilogue(out, row_lse, *workspaces)
 
 
 class DeviceLaunch:
@@ -87,10 +96,10 @@ class DeviceLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
         """Queues the kernel on its device's current stream."""
-        del scales  # nothing is quantised here
+        del side  # this kernel reads nothing else
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
@@ -120,13 +129,57 @@ class DescriptorLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
         """Queues the kernel on its device's current stream."""
-        del scales  # nothing is quantised here
+        del side  # this kernel reads nothing else
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         self._queue((*self._arguments((q, k, v, out)), row_lse, scale))
+
+
+class SideLaunch:
+    """The binary of a kernel that reads more than q, k and v, or that has an epilogue."""
+
+    __slots__ = ("_allocate", "_capped", "_epilogue", "_names", "_queue", "_workspaces")
+
+    def __init__(
+        self,
+        queue: Callable[[tuple[Any, ...]], None],
+        epilogue: Callable[[tuple[Any, ...]], None] | None,
+        names: tuple[str, ...],
+        workspaces: tuple[tuple[int, ...], ...],
+        allocate: Allocate = allocate_workspace,
+    ) -> None:
+        """`names` are those of the side inputs that the kernel takes."""
+        self._queue = queue
+        self._epilogue = epilogue
+        self._capped = bool(names) and names[-1] == SOFTCAP
+        self._names = names[:-1] if self._capped else names
+        self._workspaces = workspaces
+        self._allocate = allocate
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        side: Side = NO_SIDE,
+    ) -> None:
+        """Queues all kernels on their device's current stream."""
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
+        pointers = [workspace.data_ptr() for workspace in workspaces]
+        beside = [getattr(side, name).data_ptr() for name in self._names]
+        address = out.data_ptr()
+        row_lse = address if lse is None else lse.data_ptr()
+        numbers = (scale if scale > LEAST_SCALE else LEAST_SCALE, side.softcap)
+        tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
+        self._queue((*tensors, *beside, *pointers, *(numbers if self._capped else numbers[:1])))
+        if self._epilogue is not None:
+            self._epilogue((address, row_lse, *pointers))
 
 
 class QuantizedLaunch:
@@ -159,14 +212,14 @@ class QuantizedLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
         """Queues both kernels on their device's current stream."""
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         pointers = [workspace.data_ptr() for workspace in workspaces]
         if self._prologue is not None:
             self._prologue((v.data_ptr(), *pointers))
-        factors = [(self._ones if factor is None else factor).data_ptr() for factor in scales]
+        factors = [(self._ones if factor is None else factor).data_ptr() for factor in side.scales]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE

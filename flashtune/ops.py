@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.library import Library
 
 from flashtune.calls import serve
-from flashtune.quantization import UNSCALED, Scales, given_scales, negated
+from flashtune.quantization import given_scales, negated
 from flashtune.request import read_request, requires_grad
 from flashtune.serving import Result, prepare
+from flashtune.side import NO_SIDE, Side
 
 ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, str causal, float? scale, str layout, str prefer, "
@@ -36,13 +37,13 @@ def call_op(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Result:
     """The operator of a call; torch.compile traces through this into one node."""
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else "none"
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
-    result: Result = op(q, k, v, causal, scale, layout, prefer, *scales)
+    result: Result = op(q, k, v, causal, scale, layout, prefer, *scales.scales)
     return result
 
 

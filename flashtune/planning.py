@@ -9,9 +9,10 @@ from torch import Tensor
 from flashtune.api import CausalOption, LayoutOption, PreferOption
 from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
-from flashtune.quantization import UNSCALED, given_scales, negated
+from flashtune.quantization import given_scales, negated
 from flashtune.request import require_tensors
 from flashtune.serving import Result, Serve
+from flashtune.side import NO_SIDE
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
@@ -56,7 +57,7 @@ class Plan(Generic[Planned_co]):
                 "grad or which scales are given: call flashtune.plan(...) with them"
             )
         served = negated(q) if self._negated else q
-        if scales is UNSCALED:
+        if scales is NO_SIDE:
             return cast("Planned_co", self._serve(served, k, v, self._scale))
         return cast("Planned_co", self._serve(served, k, v, self._scale, scales))
 
@@ -132,7 +133,7 @@ def plan(
         layout: The order of the dimensions.
         return_lse: Whether the plan returns the log-sum-exp too.
         prefer: Whether SDPA may serve where it was measured as faster.
-        q_scale: Scales like those to come; their values do not count.
+        q_scale: Side like those to come; their values do not count.
         k_scale: Likewise.
         v_scale: Likewise.
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 
 from flashtune.errors import ProblemError
+from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale, feature_words
+from flashtune.visibility import Sight, distinct_keys, visible_pairs
 
 MAX_HEAD_DIM = 256
 Extent = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -61,8 +63,12 @@ class Causal(enum.StrEnum):
     BOTTOM_RIGHT = "bottom_right"
 
 
-class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+# What a problem does not ask for is left out where it is stored, so that what was stored before there was
+# such a thing reads and hashes as it did. The mask and the direction were always there.
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One attention computation.
+
+    A query's place p among the keys is its index plus `diagonal`.
 
     Attributes:
         dtype: Element type of q, k and v; out has `out_dtype`.
@@ -75,6 +81,22 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         seqlen_kv: Keys of a sequence.
         causal: The causal mask and its alignment.
         direction: Which computation.
+        window_left: A query at p sees no key before p - window_left; None for no such bound.
+        window_right: It sees no key after p + window_right.
+        first_tokens: Keys at the start that stay visible however far back (Xiao et al., 2023).
+        chunk: A query sees keys of its own chunk of so many alone; 0 for no chunks (Llama 4).
+        prefix: Whether each sequence has a prefix that all its queries see.
+        softcap: Whether scores s become cap · tanh(s / cap).
+        alibi: Whether slope · distance is taken off the scores (Press et al., 2022).
+        bias: What is laid over the scores.
+        sinks: Whether each head has a score that takes weight and has no value (gpt-oss).
+        packed: Query tokens of all sequences together where these lie packed one behind the other, and the
+            lengths above are those of the longest; 0 where they do not.
+        lengths: Whether keys are as many as a tensor on the device says, at most `seqlen_kv`.
+        page_size: Keys of a page where keys and values lie in pages; 0 where they do not.
+        kv_dtype: Element type of keys and values where it is not q's.
+        kv_scale: What shares a scale there.
+        latent: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
     """
 
     dtype: Dtype
@@ -85,8 +107,23 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     batch: Extent
     seqlen_q: Extent
     seqlen_kv: Extent
-    causal: Causal = Causal.NONE
-    direction: Direction = Direction.FORWARD
+    causal: Causal = msgspec.field(default_factory=lambda: Causal.NONE)
+    direction: Direction = msgspec.field(default_factory=lambda: Direction.FORWARD)
+    window_left: Extent | None = None
+    window_right: Extent | None = None
+    first_tokens: Extent = 0
+    chunk: Extent = 0
+    prefix: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    bias: Bias = Bias.NONE
+    sinks: bool = False
+    packed: Extent = 0
+    lengths: bool = False
+    page_size: Extent = 0
+    kv_dtype: KvDtype | None = None
+    kv_scale: KvScale = KvScale.TENSOR
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -95,14 +132,54 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 "make heads a multiple of kv_heads"
             )
 
+        if self.page_size and self.page_size not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
+        if self.page_size and self.lengths:
+            raise ProblemError("sequences in pages always bring their lengths along: leave lengths out")
+        if self.kv_dtype is not None and self.dtype.is_quantized:
+            raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
+
     @property
     def key(self) -> str:
         """One line that names the problem, unique and stable: the database's key."""
         value_dim = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
         return (
             f"{self.direction}_{self.dtype}_d{self.head_dim}{value_dim}_h{self.heads}x{self.kv_heads}"
-            f"_b{self.batch}_q{self.seqlen_q}_k{self.seqlen_kv}_{self.causal}"
+            f"_b{self.batch}_q{self.seqlen_q}_k{self.seqlen_kv}_{self.causal}{feature_words(self)}"
         )
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it asks for that not every family computes."""
+        asked = {
+            Feature.WINDOW: self.window_left is not None or self.window_right is not None,
+            Feature.FIRST_TOKENS: self.first_tokens > 0,
+            Feature.CHUNK: self.chunk > 0,
+            Feature.PREFIX: self.prefix,
+            Feature.SOFTCAP: self.softcap,
+            Feature.ALIBI: self.alibi,
+            Feature.BIAS: self.bias is not Bias.NONE,
+            Feature.SINKS: self.sinks,
+            Feature.PACKED: self.packed > 0,
+            Feature.LENGTHS: self.lengths,
+            Feature.PAGES: self.page_size > 0,
+            Feature.QUANTIZED_KV: self.kv_dtype is not None,
+            Feature.LATENT: self.latent,
+        }
+        return frozenset(feature for feature, given in asked.items() if given)
+
+    @property
+    def computation(self) -> Problem:
+        """The problem without its extents: what decides, with the config, a kernel's source."""
+        return msgspec.structs.replace(
+            self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, packed=min(self.packed, 1)
+        )
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of one element of keys and values."""
+        return 1 if self.kv_dtype else self.dtype.itemsize
 
     @property
     def out_dtype(self) -> Dtype:
@@ -116,22 +193,34 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def diagonal(self) -> int:
-        """Query i sees keys up to i + diagonal, where the mask is causal."""
-        return self.seqlen_kv - self.seqlen_q if self.causal is Causal.BOTTOM_RIGHT else 0
+        """Where query 0 stands among the keys: the last at the last key, or the first at the first."""
+        return 0 if self.causal is Causal.TOP_LEFT else self.seqlen_kv - self.seqlen_q
+
+    @property
+    def sight(self) -> Sight:
+        """Which keys a query sees, of what is known without looking at the device."""
+        right = 0 if self.causal is not Causal.NONE else self.window_right
+        if right is not None and self.window_right is not None:
+            right = min(right, self.window_right)
+        return Sight(
+            self.seqlen_q,
+            self.seqlen_kv,
+            self.diagonal,
+            self.window_left,
+            right,
+            self.first_tokens,
+            self.chunk,
+        )
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head that the mask keeps."""
-        if self.causal is Causal.NONE:
-            return self.seqlen_q * self.seqlen_kv
-        # Row i sees clamp(i + diagonal + 1, 0, seqlen_kv) keys: a ramp between two flats.
-        first = max(0, -self.diagonal)
-        full_from = min(self.seqlen_q, max(first, self.seqlen_kv - self.diagonal - 1))
-        ramp = max(0, full_from - first)
-        ramp_sum = ramp * (first + self.diagonal + 1) + ramp * (ramp - 1) // 2
-        return ramp_sum + max(0, self.seqlen_q - full_from) * self.seqlen_kv
+        return visible_pairs(self.sight)
 
     def flops(self) -> int:
-        """Floating-point operations of the two products over the visible pairs."""
+        """Floating-point operations of the two products over the visible pairs.
+
+        Packed sequences count as so many of the longest length as there are tokens for.
+        """
         return 2 * self.batch * self.heads * self.visible_pairs() * (self.head_dim + self.value_head_dim)
 
     def nominal_flops(self) -> int:
@@ -142,7 +231,11 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def minimal_bytes(self) -> int:
         """HBM bytes when each input is read once and each output written once."""
-        rows = self.batch * self.heads * self.seqlen_q
-        keys = self.batch * self.kv_heads * self.seqlen_kv
-        read = rows * self.head_dim + keys * (self.head_dim + self.value_head_dim)
-        return read * self.dtype.itemsize + rows * self.value_head_dim * self.out_dtype.itemsize
+        rows = (self.packed or self.batch * self.seqlen_q) * self.heads
+        keys = self.batch * self.kv_heads * distinct_keys(self.sight)
+        if self.packed:
+            keys = keys * self.packed // max(1, self.batch * self.seqlen_q)
+        width = self.head_dim + (0 if self.latent else self.value_head_dim)
+        queries = rows * self.head_dim * self.dtype.itemsize
+        outputs = rows * self.value_head_dim * self.out_dtype.itemsize
+        return queries + keys * width * self.kv_itemsize + outputs

@@ -7,13 +7,13 @@ their scale.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.problem import Problem
+from flashtune.side import NO_SIDE, Side
 
 E4M3 = torch.float8_e4m3fn
 # The largest number of the type.
@@ -21,30 +21,13 @@ LARGEST = 448.0
 SIGN_BIT = 0x80
 
 
-class Scales(NamedTuple):
-    """What the elements of q, k and v are to be multiplied with; None stands for 1.
-
-    Each is float32 and positive: [batch, heads] for q, [batch, kv_heads] for k and v.
-    """
-
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-
-    @property
-    def presence(self) -> tuple[bool, bool, bool]:
-        """Which of the three are given."""
-        return self.q is not None, self.k is not None, self.v is not None
-
-
-UNSCALED = Scales()
-
-
-def given_scales(q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Scales:
-    """The scales of a call: `UNSCALED` itself where there are none, so that most calls tell by identity."""
+def given_scales(
+    q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> Side:
+    """The scales of a call: `NO_SIDE` itself where there are none, so that most calls tell by identity."""
     if q_scale is k_scale is v_scale is None:
-        return UNSCALED
-    return Scales(q_scale, k_scale, v_scale)
+        return NO_SIDE
+    return Side(q_scale, k_scale, v_scale)
 
 
 def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
@@ -85,7 +68,7 @@ def negated(tensor: Tensor) -> Tensor:
     return (tensor.view(torch.uint8) ^ SIGN_BIT).view(E4M3)
 
 
-def check_scales(problem: Problem, device: torch.device, scales: Scales) -> None:
+def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
     """Checks that scales fit a problem; their values are not looked at.
 
     Raises:
@@ -94,7 +77,7 @@ def check_scales(problem: Problem, device: torch.device, scales: Scales) -> None
     """
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     names = ("q_scale", "k_scale", "v_scale")
-    for name, scale, count in zip(names, scales, heads, strict=True):
+    for name, scale, count in zip(names, scales.scales, heads, strict=True):
         if scale is None:
             continue
         if not problem.dtype.is_quantized:

@@ -13,7 +13,8 @@ from torch import Tensor
 from flashtune.dtypes import DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.problem import MAX_HEAD_DIM, Causal, Problem
-from flashtune.quantization import UNSCALED, Scales, check_scales
+from flashtune.quantization import check_scales
+from flashtune.side import NO_SIDE, Side
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -97,7 +98,7 @@ def read_request(
     return_lse: bool,
     prefer: str,
     needs_grad: bool = False,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Request:
     """The request of a call.
 
@@ -123,7 +124,7 @@ def read_request(
         seqlen_kv=k.shape[length_axis],
         causal=read_causal(causal),
     )
-    if scales is not UNSCALED:
+    if scales is not NO_SIDE:
         check_scales(problem, q.device, scales)
     preference = _option("prefer", prefer, Prefer)
     if problem.dtype.is_quantized:
@@ -142,9 +143,9 @@ def require_tensors(q: object, k: object, v: object) -> None:
             raise ProblemError(f"{name} is a {type(value).__name__}: pass a torch tensor")
 
 
-def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> bool:
+def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
     """Whether autograd must be able to go back through a call."""
-    tensors = (q, k, v) if scales is UNSCALED else (q, k, v, *(one for one in scales if one is not None))
+    tensors = (q, k, v) if scales is NO_SIDE else (q, k, v, *scales.tensors)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -19,10 +19,11 @@ from flashtune.launch import Launch, bind
 from flashtune.nearest import is_far
 from flashtune.notices import search_command, tell_once
 from flashtune.problem import Dtype
-from flashtune.quantization import UNSCALED, Scales, check_scales
+from flashtune.quantization import check_scales, given_scales
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer, Request
 from flashtune.self_check import passes_self_check
+from flashtune.side import NO_SIDE, Side
 from flashtune.standard import standard_attention
 from flashtune.target import Target
 
@@ -167,11 +168,11 @@ def _quantized(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Result:
     """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
     check_scales(request.problem, q.device, scales)
-    contiguous = Scales(*(one if one is None else one.contiguous() for one in scales))
+    contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)
     lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
     launch(q, k, v, out, lse, request.default_scale if scale is None else scale, contiguous)
@@ -226,7 +227,7 @@ def _baseline(server: Server, request: Request) -> Serve:
 
 
 def _empty(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, scales: Scales = UNSCALED
+    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, scales: Side = NO_SIDE
 ) -> Result:
     """Zeros, and the log-sum-exp of nothing."""
     del k, v, scale, scales

@@ -8,7 +8,8 @@ from typing import Protocol
 import msgspec
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.kernel import Argument, Kernel, Prologue, Specialization
+from flashtune.features import Feature
+from flashtune.kernel import Argument, Kernel, Specialization, Step
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 
@@ -29,16 +30,19 @@ class Family(Protocol):
 
     The template renders a module that depends on torch and triton alone and holds the jitted
     kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`; where its arguments are
-    descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor.
+    descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Side inputs that its
+    kernel takes are further arguments of all of these, in the order of `Side`.
 
     Attributes:
         name: Its folder's name.
         config_type: What its configs are.
+        features: What it computes beside shapes, types and causality; `supports` may refuse combinations.
         interpreted: Whether Triton's interpreter runs its kernels; it runs none that are in Gluon.
     """
 
     name: str
     config_type: type[Config]
+    features: frozenset[Feature]
     interpreted: bool
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -117,8 +121,12 @@ class Family(Protocol):
         """What the compiler is told besides the source."""
         ...
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         """What is launched before the kernel, if anything; its module then holds `prologue_plan` too."""
+        ...
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        """What is launched after the kernel, if anything; its module then holds `epilogue_plan` too."""
         ...
 
 
@@ -134,11 +142,15 @@ def kernel_of_source(
         options=family.options(config),
         specialization=specialization,
         prologue=family.prologue(problem, config, specialization),
+        epilogue=family.epilogue(problem, config, specialization),
     )
 
 
 def why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
     """None when a family computes a problem on a target for tensors like these, else the reason why not."""
+    unknown = problem.features - family.features
+    if unknown:
+        return f"{family.name} has no {', '.join(sorted(unknown))}"
     reason = family.supports(problem, target)
     if reason is None and not family.takes(problem.dtype, specialization):
         return f"{family.name} cannot address tensors with such strides or addresses"

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from importlib import resources
 
 ROOM = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
-SHARED = "common"
+# How templates name what they import from; always literally.
+IMPORT = re.compile(r'{%-? from "([a-z_/.]+)" import')
 
 
 @functools.cache
 def template_hash(family_name: str) -> str:
-    """Hash of a family's template and of the macros that it may use, 32 hex digits."""
+    """Hash of a family's template and of the files of macros that it imports, 32 hex digits."""
     digest = hashlib.sha256()
-    room = resources.files(ROOM)
-    shared = sorted(
-        (entry for entry in room.joinpath(SHARED).iterdir() if entry.name.endswith(".jinja")),
-        key=lambda entry: entry.name,
-    )
-    for entry in (room.joinpath(family_name, TEMPLATE), *shared):
-        digest.update(entry.read_bytes())
+    first = f"{family_name}/{TEMPLATE}"
+    for name in (first, *sorted(_imported(first) - {first})):
+        digest.update(_read(name).encode())
     return digest.hexdigest()[:32]
+
+
+def _imported(name: str) -> set[str]:
+    """A template and all that it imports macros from, and these in turn."""
+    return {name}.union(*(_imported(other) for other in IMPORT.findall(_read(name))))
+
+
+def _read(name: str) -> str:
+    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashtune.config import LaunchOptions
-from flashtune.kernel import Kernel, Prologue, Specialization
+from flashtune.kernel import Kernel, Specialization, Step
 from flashtune.problem import Dtype, Problem
 from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
 from flashtune.templates.forward_q_outer.space import QOuterConfig
@@ -36,7 +36,7 @@ def plain_e4m3(index_bits: int = 32) -> Kernel:
         arguments=forward_arguments(Dtype.E4M3, specialization, (WORKSPACE,)),
         options=LaunchOptions(4, 2),
         specialization=specialization,
-        prologue=Prologue(
+        prologue=Step(
             "transpose_values",
             transpose_arguments(Dtype.E4M3, specialization, WORKSPACE),
             LaunchOptions(4, 1),

@@ -16,7 +16,8 @@ from flashtune.proof.cases import Case
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat
 from flashtune.proof.probes import make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
-from flashtune.quantization import Scales, quantize
+from flashtune.quantization import given_scales, quantize
+from flashtune.side import Side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         q, k, v: Inputs, each in its poisoned surroundings.
-        factors: Scales of quantised inputs, likewise; empty where they are not quantised.
+        factors: Side of quantised inputs, likewise; empty where they are not quantised.
         out: Where the kernel writes.
         lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
         chosen: The rows that are compared.
@@ -64,9 +65,9 @@ class Prepared(NamedTuple):
         return self.q, self.k, self.v, *self.factors
 
     @property
-    def scales(self) -> Scales:
+    def scales(self) -> Side:
         """What a launch is given beside the tensors."""
-        return Scales(*(factor.view for factor in self.factors))
+        return given_scales(*(factor.view for factor in self.factors))
 
 
 def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -109,7 +110,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     for tensor, value in zip((q, k, v), values, strict=True):
         tensor.view.copy_(value)
     chosen = sample(problem, generator)
-    given = Scales(*(factor.view for factor in factors))
+    given = given_scales(*(factor.view for factor in factors))
     expected = expect(problem, q.view, k.view, v.view, case.scale, chosen, given)
     lse = guarded_flat(out_shape[:3], device, Role.OUTPUT)
     return Prepared(q, k, v, factors, out, lse, chosen, expected, checksum((q, k, v, *factors)))

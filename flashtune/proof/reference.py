@@ -19,7 +19,7 @@ import torch
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Problem
 from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
-from flashtune.quantization import UNSCALED, Scales
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ def expect(
     v: Tensor,
     scale: float,
     chosen: Sample,
-    scales: Scales = UNSCALED,
+    scales: Side = NO_SIDE,
 ) -> Expected:
     """The reference of the chosen rows and what a kernel's error may be there.
 
@@ -125,9 +125,9 @@ def expect(
     for heads in chosen.heads.split(step):
         batch, head = heads // problem.heads, heads % problem.heads
         kv_head = head // problem.group_size
-        wide_q = _widened(q, scales.q, batch, head, chosen.rows)
-        wide_k = _widened(k, scales.k, batch, kv_head)
-        wide_v = _widened(v, scales.v, batch, kv_head)
+        wide_q = _widened(q, scales.q_scale, batch, head, chosen.rows)
+        wide_k = _widened(k, scales.k_scale, batch, kv_head)
+        wide_v = _widened(v, scales.v_scale, batch, kv_head)
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, visible))
     return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.kernel import Argument, Prologue, Specialization
+from flashtune.features import Feature
+from flashtune.kernel import Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import transpose_arguments
@@ -75,6 +76,7 @@ class ForwardHopper:
 
     name = "forward_hopper"
     config_type = HopperConfig
+    features = frozenset[Feature]()
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -113,12 +115,15 @@ class ForwardHopper:
     def options(self, config: Config) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         """Eight-bit products want V transposed, which no copy engine does."""
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
-        return Prologue("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
+        return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
-from flashtune.kernel import Alignment, Argument, Prologue, Specialization
+from flashtune.features import Feature
+from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
@@ -63,6 +64,7 @@ class ForwardKVOuter:
 
     name = "forward_kv_outer"
     config_type = KVOuterConfig
+    features = frozenset[Feature]()
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -105,7 +107,10 @@ class ForwardKVOuter:
         assert isinstance(config, KVOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         return None
 
     def sram_items(

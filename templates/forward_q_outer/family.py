@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.kernel import Alignment, Argument, Prologue, Specialization
+from flashtune.features import Feature
+from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
@@ -52,6 +53,7 @@ class ForwardQOuter:
 
     name = "forward_q_outer"
     config_type = QOuterConfig
+    features = frozenset[Feature]()
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -101,7 +103,10 @@ class ForwardQOuter:
         assert isinstance(config, QOuterConfig)
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Prologue | None:
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         return None
 
     def sram_items(

@@ -22,7 +22,7 @@ from flashtune.proof.gate import worst_ratio
 from flashtune.proof.inputs import Guarded, Layout, Role, checksum, guarded_flat, poison, stray_writes
 from flashtune.proof.prepared import Prepared, prepare
 from flashtune.proof.probes import Probe
-from flashtune.quantization import Scales
+from flashtune.quantization import given_scales
 from flashtune.target import Target, device_target
 from flashtune.templates.forward_hopper.space import HopperConfig
 
@@ -146,8 +146,8 @@ def faults(kernel: Kernel, binary: Binary, trial: Trial, seed: int) -> str:
     prepared = prepare(case, trial.alignment, DEVICE, seed)
     q, out = prepared.q.view, prepared.out.view
     k, v = (as_shown(tensor.view, shown) for tensor in (prepared.k, prepared.v))
-    of_q, of_k, of_v = prepared.scales
-    scales = Scales(
+    of_q, of_k, of_v = prepared.scales.scales
+    scales = given_scales(
         of_q, *(one if one is None else as_shown(one, shown).contiguous() for one in (of_k, of_v))
     )
     lse = prepared.lse.view if kernel.specialization.lse else None

@@ -20,7 +20,8 @@ from flashtune.proof.cases import Level
 from flashtune.proof.check import check_kernel, check_rendered
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.reference import expect, sample
-from flashtune.quantization import Scales, quantize
+from flashtune.quantization import quantize
+from flashtune.side import Side
 from flashtune.tables import Tables
 from flashtune.target import device_target
 from flashtune.templates.family import Family
@@ -154,7 +155,7 @@ def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None
     q, k, v = inputs.tensors
     if scale is not None and scale < 0:
         q, scale = (-q.float()).to(q.dtype), -scale
-    given = Scales(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
+    given = Side(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
     expected = expect(problem, q, k, v, scale or problem.head_dim**-0.5, chosen, given)
     rows = out.flatten(0, 1)[chosen.heads][:, chosen.rows]
     assert out.dtype is torch.bfloat16

@@ -14,22 +14,23 @@ from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.gate import PRODUCTS_AT_ONCE, TRUNCATED_UNIT, WEIGHT_RANGE, worst_ratio
 from flashtune.proof.probes import Probe, make_values
 from flashtune.proof.reference import expect, sample
-from flashtune.quantization import UNSCALED, Scales, quantize
+from flashtune.quantization import quantize
+from flashtune.side import NO_SIDE, Side
 
 BLOCK = 64
 LOG2_E = 1.4426950408889634
 Spoil = Callable[[Tensor, int], Tensor]
-Mistake = Callable[[Scales], Scales]
+Mistake = Callable[[Side], Side]
 
 
 def online(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: Scales
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: Side
 ) -> tuple[Tensor, Tensor]:
     """Attention as a flash kernel rounds it: float32 scores and sums, weights in the inputs' type."""
     shape = q.shape[:3]
     rows, weight_range = torch.arange(problem.seqlen_q), WEIGHT_RANGE[problem.dtype]
     low, final = TORCH_DTYPES[problem.dtype], TORCH_DTYPES[problem.out_dtype]
-    q_size, k_size, v_size = (_size(factor, problem) for factor in scales)
+    q_size, k_size, v_size = (_size(factor, problem) for factor in scales.scales)
     visible = torch.full_like(rows, problem.seqlen_kv)
     if problem.causal is not Causal.NONE:
         visible = (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
@@ -86,10 +87,10 @@ def ratios(
     generator = torch.Generator().manual_seed(seed)
     scale = problem.head_dim**-0.5
     values = make_values(probe, problem, scale, BLOCK, generator)
-    scales = UNSCALED
+    scales = NO_SIDE
     if problem.dtype.is_quantized:
         (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(value) for value in values)
-        scales = Scales(q_scale, k_scale, v_scale)
+        scales = Side(q_scale, k_scale, v_scale)
     else:
         q, k, v = (value.to(TORCH_DTYPES[problem.dtype]) for value in values)
     chosen = sample(problem, generator)
@@ -168,12 +169,12 @@ def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        lambda scales: scales._replace(q=scales.q.roll(1, 1)),
-        lambda scales: scales._replace(k=scales.k.flip(1)),
-        lambda scales: scales._replace(v=scales.v.flip(1)),
-        lambda scales: scales._replace(v=scales.v.flip(0)),
-        lambda scales: scales._replace(k=scales.q[:, : scales.k.shape[1]]),
-        lambda scales: UNSCALED,
+        lambda scales: scales._replace(q_scale=scales.q_scale.roll(1, 1)),
+        lambda scales: scales._replace(k_scale=scales.k_scale.flip(1)),
+        lambda scales: scales._replace(v_scale=scales.v_scale.flip(1)),
+        lambda scales: scales._replace(v_scale=scales.v_scale.flip(0)),
+        lambda scales: scales._replace(k_scale=scales.q_scale[:, : scales.k_scale.shape[1]]),
+        lambda _: NO_SIDE,
     ],
     ids=[
         "q of another head",

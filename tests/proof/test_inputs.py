@@ -177,7 +177,7 @@ def test_quantized_cases_come_with_scales_that_are_watched_too() -> None:
         (posed.batch, posed.kv_heads),
         (posed.batch, posed.kv_heads),
     ]
-    assert all(scale is not None and (scale > 0).all() for scale in prepared.scales)
+    assert all(scale is not None and (scale > 0).all() for scale in prepared.scales.scales)
     before = checksum(prepared.inputs)
     prepared.factors[1].buffer[0] = 0.0
     assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]

@@ -15,7 +15,8 @@ from flashtune.descriptors import DescriptorArguments, typed
 from flashtune.launch import bind
 from flashtune.launches import LEAST_SCALE, DescriptorLaunch, QuantizedLaunch
 from flashtune.problem import Dtype
-from flashtune.quantization import E4M3, Scales, unit_scales
+from flashtune.quantization import E4M3, unit_scales
+from flashtune.side import Side
 from flashtune.templates.rendering import render
 from tests.hopper import FAMILY, H200, PLAIN, a_config, a_problem
 from tests.tensor_maps import NOTES, Driver, Map, Noted, a_tensor, pattern
@@ -55,7 +56,7 @@ def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> No
     kernel, prologue = Noted(), Noted()
     launch = QuantizedLaunch(kernel, prologue, ones, ((2, 4, 64, 32),), allocate, arguments)
     k_scale = torch.ones(2, 4)
-    launch(q, k, v, out, None, 0.5, Scales(k=k_scale))
+    launch(q, k, v, out, None, 0.5, Side(k_scale=k_scale))
     (workspace,) = kept
     assert prologue.values == [(v.data_ptr(), workspace.data_ptr())]
     assert [made.address for made in gpu.filled] == [t.data_ptr() for t in (q, k, workspace, out)]

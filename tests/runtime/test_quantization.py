@@ -15,8 +15,9 @@ from flashtune.calls import call_key
 from flashtune.errors import ProblemError
 from flashtune.launches import LEAST_SCALE, DeviceLaunch, QuantizedLaunch, allocate_workspace
 from flashtune.problem import Dtype
-from flashtune.quantization import UNSCALED, Scales, negated, quantize
+from flashtune.quantization import negated, quantize
 from flashtune.request import Prefer, read_request
+from flashtune.side import NO_SIDE, Side
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
@@ -83,15 +84,21 @@ def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> No
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (Scales(q=torch.ones(BATCH, KV_HEADS)), r"q_scale is torch.float32 of shape \[2, 2\]: .* \[2, 4\]"),
-        (Scales(k=torch.ones(BATCH, HEADS)), r"k_scale .* of shape \[2, 4\]: pass float32 of shape \[2, 2\]"),
-        (Scales(v=torch.ones(KV_HEADS)), r"v_scale .* of shape \[2\]"),
-        (Scales(v=torch.ones(BATCH, KV_HEADS).half()), "v_scale is torch.float16"),
-        (Scales(k=torch.ones(BATCH, KV_HEADS, device="meta")), "k_scale is on meta and q on cpu"),
-        (Scales(q=0.5), "q_scale is a float"),  # type: ignore[arg-type]
+        (
+            Side(q_scale=torch.ones(BATCH, KV_HEADS)),
+            r"q_scale is torch.float32 of shape \[2, 2\]: .* \[2, 4\]",
+        ),
+        (
+            Side(k_scale=torch.ones(BATCH, HEADS)),
+            r"k_scale .* of shape \[2, 4\]: pass float32 of shape \[2, 2\]",
+        ),
+        (Side(v_scale=torch.ones(KV_HEADS)), r"v_scale .* of shape \[2\]"),
+        (Side(v_scale=torch.ones(BATCH, KV_HEADS).half()), "v_scale is torch.float16"),
+        (Side(k_scale=torch.ones(BATCH, KV_HEADS, device="meta")), "k_scale is on meta and q on cpu"),
+        (Side(q_scale=0.5), "q_scale is a float"),  # type: ignore[arg-type]
     ],
 )
-def test_scales_that_do_not_fit(tensors: Triple, scales: Scales, message: str) -> None:
+def test_scales_that_do_not_fit(tensors: Triple, scales: Side, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
 
@@ -113,7 +120,7 @@ def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Tri
     q, k, v = tensors
 
     def key(*scales: Tensor | None) -> tuple[object, ...]:
-        return call_key(q, k, v, False, "bhsd", False, "fastest", Scales(*scales))
+        return call_key(q, k, v, False, "bhsd", False, "fastest", Side(*scales))  # type: ignore[arg-type]
 
     one, two = scale_of(HEADS), scale_of(HEADS, 3.0)
     assert key(one, None, None) == key(two, None, None)
@@ -137,9 +144,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        scales: Scales = UNSCALED,
+        side: Side = NO_SIDE,
     ) -> None:
-        given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": scales})
+        given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
     monkeypatch.setattr(calls, "prepare", lambda request, q, k, v: serving._launcher(launch, request, q))
@@ -157,12 +164,12 @@ def test_a_call_allocates_the_wider_output_and_hands_scales_on(
     (given,) = launches
     assert given["scale"] == 0.3
     assert torch.equal(given["q"].float(), -q.float()), "a negative scale negates q"
-    assert given["scales"].q is q_scale
-    assert given["scales"].k is None
-    assert given["scales"].v.is_contiguous()
-    assert torch.equal(given["scales"].v, spread)
+    assert given["scales"].q_scale is q_scale
+    assert given["scales"].k_scale is None
+    assert given["scales"].v_scale.is_contiguous()
+    assert torch.equal(given["scales"].v_scale, spread)
     assert flashtune.attention(q, k, v).dtype is torch.bfloat16
-    assert launches[-1]["scales"] == UNSCALED
+    assert launches[-1]["scales"] == NO_SIDE
 
 
 def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[Given]) -> None:
@@ -180,7 +187,7 @@ def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
     planned = flashtune.plan(q, k, v, scale=-1.0, v_scale=scale_of(KV_HEADS))
     out = planned(q, k, v, v_scale=scale_of(KV_HEADS, 9.0))
     assert out.dtype is torch.bfloat16
-    assert (launches[-1]["scales"].v == 9).all()
+    assert (launches[-1]["scales"].v_scale == 9).all()
     assert launches[-1]["scale"] == 1.0
     for scales in ({}, {"q_scale": scale_of(HEADS), "v_scale": scale_of(KV_HEADS)}):
         with pytest.raises(ProblemError, match="which scales are given"):
@@ -192,9 +199,11 @@ def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
     factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
     op = torch.ops.flashtune.attention
     out = op(q, k, v, "none", None, "bhsd", "fastest", *factors)
-    assert [one is other for one, other in zip(launches[-1]["scales"], factors, strict=True)] == [True] * 3
+    assert [one is other for one, other in zip(launches[-1]["scales"].scales, factors, strict=True)] == [
+        True
+    ] * 3
     assert op(q, k, v, "none", None, "bhsd", "fastest").dtype is torch.bfloat16
-    assert launches[-1]["scales"] == UNSCALED
+    assert launches[-1]["scales"] == NO_SIDE
     meta = [tensor.to("meta") for tensor in (q, k, v)]
     shapes = op(*meta, "none", None, "bhsd", "fastest", *(factor.to("meta") for factor in factors))
     assert (shapes.dtype, shapes.shape) == (out.dtype, out.shape)
@@ -229,7 +238,7 @@ def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
     out, ones, k_scale = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.ones(BATCH * HEADS), scale_of(KV_HEADS)
     kernel, prologue, kept = Noted(), Noted(), list[Tensor]()
     launch = QuantizedLaunch(kernel, prologue, ones, ((256,),), remembering(kept))
-    launch(q, k, v, out, None, 0.0, Scales(k=k_scale))
+    launch(q, k, v, out, None, 0.0, Side(k_scale=k_scale))
     assert prologue.values == [(*addresses(v, kept[0]),)]
     factors = addresses(ones, k_scale, ones)
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), LEAST_SCALE)]

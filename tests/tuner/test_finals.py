@@ -37,7 +37,7 @@ def test_quantized_problems_come_with_scales_and_without_peers() -> None:
     tensors = finals.make_tensors(problem, torch.device("cpu"))
     assert tensors.q.dtype == tensors.k.dtype == tensors.v.dtype == torch.float8_e4m3fn
     assert tensors.out.dtype is torch.bfloat16
-    q_scale, k_scale, v_scale = tensors.scales
+    q_scale, k_scale, v_scale = tensors.scales.scales
     assert q_scale is not None
     assert k_scale is not None
     assert v_scale is not None

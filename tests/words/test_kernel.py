@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flashtune.config import LaunchOptions
-from flashtune.kernel import Alignment, Argument, Kernel, Prologue, Specialization, specialization_of
+from flashtune.kernel import Alignment, Argument, Kernel, Specialization, Step, specialization_of
 from flashtune.problem import Dtype
 
 
@@ -64,7 +64,7 @@ def test_descriptors_need_strides_of_16_bytes(alignment: Alignment, dtype: Dtype
 KERNEL = Kernel(
     "family", "entry", "source", (Argument("q", "*bf16", 16),), LaunchOptions(4, 2), Specialization()
 )
-PROLOGUE = Prologue("transpose_values", (Argument("v", "*fp8e4nv"),), LaunchOptions(4, 1))
+PROLOGUE = Step("transpose_values", (Argument("v", "*fp8e4nv"),), LaunchOptions(4, 1))
 
 
 def test_the_digest_covers_source_specialisation_and_options() -> None:
@@ -74,7 +74,7 @@ def test_the_digest_covers_source_specialisation_and_options() -> None:
         msgspec.structs.replace(KERNEL, options=LaunchOptions(4, 2, 128)),
         msgspec.structs.replace(KERNEL, specialization=Specialization(lse=True)),
         msgspec.structs.replace(KERNEL, prologue=PROLOGUE),
-        msgspec.structs.replace(KERNEL, prologue=Prologue("other", PROLOGUE.arguments, PROLOGUE.options)),
+        msgspec.structs.replace(KERNEL, prologue=Step("other", PROLOGUE.arguments, PROLOGUE.options)),
     )
     digests = {KERNEL.digest, *(other.digest for other in others)}
     assert len(digests) == 1 + len(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.features import Feature
 from flashtune.kernel import Argument, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
@@ -29,6 +30,7 @@ class NativeContext(Context, frozen=True):
 class ForwardNative:
     name = "forward_native"
     config_type = NativeConfig
+    features = frozenset[Feature]()
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -102,6 +104,10 @@ class ForwardNative:
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
         return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
+        return None
+
 
 
 FAMILY = ForwardNative()
