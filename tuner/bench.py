@@ -23,8 +23,8 @@ from flashtune.errors import TargetError, UsageError
 from flashtune.problem import Problem
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.reference import Expected, Sample, expect, sample
-from flashtune.quantization import UNSCALED
 from flashtune.record import Measurement
+from flashtune.side import NO_SIDE
 from flashtune.target import device_target
 from flashtune.tuner.bench_ceiling import clock_mhz
 from flashtune.tuner.bench_peers import PEERS, Call, Contestant, RefusalError, bind_peer
@@ -170,8 +170,8 @@ def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
 
 def _scales(tensors: Tensors) -> dict[str, Any]:
     """The scales of quantised inputs, as arguments; a call on other inputs names none."""
-    q, k, v = tensors.scales
-    return {} if tensors.scales is UNSCALED else {"q_scale": q, "k_scale": k, "v_scale": v}
+    q, k, v = tensors.scales.scales
+    return {} if tensors.scales is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:

@@ -16,8 +16,9 @@ from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
 from flashtune.problem import Causal, Problem
-from flashtune.quantization import UNSCALED, Scales, quantize
+from flashtune.quantization import quantize
 from flashtune.record import Measurement, PeerTime
+from flashtune.side import NO_SIDE, Side
 from flashtune.standard import score_bytes, standard_attention
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
@@ -47,7 +48,7 @@ class Tensors(msgspec.Struct, frozen=True):
     k: Tensor
     v: Tensor
     out: Tensor
-    scales: Scales = UNSCALED
+    scales: Side = NO_SIDE
 
     @property
     def scale(self) -> float:
@@ -64,7 +65,7 @@ def make_tensors(problem: Problem, device: torch.device) -> Tensors:
     if problem.dtype.is_quantized:
         make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
         (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
-        return Tensors(q, k, v, out, Scales(q_scale, k_scale, v_scale))
+        return Tensors(q, k, v, out, Side(q_scale, k_scale, v_scale))
     make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
     q, k, v = map(make, shapes)
     return Tensors(q, k, v, out)
