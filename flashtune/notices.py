@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
+from flashtune.shape_text import shape_text
 
 _told: set[str] = set()
 _telling = threading.Lock()
@@ -32,18 +33,4 @@ def forget_told() -> None:
 
 def search_command(problem: Problem) -> str:
     """The command that tunes a problem."""
-    lengths = (
-        f"seqlen={problem.seqlen_q}"
-        if problem.seqlen_q == problem.seqlen_kv
-        else f"seqlen_q={problem.seqlen_q},seqlen_kv={problem.seqlen_kv}"
-    )
-    widths = f"head_dim={problem.head_dim}"
-    if problem.value_head_dim != problem.head_dim:
-        widths += f",value_head_dim={problem.value_head_dim}"
-    mask = {Causal.NONE: "", Causal.BOTTOM_RIGHT: ",causal", Causal.TOP_LEFT: ",causal=top_left"}[
-        problem.causal
-    ]
-    return (
-        f'flashtune search --shape "heads={problem.heads},kv_heads={problem.kv_heads},{lengths},{widths}'
-        f',dtype={problem.dtype}{mask},batch={problem.batch}"'
-    )
+    return f'flashtune search --shape "{shape_text(problem)}"'

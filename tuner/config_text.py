@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.config import Config
 from flashtune.errors import UsageError
-from flashtune.tuner.shapes import nearest, quoted
+from flashtune.tuner.shape_values import nearest, quoted
 
 
 def change_config(base: Config, text: str) -> Config:

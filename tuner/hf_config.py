@@ -10,7 +10,7 @@ import msgspec
 from flashtune.errors import UsageError
 from flashtune.problem import Dtype
 from flashtune.tuner.models import ModelAttention
-from flashtune.tuner.shapes import DTYPES, MAX_COUNT, MAX_WIDTH, quoted
+from flashtune.tuner.shape_values import DTYPES, MAX_COUNT, MAX_WIDTH, quoted
 from flashtune.tuner.shapes_file import read_text
 
 MAX_LAYERS = 10_000

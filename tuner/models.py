@@ -6,7 +6,8 @@ import msgspec
 
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.shapes import Value, expand, nearest, parse_values, quoted
+from flashtune.tuner.shape_values import Value, nearest, parse_values, quoted
+from flashtune.tuner.shapes import expand
 
 
 class ModelAttention(msgspec.Struct, frozen=True):

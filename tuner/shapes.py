@@ -3,50 +3,26 @@
 A value is one item or several joined by `|`; an item of a number is a number or a doubling range
 `first..last`. Every combination of the values is one problem. `causal` alone means
 `causal=bottom_right`; `seqlen` sets both lengths, `seqlen_q` and `seqlen_kv` one each; `tokens`
-stands in place of `batch`, which is then tokens / seqlen_q.
+stands in place of `batch`, which is then tokens / seqlen_q. `window=1023` bounds what a query sees
+before it, `window=1023:0` also what it sees behind it. `flashtune.shape_text` is the way back.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 from flashtune.errors import UsageError
+from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Causal, Dtype, Problem
+from flashtune.tuner.shape_values import ALONE, KEYS, Value, Window, parse_values
 
 MAX_PROBLEMS = 10_000
-MAX_COUNT = 2**24
-MAX_LENGTH = 2**31 - 1
-MAX_WIDTH = 1024
 
-NUMBERS: dict[str, int] = {
-    "heads": MAX_COUNT,
-    "kv_heads": MAX_COUNT,
-    "seqlen": MAX_LENGTH,
-    "seqlen_q": MAX_LENGTH,
-    "seqlen_kv": MAX_LENGTH,
-    "head_dim": MAX_WIDTH,
-    "value_head_dim": MAX_WIDTH,
-    "batch": MAX_LENGTH,
-    "tokens": MAX_LENGTH,
-}
-DTYPES: dict[str, Dtype] = {
-    **{dtype.value: dtype for dtype in Dtype},
-    "bfloat16": Dtype.BF16,
-    "float16": Dtype.FP16,
-    "float32": Dtype.FP32,
-}
-CAUSALS: dict[str, Causal] = {
-    **{causal.value: causal for causal in Causal},
-    "true": Causal.BOTTOM_RIGHT,
-    "false": Causal.NONE,
-}
-KEYS = (*NUMBERS, "dtype", "causal")
-
-Value = int | Dtype | Causal
 Choices = Mapping[str, tuple[Value, ...]]
+Word = TypeVar("Word", Dtype, Causal, Bias, KvScale)
 
 
 def parse_shape(text: str) -> tuple[Problem, ...]:
@@ -58,30 +34,14 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
     choices: dict[str, tuple[Value, ...]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
-        if key == "causal" and not separator:
-            value = Causal.BOTTOM_RIGHT.value
+        if not separator and key in ALONE:
+            value = ALONE[key]
         elif not separator and key in KEYS:
             raise UsageError(f"{key} has no value: write {key}=...")
         if key in choices:
             raise UsageError(f"{key} is given twice: list its values with |, as in {key}=a|b")
         choices[key] = parse_values(key, value)
     return expand(choices)
-
-
-def parse_values(key: str, text: str) -> tuple[Value, ...]:
-    """The values of one key: items joined by `|`, each a word, a number or a range.
-
-    Raises:
-        UsageError: The key or a value is none that shapes have.
-    """
-    items = [item.strip() for item in text.split("|")]
-    if key == "dtype":
-        return tuple(_word(key, item, DTYPES) for item in items)
-    if key == "causal":
-        return tuple(_word(key, item, CAUSALS) for item in items)
-    if key not in NUMBERS:
-        raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, KEYS)}")
-    return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
 
 
 def expand(choices: Choices) -> tuple[Problem, ...]:
@@ -96,54 +56,9 @@ def expand(choices: Choices) -> tuple[Problem, ...]:
     return tuple(dict.fromkeys(_build(dict(zip(choices, values, strict=True))) for values in combinations))
 
 
-def quoted(text: str) -> str:
-    """A user's words inside a sentence: one line, escaped, not too long."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """What a user may have meant, for the end of a sentence: one near name, or all of them."""
-    names = tuple(known)
-    near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
-
-
-def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:
-    found = known.get(item.lower())
-    if found is None:
-        raise UsageError(f"{key} cannot be {quoted(item)}: {nearest(item.lower(), known)}")
-    return found
-
-
-def _numbers(key: str, item: str) -> tuple[int, ...]:
-    """A number, or every doubling from the first of a range to its last."""
-    first_text, dots, last_text = item.partition("..")
-    first = _number(key, first_text)
-    if not dots:
-        return (first,)
-    last = _number(key, last_text)
-    doublings = (last // first).bit_length() - 1
-    if last < first or first << doublings != last:
-        raise UsageError(f"{key}={item}: a range doubles from first to last, as 512..4096 does")
-    return tuple(first << step for step in range(doublings + 1))
-
-
-def _number(key: str, text: str) -> int:
-    text = text.strip()
-    # int() would also take signs, underscores and other alphabets' digits.
-    if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        forms = f"{key}=128, {key}=64|128 or {key}=64..512"
-        raise UsageError(f"{key} takes whole numbers, and {quoted(text)} is none: write {forms}")
-    number = int(text)
-    if not 1 <= number <= NUMBERS[key]:
-        raise UsageError(f"{key}={number} is out of bounds: it must lie between 1 and {NUMBERS[key]:,}")
-    return number
-
-
 def _build(given: dict[str, Value]) -> Problem:
     """One combination of values as a problem, with the defaults of what it leaves out."""
-    dtype, causal = given.get("dtype"), given.get("causal")
-    numbers = {key: value for key, value in given.items() if isinstance(value, int)}
+    numbers = {key: value for key, value in given.items() if type(value) is int}
     for key in ("heads", "head_dim"):
         if key not in numbers:
             raise UsageError(f"a shape needs {key}: add {key}=...")
@@ -153,8 +68,11 @@ def _build(given: dict[str, Value]) -> Problem:
         raise UsageError("a shape needs its lengths: add seqlen=..., or seqlen_q=... and seqlen_kv=...")
     if {"seqlen", "seqlen_q", "seqlen_kv"} <= numbers.keys():
         raise UsageError("seqlen, seqlen_q and seqlen_kv contradict one another: leave one of the three out")
+    window, kv_dtype = _window(given), given.get("kv_dtype")
+    if "kv_scale" in given and "kv_dtype" not in given:
+        raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
     return Problem(
-        dtype=dtype if isinstance(dtype, Dtype) else Dtype.BF16,
+        dtype=_word(given.get("dtype"), Dtype.BF16),
         head_dim=numbers["head_dim"],
         value_head_dim=numbers.get("value_head_dim", numbers["head_dim"]),
         heads=numbers["heads"],
@@ -162,8 +80,39 @@ def _build(given: dict[str, Value]) -> Problem:
         batch=_batch(numbers, seqlen_q),
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=causal if isinstance(causal, Causal) else Causal.NONE,
+        causal=_word(given.get("causal"), Causal.NONE),
+        window_left=window.left,
+        window_right=window.right,
+        bias=_word(given.get("bias"), Bias.NONE),
+        kv_dtype=kv_dtype if isinstance(kv_dtype, KvDtype) else None,
+        # Without a quantised cache there is nothing that could share a scale.
+        kv_scale=_word(given.get("kv_scale"), KvScale.TENSOR) if kv_dtype else KvScale.TENSOR,
+        first_tokens=numbers.get("first_tokens", 0),
+        chunk=numbers.get("chunk", 0),
+        packed=numbers.get("packed", 0),
+        page_size=numbers.get("page_size", 0),
+        prefix=given.get("prefix") is True,
+        softcap=given.get("softcap") is True,
+        alibi=given.get("alibi") is True,
+        sinks=given.get("sinks") is True,
+        lengths=given.get("lengths") is True,
+        latent=given.get("latent") is True,
     )
+
+
+def _word(value: Value, default: Word) -> Word:
+    return value if isinstance(value, type(default)) else default
+
+
+def _window(given: dict[str, Value]) -> Window:
+    window, left, right = (given.get(key) for key in ("window", "window_left", "window_right"))
+    if isinstance(window, Window):
+        if left is not None or right is not None:
+            raise UsageError(
+                "window says what window_left and window_right do: leave one of the two ways out"
+            )
+        return window
+    return Window(left if isinstance(left, int) else None, right if isinstance(right, int) else None)
 
 
 def _batch(numbers: dict[str, int], seqlen_q: int) -> int:

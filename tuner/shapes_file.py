@@ -8,7 +8,8 @@ import msgspec
 
 from flashtune.errors import UsageError
 from flashtune.problem import Direction, Problem
-from flashtune.tuner.shapes import expand, parse_shape, parse_values
+from flashtune.tuner.shape_values import parse_values
+from flashtune.tuner.shapes import expand, parse_shape
 
 EXAMPLE = "heads=32,seqlen=4096,head_dim=128,causal"
 MAX_FILE_BYTES = 1024 * 1024

@@ -12,17 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.errors import UsageError
+from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
 from flashtune.notices import search_command
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.shapes import KEYS, MAX_PROBLEMS, parse_shape
+from flashtune.tuner.shape_values import KEYS
+from flashtune.tuner.shapes import MAX_PROBLEMS, parse_shape
 from flashtune.tuner.shapes_file import read_shapes_file
+
+bounds = st.none() | st.integers(0, 2**31 - 1)
+amounts = st.just(0) | st.integers(1, 2**31 - 1)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
+    """Any problem that there can be, with any features."""
     kv_heads = draw(st.integers(1, 64))
+    dtype = draw(st.sampled_from(Dtype))
+    kv_dtype = None if dtype.is_quantized else draw(st.none() | st.sampled_from(KvDtype))
+    page_size = draw(st.sampled_from((0, *PAGE_SIZES)))
     return Problem(
-        dtype=draw(st.sampled_from(Dtype)),
+        dtype=dtype,
         head_dim=draw(st.integers(1, 1024)),
         value_head_dim=draw(st.integers(1, 1024)),
         heads=kv_heads * draw(st.integers(1, 64)),
@@ -31,6 +40,21 @@ def problems(draw: st.DrawFn) -> Problem:
         seqlen_q=draw(st.integers(1, 2**31 - 1)),
         seqlen_kv=draw(st.integers(1, 2**31 - 1)),
         causal=draw(st.sampled_from(Causal)),
+        window_left=draw(bounds),
+        window_right=draw(bounds),
+        first_tokens=draw(amounts),
+        chunk=draw(amounts),
+        prefix=draw(st.booleans()),
+        softcap=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        bias=draw(st.sampled_from(Bias)),
+        sinks=draw(st.booleans()),
+        packed=draw(amounts),
+        lengths=page_size == 0 and draw(st.booleans()),
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        kv_scale=draw(st.sampled_from(KvScale)) if kv_dtype else KvScale.TENSOR,
+        latent=draw(st.booleans()),
     )
 
 
@@ -41,7 +65,15 @@ def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem
     assert parse_shape(shape) == (problem,)
 
 
-words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3"])
+@given(problems())
+def test_a_line_of_json_names_the_problem_that_it_was_made_of(problem: Problem) -> None:
+    row = msgspec.json.decode(msgspec.json.encode(problem))
+    del row["direction"]
+    shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
+    assert parse_shape(shape) == (problem,)
+
+
+words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3", "1:0", ":"])
 marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"])
 
 
@@ -134,6 +166,19 @@ def test_lengths_may_differ() -> None:
         ("heads=32,seqlen=1,seqlen_q=1,seqlen_kv=1,head_dim=64", "leave one of the three out"),
         ("heads=32,seqlen=3,head_dim=64,tokens=16", "no multiple"),
         ("heads=32,seqlen=4,head_dim=64,tokens=16,batch=2", "leave one of the two out"),
+        ("heads=32,seqlen=4,head_dim=64,window", "window has no value"),
+        ("heads=32,seqlen=4,head_dim=64,window=:", "window has no bound"),
+        ("heads=32,seqlen=4,head_dim=64,window=1:2:3", "window_right takes whole numbers"),
+        ("heads=32,seqlen=4,head_dim=64,window=-1", "window_left takes whole numbers"),
+        ("heads=32,seqlen=4,head_dim=64,window=8,window_left=4", "leave one of the two ways out"),
+        ("heads=32,seqlen=4,head_dim=64,softcap=50", "choose one of true, false"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=24", "16, 32, 64, 128, 256"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=16,lengths", "leave lengths out"),
+        ("heads=32,seqlen=4,head_dim=64,kv_dtype=int4", "did you mean 'int8'?"),
+        ("heads=32,seqlen=4,head_dim=64,kv_scale=page", "add kv_dtype"),
+        ("heads=32,seqlen=4,head_dim=64,dtype=e4m3,kv_dtype=int8", "leave queries in"),
+        ("heads=32,seqlen=4,head_dim=64,bias=alibi", "additive"),
+        ("heads=32,seqlen=4,head_dim=64,sink", "did you mean 'sinks'?"),
     ],
 )
 def test_mistakes_get_a_sentence_that_helps(text: str, part: str) -> None:
@@ -198,3 +243,34 @@ def test_quantized_inputs_are_named_like_other_types() -> None:
     (problem,) = parse_shape("heads=8,seqlen=512,head_dim=128,dtype=e4m3,causal")
     assert problem.dtype is Dtype.E4M3
     assert problem.key == "forward_e4m3_d128_h8x8_b1_q512_k512_bottom_right"
+
+
+def test_a_window_bounds_one_side_or_both() -> None:
+    found = parse_shape("heads=1,seqlen=64,head_dim=64,window=1023|127:0|:0|0")
+    assert [(problem.window_left, problem.window_right) for problem in found] == [
+        (1023, None),
+        (127, 0),
+        (None, 0),
+        (0, None),
+    ]
+
+
+def test_every_feature_has_a_key() -> None:
+    text = (
+        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=8192,"
+        "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent"
+    )
+    (problem,) = parse_shape(text)
+    assert set(Feature) - problem.features == {Feature.LENGTHS}
+    (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,lengths")
+    assert dense.features == {Feature.LENGTHS}
+
+
+def test_lists_of_features_combine() -> None:
+    found = parse_shape(
+        "heads=8,seqlen=64,head_dim=64,page_size=0|16|64,kv_dtype=none|int8,softcap=true|false"
+    )
+    assert len(found) == 3 * 2 * 2
+    assert {problem.page_size for problem in found} == {0, 16, 64}
+    one_scale = parse_shape("heads=8,seqlen=64,head_dim=64,kv_dtype=none|int8,kv_scale=head")
+    assert [problem.kv_scale for problem in one_scale] == [KvScale.TENSOR, KvScale.HEAD]
