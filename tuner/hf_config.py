@@ -1,4 +1,4 @@
-"""The attention shape of a transformers `config.json`: a file of whatever origin, read as typed data."""
+"""The attention of a transformers `config.json`: a file of whatever origin, read as typed data."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ import msgspec
 
 from flashtune.errors import UsageError
 from flashtune.problem import Dtype
+from flashtune.tuner.hf_layers import MAX_LAYERS, LayerFields, Text, latent_of, layers_of
 from flashtune.tuner.models import ModelAttention
 from flashtune.tuner.shape_values import DTYPES, MAX_COUNT, MAX_WIDTH, quoted
 from flashtune.tuner.shapes_file import read_text
 
-MAX_LAYERS = 10_000
-Layers = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
+LayerCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
-Text = Annotated[str, msgspec.Meta(max_length=100)]
 
 # Model types whose tokens see one another in both directions.
 ENCODERS = frozenset({"bert", "roberta", "distilbert", "electra", "modernbert", "vit", "siglip_vision_model"})
 
 
-class _Attention(msgspec.Struct, frozen=True):
+class _Attention(LayerFields, frozen=True):
     """The fields that decide attention's shape, under the names that configs give them.
 
     One that does not say how many layers it has is taken for one layer.
     """
 
-    model_type: Text | None = None
-    num_hidden_layers: Layers | None = None
-    n_layer: Layers | None = None
+    num_hidden_layers: LayerCount | None = None
+    n_layer: LayerCount | None = None
     num_attention_heads: Heads | None = None
     n_head: Heads | None = None
     num_key_value_heads: Heads | None = None
@@ -42,7 +40,6 @@ class _Attention(msgspec.Struct, frozen=True):
     n_embd: Heads | None = None
     head_dim: Width | None = None
     qk_nope_head_dim: Width | None = None
-    qk_rope_head_dim: Width | None = None
     v_head_dim: Width | None = None
     dtype: Text | None = None
     torch_dtype: Text | None = None
@@ -80,7 +77,6 @@ def _attention(document: _Document, path: Path) -> ModelAttention:
     head_dim = _head_dim(config, heads, path)
     return ModelAttention(
         name=config.model_type or path.stem,
-        layers=config.num_hidden_layers or config.n_layer or 1,
         heads=heads,
         kv_heads=_kv_heads(config, heads),
         head_dim=head_dim,
@@ -88,6 +84,8 @@ def _attention(document: _Document, path: Path) -> ModelAttention:
         dtype=_dtype(config.dtype or config.torch_dtype or document.dtype or document.torch_dtype, path),
         causal=config.model_type not in ENCODERS,
         source=str(path),
+        kinds=layers_of(config, config.num_hidden_layers or config.n_layer or 1, path),
+        latent=latent_of(config, path),
     )
 
 

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
-from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_hbm_items
 from flashtune.target import Target
-from flashtune.tuner.chosen import choose
+from flashtune.tuner.chosen import Chosen, choose
 from flashtune.tuner.explain import roofline
-from flashtune.tuner.models import ModelAttention
+from flashtune.tuner.model_sizes import ModelSizes, Phase
+from flashtune.tuner.models import LayerCall, ModelAttention, model_calls
 
 # `standard_attention` holds its scores, what becomes of them, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5
 LSE_BYTES = 4
 
 
-class Phase(enum.StrEnum):
-    """What a model does: PREFILL attends from a whole prompt to itself, DECODE from one new token to all."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 class Way(msgspec.Struct, frozen=True):
     """One way to compute a model's attention at one length.
 
     Attributes:
-        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch.
+        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; of
+            the kind of layer that needs most.
         traffic: HBM bytes that its order of loops moves, of all layers: what L2 is sure to hold counts once.
         bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
             cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
             each input and output once.
-        bound_by: `matrix units`, `softmax` or `memory`.
+        bound_by: `matrix units`, `softmax` or `memory`; of the kind of layer that takes longest.
     """
 
     memory: int
@@ -49,10 +41,11 @@ class Point(msgspec.Struct, frozen=True):
 
     Attributes:
         seqlen: Tokens of a sequence.
-        kv_bytes: Keys and values of all layers and sequences, one after the other without gaps.
+        kv_bytes: What the caches of all layers and sequences hold, one after the other without gaps: keys
+            and values once for each KV head, or latent keys.
         standard: The unfused computation, which writes its scores.
-        flash: The kernel that dispatch would use.
-        family: That kernel's family.
+        flash: The kernels that dispatch would use.
+        families: Those kernels' families, each once.
         speedup: By the rooflines, how many times as long the unfused computation takes.
     """
 
@@ -60,7 +53,7 @@ class Point(msgspec.Struct, frozen=True):
     kv_bytes: int
     standard: Way
     flash: Way
-    family: str
+    families: tuple[str, ...]
     speedup: float
 
 
@@ -77,33 +70,30 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 def overviews(
-    attention: ModelAttention, problems: tuple[Problem, ...], phase: Phase, target: Target, db: str | None
+    attention: ModelAttention, sizes: ModelSizes, target: Target, db: str | None
 ) -> tuple[Overview, ...]:
     """A model's attention, one overview for each batch size and type.
 
     Args:
         attention: The model's attention.
-        problems: Its prefill at each length, batch size and type.
-        phase: What the model does.
+        sizes: What it does, and its lengths, batch sizes and types.
         target: The GPU.
         db: The database whose selections count, None for the default one.
 
     Raises:
-        UsageError: The model is an encoder and does not decode.
+        UsageError: A size that no shape can have, or the model is an encoder and does not decode.
         ProblemError: No family computes the problem on this target.
         StoreError: The database cannot be read.
     """
-    if phase is Phase.DECODE and not attention.causal:
-        raise UsageError(f"{attention.name} is an encoder and does not decode: pass --phase prefill")
     groups: dict[tuple[int, Dtype], list[Point]] = {}
-    for problem in problems:
-        posed = problem if phase is Phase.PREFILL else msgspec.structs.replace(problem, seqlen_q=1)
+    for calls in model_calls(attention, sizes):
+        problem = calls[0].problem
         points = groups.setdefault((problem.batch, problem.dtype), [])
-        points.append(_point(posed, attention.layers, target, db))
+        points.append(_point(attention, calls, target, db))
     return tuple(
         Overview(
             attention.name,
-            phase,
+            sizes.phase,
             target.name,
             attention.layers,
             batch,
@@ -114,36 +104,59 @@ def overviews(
     )
 
 
-def _point(problem: Problem, layers: int, target: Target, db: str | None) -> Point:
-    chosen = choose(problem, target, db)
-    items = chosen.family.hbm_items(problem, chosen.config, target)
-    rows = problem.batch * problem.heads * problem.seqlen_q
-    out = rows * problem.value_head_dim * problem.out_dtype.itemsize
-    moved = sum(item.bytes for item in items)
-    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
-    # Values of 8 bits are transposed into memory of their own size.
-    scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
-    memory = out + rows * LSE_BYTES + scratch
-    flash = _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
-    standard = _standard(problem, out, layers, target)
-    both = problem.head_dim + problem.value_head_dim
+def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Target, db: str | None) -> Point:
+    chosen = [choose(call.problem, target, db) for call in calls]
+    flash = _together([_flash(kernel, call, target) for kernel, call in zip(chosen, calls, strict=True)])
+    standard = _together([_standard(call, target) for call in calls])
+    problem = calls[0].problem
     return Point(
         seqlen=problem.seqlen_kv,
-        kv_bytes=layers * keys * both * problem.dtype.itemsize,
+        kv_bytes=attention.cache_bytes(problem),
         standard=standard,
         flash=flash,
-        family=chosen.family.name,
+        families=tuple(dict.fromkeys(kernel.family.name for kernel in chosen)),
         speedup=standard.bound_ms / flash.bound_ms,
     )
 
 
-def _standard(problem: Problem, out: int, layers: int, target: Target) -> Way:
+def _together(ways: list[Way]) -> Way:
+    """All kinds of layers, one after the other."""
+    longest = max(ways, key=lambda way: way.bound_ms)
+    return Way(
+        max(way.memory for way in ways),
+        sum(way.traffic for way in ways),
+        sum(way.bound_ms for way in ways),
+        longest.bound_by,
+    )
+
+
+def _out_bytes(problem: Problem) -> int:
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    return rows * problem.value_head_dim * problem.out_dtype.itemsize
+
+
+def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
+    problem, layers = call
+    moved = sum(item.bytes for item in chosen.family.hbm_items(problem, chosen.config, target))
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    # Values of 8 bits are transposed into memory of their own size.
+    scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
+    memory = _out_bytes(problem) + rows * LSE_BYTES + scratch
+    return _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
+
+
+def _standard(call: LayerCall, target: Target) -> Way:
     """It computes what the mask hides too, and takes quantised inputs as 16 bits."""
+    problem, layers = call
     dtype = Dtype.BF16 if problem.dtype.is_quantized else problem.dtype
     plain = msgspec.structs.replace(problem, dtype=dtype)
     traffic = sum(item.bytes for item in standard_hbm_items(plain))
-    full = msgspec.structs.replace(plain, causal=Causal.NONE)
-    return _way(full, out + int(SCORE_COPIES * score_bytes(plain)), traffic, traffic, layers, target)
+    full = msgspec.structs.replace(
+        plain, causal=Causal.NONE, window_left=None, window_right=None, first_tokens=0, chunk=0
+    )
+    memory = _out_bytes(problem) + int(SCORE_COPIES * score_bytes(plain))
+    return _way(full, memory, traffic, traffic, layers, target)
 
 
 def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers: int, target: Target) -> Way:

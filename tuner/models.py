@@ -1,32 +1,71 @@
-"""The attention shapes of well-known open models, so that a search can name a model."""
+"""Models as the attention problems that they call, so that a search can name a model."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.shape_values import Value, nearest, parse_values, quoted
+from flashtune.tuner.model_sizes import (
+    DEFAULT_BATCH,
+    DEFAULT_PAGE_SIZE,
+    DEFAULT_SEQLEN,
+    ModelSizes,
+    Phase,
+)
+from flashtune.tuner.shape_values import Value, parse_values
 from flashtune.tuner.shapes import expand
 
 
+class Layers(msgspec.Struct, frozen=True):
+    """Layers of a model that attend alike.
+
+    Attributes:
+        count: How many of them.
+        window: Tokens that a token sees, itself among them; 0 for all.
+        chunk: Tokens of a chunk, whose tokens see one another alone; 0 for no chunks.
+        softcap: Whether scores are capped.
+        sinks: Whether each head has a score that takes weight and has no value.
+    """
+
+    count: int
+    window: int = 0
+    chunk: int = 0
+    softcap: bool = False
+    sinks: bool = False
+
+
+class Latent(NamedTuple):
+    """What decode reads of a token where all heads share one compressed key (DeepSeek's MLA).
+
+    Attributes:
+        width: Columns of it.
+        values: How many of these, from the first on, are values too.
+    """
+
+    width: int
+    values: int
+
+
 class ModelAttention(msgspec.Struct, frozen=True):
-    """The attention layers of one model, as its prefill runs them.
+    """The attention layers of one model.
 
     Attributes:
         name: How a user names it: lower case, with its size.
-        layers: How many layers with attention.
         heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Width of queries and keys.
-        value_head_dim: Width of values.
+        kv_heads: Key and value heads, as prefill has them.
+        head_dim: Width of queries and keys, as prefill has them.
+        value_head_dim: Width of values, as prefill has them.
         dtype: The checkpoint's element type.
         causal: Whether a token sees only what came before it.
         source: Where the numbers are from.
+        kinds: Its layers, each kind once.
+        latent: What its cache holds in place of keys and values, if anything.
     """
 
     name: str
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -34,127 +73,113 @@ class ModelAttention(msgspec.Struct, frozen=True):
     dtype: Dtype
     causal: bool
     source: str
+    kinds: tuple[Layers, ...]
+    latent: Latent | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many layers with attention."""
+        return sum(kind.count for kind in self.kinds)
+
+    def cache_bytes(self, problem: Problem) -> int:
+        """Bytes that the cache of all layers holds after a problem of this model, without gaps."""
+        width = self.latent.width if self.latent else self.kv_heads * (self.head_dim + self.value_head_dim)
+        return self.layers * problem.batch * problem.seqlen_kv * width * problem.kv_itemsize
 
 
-def _decoder(
-    name: str,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    repository: str,
-    dtype: Dtype = Dtype.BF16,
-    value_head_dim: int = 0,
-) -> ModelAttention:
-    source = f"config.json of {repository}"
-    widths = head_dim, value_head_dim or head_dim
-    return ModelAttention(name, layers, heads, kv_heads, *widths, dtype, True, source)
+class LayerCall(NamedTuple):
+    """One problem that a model calls, and how many of its layers call it."""
+
+    problem: Problem
+    layers: int
 
 
-def _encoder(
-    name: str, layers: int, heads: int, head_dim: int, repository: str, dtype: Dtype
-) -> ModelAttention:
-    source = f"config.json of {repository}"
-    return ModelAttention(name, layers, heads, heads, head_dim, head_dim, dtype, False, source)
-
-
-# Layers with a sliding window, sinks or a soft cap on logits are listed by their sizes alone: the
-# shape is right, the feature is not searched.
-MODELS: tuple[ModelAttention, ...] = (
-    _decoder("llama-2-7b", 32, 32, 32, 128, "meta-llama/Llama-2-7b-hf", Dtype.FP16),
-    _decoder("llama-2-13b", 40, 40, 40, 128, "meta-llama/Llama-2-13b-hf", Dtype.FP16),
-    _decoder("llama-2-70b", 80, 64, 8, 128, "meta-llama/Llama-2-70b-hf", Dtype.FP16),
-    _decoder("llama-3-8b", 32, 32, 8, 128, "meta-llama/Meta-Llama-3-8B"),
-    _decoder("llama-3-70b", 80, 64, 8, 128, "meta-llama/Meta-Llama-3-70B"),
-    _decoder("llama-3.1-8b", 32, 32, 8, 128, "meta-llama/Llama-3.1-8B"),
-    _decoder("llama-3.1-70b", 80, 64, 8, 128, "meta-llama/Llama-3.1-70B"),
-    _decoder("llama-3.1-405b", 126, 128, 8, 128, "meta-llama/Llama-3.1-405B"),
-    _decoder("llama-3.2-1b", 16, 32, 8, 64, "meta-llama/Llama-3.2-1B"),
-    _decoder("llama-3.2-3b", 28, 24, 8, 128, "meta-llama/Llama-3.2-3B"),
-    _decoder("llama-3.3-70b", 80, 64, 8, 128, "meta-llama/Llama-3.3-70B-Instruct"),
-    _decoder("mistral-7b", 32, 32, 8, 128, "mistralai/Mistral-7B-v0.3"),
-    _decoder("mistral-nemo-12b", 40, 32, 8, 128, "mistralai/Mistral-Nemo-Base-2407"),
-    _decoder("mixtral-8x7b", 32, 32, 8, 128, "mistralai/Mixtral-8x7B-v0.1"),
-    _decoder("mixtral-8x22b", 56, 48, 8, 128, "mistralai/Mixtral-8x22B-v0.1"),
-    _decoder("qwen2.5-0.5b", 24, 14, 2, 64, "Qwen/Qwen2.5-0.5B"),
-    _decoder("qwen2.5-1.5b", 28, 12, 2, 128, "Qwen/Qwen2.5-1.5B"),
-    _decoder("qwen2.5-3b", 36, 16, 2, 128, "Qwen/Qwen2.5-3B"),
-    _decoder("qwen2.5-7b", 28, 28, 4, 128, "Qwen/Qwen2.5-7B"),
-    _decoder("qwen2.5-14b", 48, 40, 8, 128, "Qwen/Qwen2.5-14B"),
-    _decoder("qwen2.5-32b", 64, 40, 8, 128, "Qwen/Qwen2.5-32B"),
-    _decoder("qwen2.5-72b", 80, 64, 8, 128, "Qwen/Qwen2.5-72B"),
-    _decoder("qwen3-0.6b", 28, 16, 8, 128, "Qwen/Qwen3-0.6B"),
-    _decoder("qwen3-1.7b", 28, 16, 8, 128, "Qwen/Qwen3-1.7B"),
-    _decoder("qwen3-4b", 36, 32, 8, 128, "Qwen/Qwen3-4B"),
-    _decoder("qwen3-8b", 36, 32, 8, 128, "Qwen/Qwen3-8B"),
-    _decoder("qwen3-14b", 40, 40, 8, 128, "Qwen/Qwen3-14B"),
-    _decoder("qwen3-32b", 64, 64, 8, 128, "Qwen/Qwen3-32B"),
-    _decoder("qwen3-30b-a3b", 48, 32, 4, 128, "Qwen/Qwen3-30B-A3B"),
-    _decoder("qwen3-235b-a22b", 94, 64, 4, 128, "Qwen/Qwen3-235B-A22B"),
-    _decoder("gemma-2b", 18, 8, 1, 256, "google/gemma-2b"),
-    _decoder("gemma-7b", 28, 16, 16, 256, "google/gemma-7b"),
-    _decoder("gemma-3-1b", 26, 4, 1, 256, "google/gemma-3-1b-pt"),
-    _decoder("gemma-3-12b", 48, 16, 8, 256, "google/gemma-3-12b-pt"),
-    _decoder("gemma-3-27b", 62, 32, 16, 128, "google/gemma-3-27b-pt"),
-    _decoder("phi-2", 32, 32, 32, 80, "microsoft/phi-2", Dtype.FP16),
-    _decoder("phi-3-mini", 32, 32, 32, 96, "microsoft/Phi-3-mini-4k-instruct"),
-    _decoder("phi-4", 40, 40, 10, 128, "microsoft/phi-4"),
-    _decoder("falcon-7b", 32, 71, 1, 64, "tiiuae/falcon-7b"),
-    _decoder("falcon-40b", 60, 128, 8, 64, "tiiuae/falcon-40b"),
-    _decoder("yi-6b", 32, 32, 4, 128, "01-ai/Yi-6B"),
-    _decoder("yi-34b", 60, 56, 8, 128, "01-ai/Yi-34B"),
-    _decoder("deepseek-v2-lite", 27, 16, 16, 192, "deepseek-ai/DeepSeek-V2-Lite", value_head_dim=128),
-    _decoder("deepseek-v3", 61, 128, 128, 192, "deepseek-ai/DeepSeek-V3", value_head_dim=128),
-    _decoder("gpt-oss-20b", 24, 64, 8, 64, "openai/gpt-oss-20b"),
-    _decoder("gpt-oss-120b", 36, 64, 8, 64, "openai/gpt-oss-120b"),
-    _decoder("gpt-neox-20b", 44, 64, 64, 96, "EleutherAI/gpt-neox-20b", Dtype.FP16),
-    _decoder("gpt2", 12, 12, 12, 64, "openai-community/gpt2", Dtype.FP32),
-    _encoder("bert-base", 12, 12, 64, "google-bert/bert-base-uncased", Dtype.FP32),
-    _encoder("bert-large", 24, 16, 64, "google-bert/bert-large-uncased", Dtype.FP32),
-    _encoder("vit-large", 24, 16, 64, "google/vit-large-patch16-224", Dtype.FP32),
-)
-
-
-def find_model(name: str) -> ModelAttention:
-    """The model of a name, case and underscores aside.
+def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[LayerCall, ...], ...]:
+    """What a model calls: for each length, batch size and type one problem for each kind of its layers.
 
     Raises:
-        UsageError: The table has no such model.
+        UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for model in MODELS:
-        if model.name == wanted:
-            return model
-    raise UsageError(
-        f"there is no model {quoted(name)}: pass its config.json by --hf-config, "
-        f"or {nearest(wanted, (model.name for model in MODELS))}"
+    posed = {Phase.PREFILL: _prefill, Phase.DECODE: _decode}[sizes.phase]
+    return tuple(
+        tuple(LayerCall(_of_kind(problem, kind), kind.count) for kind in attention.kinds)
+        for problem in posed(attention, sizes)
     )
 
 
-def prefill(attention: ModelAttention, *, seqlen: str, batch: str, dtype: str | None) -> tuple[Problem, ...]:
-    """The problems of a whole prompt attending to itself.
-
-    Args:
-        attention: The model's attention.
-        seqlen: Lengths, as a shape writes them.
-        batch: Batch sizes, as a shape writes them.
-        dtype: Element types, as a shape writes them; None for the checkpoint's own.
+def model_problems(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
+    """All problems of `model_calls`, none twice.
 
     Raises:
-        UsageError: A length, size or type that no shape can have.
+        UsageError: As `model_calls`.
     """
-    own: dict[str, tuple[Value, ...]] = {
-        "heads": (attention.heads,),
-        "kv_heads": (attention.kv_heads,),
-        "head_dim": (attention.head_dim,),
-        "value_head_dim": (attention.value_head_dim,),
-        "causal": (Causal.BOTTOM_RIGHT if attention.causal else Causal.NONE,),
-    }
-    return expand(
-        own
+    return tuple(dict.fromkeys(call.problem for calls in model_calls(attention, sizes) for call in calls))
+
+
+def _prefill(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
+    """A whole prompt attending to itself, as a layer without a mask of its own does it."""
+    if sizes.page_size is not None:
+        raise UsageError("--page-size is of the cache that decode reads: add --phase decode")
+    widths = attention.heads, attention.kv_heads, attention.head_dim, attention.value_head_dim
+    problems = expand(
+        _sizes(attention, sizes, widths) | {"seqlen": parse_values("seqlen", sizes.seqlen or DEFAULT_SEQLEN)}
+    )
+    if not sizes.packed:
+        return problems
+    return tuple(
+        msgspec.structs.replace(problem, packed=problem.batch * problem.seqlen_q) for problem in problems
+    )
+
+
+def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
+    """One new token of each sequence attending to its cache."""
+    if not attention.causal:
+        raise UsageError(f"{attention.name} is an encoder and does not decode: pass --phase prefill")
+    if sizes.packed:
+        raise UsageError("--packed is of prompts, and decode has one token of each sequence: leave it out")
+    latent = attention.latent
+    widths = attention.heads, attention.kv_heads, attention.head_dim, attention.value_head_dim
+    if latent is not None:
+        widths = attention.heads, 1, latent.width, latent.values
+    problems = expand(
+        _sizes(attention, sizes, widths)
         | {
-            "seqlen": parse_values("seqlen", seqlen),
-            "batch": parse_values("batch", batch),
-            "dtype": parse_values("dtype", dtype) if dtype else (attention.dtype,),
+            "seqlen_q": (1,),
+            "seqlen_kv": parse_values("seqlen_kv", sizes.seqlen or DEFAULT_SEQLEN),
+            "page_size": parse_values("page_size", sizes.page_size or DEFAULT_PAGE_SIZE),
+            "latent": (latent is not None,),
         }
+    )
+    return tuple(dict.fromkeys(map(_of_whole_pages, problems)))
+
+
+def _of_whole_pages(problem: Problem) -> Problem:
+    """A cache in pages holds as many keys as its pages have room for."""
+    page = problem.page_size or 1
+    return msgspec.structs.replace(problem, seqlen_kv=-(-problem.seqlen_kv // page) * page)
+
+
+def _sizes(
+    attention: ModelAttention, sizes: ModelSizes, widths: tuple[int, int, int, int]
+) -> dict[str, tuple[Value, ...]]:
+    """What both phases have in common; `widths` are heads, KV heads and the widths of keys and values."""
+    own = dict(zip(("heads", "kv_heads", "head_dim", "value_head_dim"), widths, strict=True))
+    return {
+        **{key: (number,) for key, number in own.items()},
+        "causal": (Causal.BOTTOM_RIGHT if attention.causal else Causal.NONE,),
+        "batch": parse_values("batch", sizes.batch or DEFAULT_BATCH),
+        "dtype": parse_values("dtype", sizes.dtype) if sizes.dtype else (attention.dtype,),
+    }
+
+
+def _of_kind(problem: Problem, kind: Layers) -> Problem:
+    return msgspec.structs.replace(
+        problem,
+        # A window counts the token itself, a problem's what lies before it.
+        window_left=kind.window - 1 if kind.window else None,
+        # An encoder's window is as wide on the other side.
+        window_right=kind.window - 1 if kind.window and problem.causal is Causal.NONE else None,
+        chunk=kind.chunk,
+        softcap=kind.softcap,
+        sinks=kind.sinks,
     )

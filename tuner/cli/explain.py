@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.errors import UsageError
-from flashtune.tuner.cli.model_options import WholeModel, shape_or_model_options
+from flashtune.tuner.cli.model_options import WholeModels, shape_or_model_options
 from flashtune.tuner.cli.options import database_option, json_option, kernel_options, target_options
 from flashtune.tuner.cli.output import console, print_json
 
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 @json_option
 def command(
     problems: tuple[Problem, ...],
-    models: tuple[WholeModel, ...],
-    model_phase: str | None,
+    models: WholeModels | None,
     target: Target,
     device: int | None,
     family: str | None,
@@ -56,10 +55,10 @@ def command(
     a whole model over sequence length: memory, HBM traffic and least times of the standard computation
     and of the kernel, and the memory of contiguous keys and values. Needs no GPU.
     """
-    if model_phase is not None:
+    if models is not None:
         if family or config:
             raise UsageError("--family and --config name one kernel, and --phase explains whole models")
-        _explain_models(models, model_phase, target, db, plot_file, as_json)
+        _explain_models(models, target, db, plot_file, as_json)
         return
     if plot_file is not None:
         raise UsageError("--plot draws whole models over sequence length: add --phase prefill or decode")
@@ -83,8 +82,7 @@ def command(
 
 
 def _explain_models(
-    models: tuple[WholeModel, ...],
-    phase: str,
+    models: WholeModels,
     target: Target,
     db: str | None,
     plot_file: Path | None,
@@ -95,14 +93,14 @@ def _explain_models(
     from flashtune.tuner.cli.model_plot import overview_page
     from flashtune.tuner.cli.model_table import print_overview
     from flashtune.tuner.export import write_file
-    from flashtune.tuner.model_overview import Phase, overviews
+    from flashtune.tuner.model_overview import overviews
 
     if plot_file is not None:
         require_plotly()
     told = [
         overview
-        for model in models
-        for overview in overviews(model.attention, model.problems, Phase(phase), target, db)
+        for attention in models.attentions
+        for overview in overviews(attention, models.sizes, target, db)
     ]
     if plot_file is not None:
         write_file(plot_file, overview_page(told).encode())

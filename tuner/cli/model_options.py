@@ -10,13 +10,14 @@ import click
 
 from flashtune.errors import UsageError
 from flashtune.tuner.cli.options import (
-    DEFAULT_BATCH,
-    PHASE_OPTION,
-    SHAPE_OPTIONS,
+    NO_SHAPE,
     AnyCommand,
     apply_options,
+    gather_models,
     gather_problems,
 )
+from flashtune.tuner.cli.shape_options import PHASE_OPTION, PHASES, SHAPE_OPTIONS
+from flashtune.tuner.model_sizes import ModelSizes, Phase
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 # Lengths of a whole model's overview.
 LENGTHS = "1024..131072"
-PHASES = ("prefill", "decode")
 
 PHASE_HELP = (
     "Explain the attention of whole models, named by --model or --hf-config, over sequence length, in place "
@@ -33,17 +33,17 @@ PHASE_HELP = (
 )
 
 
-class WholeModel(NamedTuple):
-    """A model, and its prefill at each length, batch size and type that was asked for."""
+class WholeModels(NamedTuple):
+    """Models, what they do, and the lengths, batch sizes and types that were asked for."""
 
-    attention: ModelAttention
-    problems: tuple[Problem, ...]
+    attentions: tuple[ModelAttention, ...]
+    sizes: ModelSizes
 
 
 def shape_or_model_options(command: AnyCommand) -> AnyCommand:
     """Adds the ways to name shapes, and --phase.
 
-    The command gets `problems` and `models`, one of the two empty, and `model_phase`, None with problems.
+    The command gets `problems` and `models`: no problems and some models, or problems and None.
     """
 
     @functools.wraps(command)
@@ -57,42 +57,26 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
         seqlen: str | None,
         batch: str | None,
         dtype: str | None,
+        page_size: str | None,
+        packed: bool,
         **kwargs: Any,
     ) -> Any:
         problems: tuple[Problem, ...] = ()
-        whole: tuple[WholeModel, ...] = ()
+        whole: WholeModels | None = None
         if model_phase is None:
-            problems = gather_problems(shapes, models, hf_configs, shapes_files, (seqlen, batch, dtype))
+            sizes = ModelSizes(Phase.PREFILL, seqlen, batch, dtype, page_size, packed)
+            problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
             if not problems:
-                raise UsageError("name a shape, by --shape, --model, --hf-config or --shapes-file")
+                raise UsageError(NO_SHAPE)
         elif shapes or shapes_files or not (models or hf_configs):
             raise UsageError(
                 "--phase explains whole models: name them by --model or --hf-config, and leave shapes out"
             )
         else:
-            whole = _whole_models(models, hf_configs, seqlen, batch, dtype)
-        return command(*args, problems=problems, models=whole, model_phase=model_phase, **kwargs)
+            sizes = ModelSizes(Phase(model_phase), seqlen or LENGTHS, batch, dtype, page_size, packed)
+            whole = WholeModels(gather_models(models, hf_configs), sizes)
+        return command(*args, problems=problems, models=whole, **kwargs)
 
     phase = click.option("--phase", "model_phase", type=click.Choice(PHASES), help=PHASE_HELP)
     options = (phase if option is PHASE_OPTION else option for option in SHAPE_OPTIONS)
     return apply_options(tuple(options), with_either)
-
-
-def _whole_models(
-    models: tuple[str, ...],
-    hf_configs: tuple[Path, ...],
-    seqlen: str | None,
-    batch: str | None,
-    dtype: str | None,
-) -> tuple[WholeModel, ...]:
-    from flashtune.tuner.hf_config import read_hf_config
-    from flashtune.tuner.models import find_model, prefill
-
-    attentions = (*map(find_model, models), *map(read_hf_config, hf_configs))
-    return tuple(
-        WholeModel(
-            attention,
-            prefill(attention, seqlen=seqlen or LENGTHS, batch=batch or DEFAULT_BATCH, dtype=dtype),
-        )
-        for attention in attentions
-    )

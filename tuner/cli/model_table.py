@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtune.tuner.cli.output import plain, quantity
-from flashtune.tuner.model_overview import Overview, Phase, Way
+from flashtune.tuner.model_overview import Overview, Way
+from flashtune.tuner.model_sizes import Phase
 
 
 def print_overview(out: Console, overview: Overview) -> None:
@@ -31,7 +32,7 @@ def print_overview(out: Console, overview: Overview) -> None:
             f"{point.speedup:.1f}x",
         )
     out.print(table)
-    families = ", ".join(dict.fromkeys(point.family for point in overview.points))
+    families = ", ".join(dict.fromkeys(family for point in overview.points for family in point.families))
     out.print(
         plain(
             f"Flash is {families}. KV (contiguous), traffic and times are of all layers. At least: by peak "

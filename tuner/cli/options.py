@@ -15,72 +15,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.errors import UsageError
+from flashtune.tuner.cli.shape_options import SHAPE_OPTIONS
+from flashtune.tuner.model_sizes import ModelSizes, Phase
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
     from flashtune.target import Target
+    from flashtune.tuner.models import ModelAttention
 
 AnyCommand = Callable[..., Any]
 
-SHAPE_HELP = (
-    "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
-    "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
-    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Further: window=1023 (keys before a "
-    "query's own that it sees) or window=1023:0 (before and after), first_tokens=4, chunk=8192, prefix, "
-    "softcap, alibi, bias=additive|boolean, sinks, packed=65536 (tokens of all sequences; seqlen is the "
-    "longest), lengths, page_size=16, kv_dtype=e4m3|int8, kv_scale=tensor|head|page, latent. Repeatable."
-)
-MODEL_HELP = "The attention shape of a well-known open model, such as llama-3.1-8b. Repeatable."
-
-DEFAULT_SEQLEN = "4096"
-DEFAULT_BATCH = "1"
-
-PHASE_OPTION = click.option(
-    "--phase",
-    type=click.Choice(["prefill"]),
-    default="prefill",
-    show_default=True,
-    help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself.",
-)
-SHAPE_OPTIONS = (
-    click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
-    click.option("--model", "models", multiple=True, metavar="NAME", help=MODEL_HELP),
-    click.option(
-        "--hf-config",
-        "hf_configs",
-        multiple=True,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="A transformers config.json to take the attention shape from. Repeatable.",
-    ),
-    click.option(
-        "--shapes-file",
-        "shapes_files",
-        multiple=True,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="A file of shapes: one a line, as for --shape or in JSON; # starts a comment. Repeatable.",
-    ),
-    PHASE_OPTION,
-    click.option(
-        "--seqlen",
-        metavar="LENGTHS",
-        help="Sequence length for --model and --hf-config; lists and ranges as in --shape. "
-        f"{DEFAULT_SEQLEN} where left out.",
-    ),
-    click.option(
-        "--batch",
-        metavar="SIZES",
-        help="Batch size for --model and --hf-config; lists and ranges as in --shape. "
-        f"{DEFAULT_BATCH} where left out.",
-    ),
-    click.option(
-        "--dtype",
-        metavar="DTYPE",
-        help="bf16, fp16, fp32, e4m3 or a list, for --model and --hf-config, in place of the checkpoint's "
-        "own.",
-    ),
-)
+NO_SHAPE = "name a shape, by --shape, --model, --hf-config or --shapes-file"
 
 
 def problem_options(command: AnyCommand) -> AnyCommand:
@@ -105,12 +50,14 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
         seqlen: str | None,
         batch: str | None,
         dtype: str | None,
+        page_size: str | None,
+        packed: bool,
         **kwargs: Any,
     ) -> Any:
-        del phase  # only prefill exists so far, and click has checked it
-        problems = gather_problems(shapes, models, hf_configs, shapes_files, (seqlen, batch, dtype))
+        sizes = ModelSizes(Phase(phase), seqlen, batch, dtype, page_size, packed)
+        problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
         if required and not problems:
-            raise UsageError("name a shape, by --shape, --model, --hf-config or --shapes-file")
+            raise UsageError(NO_SHAPE)
         return command(*args, problems=problems, **kwargs)
 
     return apply_options(SHAPE_OPTIONS, with_problems)
@@ -121,33 +68,43 @@ def gather_problems(
     models: tuple[str, ...],
     hf_configs: tuple[Path, ...],
     shapes_files: tuple[Path, ...],
-    sizes: tuple[str | None, str | None, str | None],
+    sizes: ModelSizes,
 ) -> tuple[Problem, ...]:
-    """The problems that shape options name, none twice; `sizes` are --seqlen, --batch and --dtype.
+    """The problems that shape options name, none twice; `sizes` are the models'.
 
     Raises:
         UsageError: One of them names nothing, or something impossible.
     """
-    from flashtune.tuner.hf_config import read_hf_config
-    from flashtune.tuner.models import find_model, prefill
+    from flashtune.tuner.models import model_problems
     from flashtune.tuner.shapes import parse_shape
     from flashtune.tuner.shapes_file import read_shapes_file
 
-    seqlen, batch, dtype = sizes
     found: list[Problem] = []
     for text in shapes:
         found.extend(parse_shape(text))
-    attentions = [*map(find_model, models), *map(read_hf_config, hf_configs)]
-    if not attentions and any(size is not None for size in sizes):
+    attentions = gather_models(models, hf_configs)
+    if not attentions and sizes.any_size:
         raise UsageError(
-            "--seqlen, --batch and --dtype go with --model or --hf-config: write them into the --shape"
+            "--seqlen, --batch, --dtype, --page-size and --packed go with --model or --hf-config: write them "
+            "into the --shape"
         )
     for attention in attentions:
-        lengths, batches = seqlen or DEFAULT_SEQLEN, batch or DEFAULT_BATCH
-        found.extend(prefill(attention, seqlen=lengths, batch=batches, dtype=dtype))
+        found.extend(model_problems(attention, sizes))
     for path in shapes_files:
         found.extend(read_shapes_file(path))
     return tuple(dict.fromkeys(found))
+
+
+def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tuple[ModelAttention, ...]:
+    """The models that are named, and those of config files.
+
+    Raises:
+        UsageError: There is no such model, or a file is no config.
+    """
+    from flashtune.tuner.hf_config import read_hf_config
+    from flashtune.tuner.known_models import find_model
+
+    return (*map(find_model, models), *map(read_hf_config, hf_configs))
 
 
 def target_options(command: AnyCommand) -> AnyCommand:

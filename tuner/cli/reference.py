@@ -12,7 +12,8 @@ import click
 
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
 from flashtune.tuner.cli.options import optional_problem_options
-from flashtune.tuner.models import MODELS, ModelAttention
+from flashtune.tuner.known_models import MODELS
+from flashtune.tuner.models import Layers, ModelAttention
 
 TITLE = """# The command line
 
@@ -44,7 +45,22 @@ def _model_row(model: ModelAttention) -> tuple[str, ...]:
         width += f" (values {model.value_head_dim})"
     mask = "" if model.causal else ", not causal"
     sizes = f"{model.heads}, {model.kv_heads}, {width}{mask}"
-    return model.name, str(model.layers), sizes, model.dtype.value, model.source
+    if model.latent:
+        sizes += f"; decode {model.heads}, 1, {model.latent.width} (values {model.latent.values})"
+    layers = " and ".join(map(_kind, model.kinds))
+    return model.name, layers, sizes, model.dtype.value, model.source
+
+
+def _kind(kind: Layers) -> str:
+    """Layers of one kind: how many, and what they ask for."""
+    words = (
+        f"window {kind.window}" if kind.window else "",
+        f"chunk {kind.chunk}" if kind.chunk else "",
+        "softcap" if kind.softcap else "",
+        "sinks" if kind.sinks else "",
+    )
+    asked = ", ".join(word for word in words if word)
+    return f"{kind.count} with {asked}" if asked else str(kind.count)
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:

@@ -12,17 +12,17 @@ from click.testing import Result
 from flashtune.problem import Dtype
 from flashtune.target import find_target
 from flashtune.tuner.cli.model_plot import overview_figure
-from flashtune.tuner.model_overview import Overview, Phase, overviews
-from flashtune.tuner.models import MODELS, find_model, prefill
+from flashtune.tuner.known_models import MODELS, find_model
+from flashtune.tuner.model_overview import Overview, overviews
+from flashtune.tuner.model_sizes import ModelSizes, Phase
 
 Run = Callable[..., Result]
 H200 = find_target("h200")
 
 
 def overview_of(model: str, phase: Phase, lengths: str = "1024|8192", **options: str) -> Overview:
-    attention = find_model(model)
-    problems = prefill(attention, seqlen=lengths, batch=options.get("batch", "1"), dtype=options.get("dtype"))
-    (found,) = overviews(attention, problems, phase, H200, None)
+    sizes = ModelSizes(phase, lengths, options.get("batch"), options.get("dtype"), options.get("page_size"))
+    (found,) = overviews(find_model(model), sizes, H200, None)
     return found
 
 
@@ -54,7 +54,7 @@ def test_figures_of_a_prefill() -> None:
 
 
 def test_decode_is_bound_by_reading_keys_and_values() -> None:
-    found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16")
+    found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16", page_size="0")
     (point,) = found.points
     assert point.flash.bound_by == "memory"
     read_once = point.kv_bytes / (H200.hbm_bandwidth * 1e6)
@@ -74,9 +74,7 @@ def test_eight_bits_are_held_against_sixteen() -> None:
 
 
 def test_each_batch_size_is_an_overview_of_its_own() -> None:
-    attention = find_model("gpt2")
-    problems = prefill(attention, seqlen="512..2048", batch="1|8", dtype=None)
-    found = overviews(attention, problems, Phase.PREFILL, H200, None)
+    found = overviews(find_model("gpt2"), ModelSizes(seqlen="512..2048", batch="1|8"), H200, None)
     assert [(one.batch, [point.seqlen for point in one.points]) for one in found] == [
         (1, [512, 1024, 2048]),
         (8, [512, 1024, 2048]),
@@ -84,7 +82,9 @@ def test_each_batch_size_is_an_overview_of_its_own() -> None:
 
 
 def test_text_and_json(run: Run) -> None:
-    result = run("explain", "--model", "qwen3-8b", "--phase", "decode", "--target", "h200")
+    result = run(
+        "explain", "--model", "qwen3-8b", "--phase", "decode", "--page-size", "0", "--target", "h200"
+    )
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "qwen3-8b, decode of one new token of each sequence on nvidia-h200: 36 layers, batch 1" in text
@@ -99,8 +99,8 @@ def test_text_and_json(run: Run) -> None:
 def test_a_plot_is_one_page(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "model.html"
-    options = ("--model", "llama-3.2-1b", "--phase", "decode", "--seqlen", "1024..4096")
-    result = run("explain", *options, "--target", "h200", "--plot", page)
+    options = ("--model", "llama-3.2-1b", "--phase", "decode", "--page-size", "0")
+    result = run("explain", *options, "--seqlen", "1024..4096", "--target", "h200", "--plot", page)
     assert result.exit_code == 0, result.output
     content = page.read_text(encoding="utf-8")
     assert "llama-3.2-1b decode" in content
@@ -126,6 +126,8 @@ def test_every_line_of_the_plot_has_all_lengths() -> None:
         (("--model", "gpt2", "--phase", "decode", "--seqlen", "none"), "whole numbers"),
         (("--model", "gpt9", "--phase", "decode"), "there is no model"),
         (("--model", "bert-base", "--phase", "decode"), "bert-base is an encoder"),
+        (("--model", "gpt2", "--phase", "decode", "--packed"), "--packed is of prompts"),
+        (("--model", "gpt2", "--phase", "prefill", "--page-size", "16"), "add --phase decode"),
         ((), "name a shape"),
     ],
 )

@@ -1,0 +1,80 @@
+"""The options that name shapes and models, which many commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from flashtune.tuner.model_sizes import DEFAULT_BATCH, DEFAULT_PAGE_SIZE, DEFAULT_SEQLEN, Phase
+
+SHAPE_HELP = (
+    "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
+    "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
+    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Further: window=1023 (keys "
+    "before a query's own that it sees) or window=1023:0 (before and after), first_tokens=4, chunk=8192, "
+    "prefix, softcap, alibi, bias=additive|boolean, sinks, packed=65536 (tokens of all sequences; seqlen is "
+    "the longest), lengths, page_size=16, kv_dtype=e4m3|int8, kv_scale=tensor|head|page, latent. Repeatable."
+)
+MODEL_HELP = "The attention of a well-known open model, such as llama-3.1-8b. Repeatable."
+PHASES = tuple(phase.value for phase in Phase)
+
+PHASE_OPTION = click.option(
+    "--phase",
+    type=click.Choice(PHASES),
+    default=Phase.PREFILL.value,
+    show_default=True,
+    help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself, decode "
+    "from one new token of each sequence to all before it.",
+)
+SHAPE_OPTIONS = (
+    click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
+    click.option("--model", "models", multiple=True, metavar="NAME", help=MODEL_HELP),
+    click.option(
+        "--hf-config",
+        "hf_configs",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A transformers config.json to take the attention from. Repeatable.",
+    ),
+    click.option(
+        "--shapes-file",
+        "shapes_files",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A file of shapes: one a line, as for --shape or in JSON; # starts a comment. Repeatable.",
+    ),
+    PHASE_OPTION,
+    click.option(
+        "--seqlen",
+        metavar="LENGTHS",
+        help="Sequence length for --model and --hf-config, in decode that of the cache; lists and ranges as "
+        "in --shape. "
+        f"{DEFAULT_SEQLEN} where left out.",
+    ),
+    click.option(
+        "--batch",
+        metavar="SIZES",
+        help="Batch size for --model and --hf-config; lists and ranges as in --shape. "
+        f"{DEFAULT_BATCH} where left out.",
+    ),
+    click.option(
+        "--dtype",
+        metavar="DTYPE",
+        help="bf16, fp16, fp32, e4m3 or a list, for --model and --hf-config, in place of the checkpoint's "
+        "own.",
+    ),
+    click.option(
+        "--page-size",
+        metavar="KEYS",
+        help="Keys of a page of the cache that decode of --model and --hf-config reads, or a list; 0 for "
+        f"contiguous caches. {DEFAULT_PAGE_SIZE} where left out.",
+    ),
+    click.option(
+        "--packed",
+        is_flag=True,
+        help="Sequences that --model and --hf-config prefill lie packed one behind the other.",
+    ),
+)
