@@ -18,7 +18,7 @@ from flashtune.tuner.known_models import MODELS, find_model
 from flashtune.tuner.model_sizes import ModelSizes, Phase
 from flashtune.tuner.models import Layers, ModelAttention, model_calls, model_problems
 
-DECODE = ModelSizes(Phase.DECODE)
+PREFILL, DECODE = ModelSizes(), ModelSizes(Phase.DECODE)
 
 
 def test_the_table_has_many_models_each_once_with_its_source() -> None:
@@ -59,7 +59,7 @@ def test_decode_reads_whole_pages() -> None:
     assert [(problem.page_size, problem.seqlen_kv) for problem in found] == [(0, 1000), (64, 1024)]
 
 
-def of(name: str, sizes: ModelSizes = ModelSizes()) -> list[tuple[int, Problem]]:
+def of(name: str, sizes: ModelSizes = PREFILL) -> list[tuple[int, Problem]]:
     (calls,) = model_calls(find_model(name), sizes)
     return [(call.layers, call.problem) for call in calls]
 
