@@ -43,7 +43,13 @@ def side_numbers(problem: Problem) -> tuple[Argument, ...]:
 
 
 def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Strides of the side tensors, in their order: nothing is promised of their divisors."""
-    width = f"i{specialization.index_bits}"
-    names = (name for tensor in side_tensors(problem) for name in SIDE_STRIDES.get(tensor.name, ()))
-    return tuple(Argument(name, width) for name in names)
+    """Strides of the side tensors, in their order: nothing is promised of their divisors.
+
+    Those of a bias are wide whatever the other tensors are: it holds a number for each pair.
+    """
+    narrow = f"i{specialization.index_bits}"
+    return tuple(
+        Argument(name, "i64" if tensor.name == "bias" else narrow)
+        for tensor in side_tensors(problem)
+        for name in SIDE_STRIDES.get(tensor.name, ())
+    )
