@@ -5,7 +5,9 @@
     out = flashtune.attention(q, k, v, causal=True)
 
 `flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it,
-`flashtune.quantize` makes 8-bit floats of inputs, and `flashtune.table_hash` is what ranks compare.
+`flashtune.quantize` makes 8-bit floats of inputs, `flashtune.PagedKVCache` keeps keys and values of growing
+sequences, `flashtune.record_calls` counts what a program calls, and `flashtune.table_hash` is what ranks
+compare.
 Names are loaded when they are first used, so that importing the package, as the command line does,
 costs next to nothing.
 """
@@ -18,9 +20,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashtune.api import attention
     from flashtune.explanation import Explanation, explain
+    from flashtune.kv_cache import PagedKVCache
     from flashtune.notices import FlashtuneWarning
     from flashtune.planning import Plan, plan
     from flashtune.quantization import quantize
+    from flashtune.recording import record_calls
     from flashtune.tables import table_hash
 
     __version__: str
@@ -28,12 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Explanation",
     "FlashtuneWarning",
+    "PagedKVCache",
     "Plan",
     "__version__",
     "attention",
     "explain",
     "plan",
     "quantize",
+    "record_calls",
     "table_hash",
 ]
 
@@ -42,9 +48,11 @@ _HOMES = {
     "explain": "flashtune.explanation",
     "Explanation": "flashtune.explanation",
     "FlashtuneWarning": "flashtune.notices",
+    "PagedKVCache": "flashtune.kv_cache",
     "plan": "flashtune.planning",
     "Plan": "flashtune.planning",
     "quantize": "flashtune.quantization",
+    "record_calls": "flashtune.recording",
     "table_hash": "flashtune.tables",
 }
 

@@ -11,8 +11,10 @@ import threading
 import torch
 from torch import Tensor
 
+from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
 from flashtune.quantization import negated
+from flashtune.recording import counted, on_change, recording
 from flashtune.request import read_request, requires_grad
 from flashtune.serving import Result, Serve, prepare
 from flashtune.side import NO_SIDE, Side
@@ -113,6 +115,8 @@ def server_of(
             request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
             _refuse_capture(q)
             server = prepare(request, q, k, v)
+            if recording() and not (request.is_empty or request.needs_grad):
+                server = counted(server, request.problem, needed_specialization(request, q, k, v))
             if len(_servers) >= MEMO_LIMIT:
                 _servers.clear()
             _servers[key] = server
@@ -123,6 +127,9 @@ def forget_servers() -> None:
     """Every call is new again."""
     with _preparing:
         _servers.clear()
+
+
+on_change(forget_servers)
 
 
 def _refuse_capture(q: Tensor) -> None:
