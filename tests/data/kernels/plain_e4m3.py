@@ -81,9 +81,10 @@ def attend(
         keys = start + tl.arange(0, BLOCK_N)
         # [BLOCK_N, HEAD_DIM]
         k_tile = tl.load(k_base + keys[:, None] * stride_ks + columns[None, :], mask=(keys < seqlen_kv)[:, None], other=0.0)
-        logits = tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T), float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
-        weights = tl.exp2(logits * scale_log2 - new_max[:, None])
+        # Masked after they were scaled: the product of faint scales is zero, and zero times -inf is NaN.
+        logits = tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T) * scale_log2, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_max[:, None])
         rescale = tl.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
