@@ -56,7 +56,7 @@ def test_a_search_selects_a_proven_kernel_with_its_peers(store: Store) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a search that has the machine to itself")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a machine that it has to itself")
 def test_one_shape_ends_within_a_minute(store: Store) -> None:
     problem = a_problem(
         dtype=Dtype.BF16,
