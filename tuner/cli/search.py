@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.errors import KernelError
-from flashtune.tuner.cli.options import database_option, json_option, problem_options, target_options
-from flashtune.tuner.cli.output import print_json
+from flashtune.errors import KernelError, UsageError
+from flashtune.tuner.cli.options import (
+    NO_SHAPE,
+    database_option,
+    json_option,
+    optional_problem_options,
+    target_options,
+)
+from flashtune.tuner.cli.output import note, print_json
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
     from flashtune.target import Target
     from flashtune.tuner.request import SearchResult
 
+DEFAULT_TOP = 20
+
 
 @click.command("search")
-@problem_options
+@optional_problem_options
+@click.option(
+    "--from",
+    "recorded_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Search what a program called, as flashtune.record_calls or FLASHTUNE_RECORD wrote it there: the "
+    "problems whose calls take most time, those first.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"How many problems of --from. {DEFAULT_TOP} where left out.",
+)
 @target_options
 @click.option(
     "--trials",
@@ -45,6 +68,8 @@ if TYPE_CHECKING:
 @json_option
 def command(
     problems: tuple[Problem, ...],
+    recorded_file: Path | None,
+    top: int | None,
     target: Target,
     device: int | None,
     trials: int | None,
@@ -74,6 +99,7 @@ def command(
     from flashtune.tuner.search import run_search
     from flashtune.tuner.summary import summary_lines
 
+    problems = _with_recorded(problems, recorded_file, top, target)
     given = trials is not None or seconds is not None
     budget = Budget(trials, seconds, None) if given else Budget()
     place = describe(database_url(db))
@@ -98,6 +124,24 @@ def command(
     if as_json:
         print_json(results)
     _refuse_failures(results)
+
+
+def _with_recorded(
+    problems: tuple[Problem, ...], path: Path | None, top: int | None, target: Target
+) -> tuple[Problem, ...]:
+    """The problems that were named, and those of a file of recorded calls that take most time."""
+    if path is None:
+        if top is not None:
+            raise UsageError("--top says how many recorded problems to search: name their file by --from")
+        if not problems:
+            raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
+        return problems
+    from flashtune.tuner.recorded import read_weighed, summary
+
+    weighed = read_weighed(path, target)
+    top = top or DEFAULT_TOP
+    note(summary(weighed, top))
+    return tuple(dict.fromkeys((*problems, *(found.problem for found in weighed[:top]))))
 
 
 def _refuse_failures(results: list[SearchResult]) -> None:

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.call_counts import CallCount, add_counts
+from flashtune.errors import UsageError
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Problem
+from flashtune.target import find_target
+from flashtune.tuner.cli import main, search
+from flashtune.tuner.explain import roofline
+from flashtune.tuner.recorded import Weighed, read_weighed, summary, weigh
+from flashtune.tuner.shapes import parse_shape
+
+H200 = find_target("h200")
+ALIGNED, UNALIGNED = Specialization(), Specialization(Alignment.ANY)
+
+
+def shape(seqlen: int, **changes: object) -> Problem:
+    (problem,) = parse_shape(f"heads=8,seqlen={seqlen},head_dim=64,causal")
+    return msgspec.structs.replace(problem, **changes)
+
+
+def test_calls_that_take_most_time_come_first() -> None:
+    short, long = shape(64), shape(8192)
+    rare = weigh((CallCount(short, ALIGNED, 100), CallCount(long, ALIGNED, 2)), H200)
+    assert [found.problem for found in rare] == [long, short]
+    often = weigh((CallCount(short, ALIGNED, 10**7), CallCount(long, ALIGNED, 2)), H200)
+    assert [found.problem for found in often] == [short, long]
+    assert often[1] == Weighed(long, 2, 2 * roofline(long, H200).bound_ms)
+
+
+def test_a_problem_is_searched_once_whatever_its_tensors_were() -> None:
+    (found,) = weigh((CallCount(shape(64), ALIGNED, 2), CallCount(shape(64), UNALIGNED, 3)), H200)
+    assert found.calls == 5
+
+
+def test_features_are_weighed_too() -> None:
+    decode = shape(64, seqlen_q=1, seqlen_kv=4096, page_size=16)
+    windowed = shape(4096, window_left=127)
+    assert {
+        found.least_ms > 0
+        for found in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
+    }
+    with pytest.raises(UsageError, match="chunks"):
+        weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
+
+
+def test_the_sentence_says_what_is_covered() -> None:
+    weighed = (Weighed(shape(64), 1, 9.0), Weighed(shape(128), 1, 1.0))
+    assert summary(weighed, 1).startswith("1 of 2 recorded problems are searched, 90% of the time")
+    assert summary(weighed, 20).startswith("2 of 2 recorded problems are searched, 100% of the time")
+
+
+def test_a_file_without_calls_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    path.write_bytes(b"")
+    with pytest.raises(UsageError, match="holds no recorded calls"):
+        read_weighed(path, H200)
+
+
+extents = st.integers(0, 2**31 - 1) | st.integers(0, 4096)
+
+
+@given(seqlen_q=extents, seqlen_kv=extents, batch=extents, chunk=extents, left=st.none() | extents)
+def test_any_recorded_problem_is_weighed_or_one_sentence(
+    seqlen_q: int, seqlen_kv: int, batch: int, chunk: int, left: int | None
+) -> None:
+    posed = shape(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, chunk=chunk, window_left=left)
+    try:
+        (found,) = weigh((CallCount(posed, ALIGNED, 1),), H200)
+    except UsageError as error:
+        assert "chunks" in str(error)  # noqa: PT017
+        return
+    assert found.least_ms >= 0
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recorded.jsonl"
+    add_counts(path, [CallCount(shape(length), ALIGNED, 1) for length in (64, 1024, 8192)])
+    return path
+
+
+def test_the_command_takes_the_first_of_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = shape(512)
+    assert search._with_recorded((named,), file, 2, H200) == (named, shape(8192), shape(1024))
+    assert "2 of 3 recorded problems" in capsys.readouterr().err
+    assert len(search._with_recorded((), file, None, H200)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "or a file of recorded calls by --from"),
+        (("--top", "3", "--model", "gpt2"), "name their file by --from"),
+        (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
+    ],
+)
+def test_mistakes_get_a_sentence(options: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(main, ["search", *options, "--target", "h200"], prog_name="flashtune")
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
