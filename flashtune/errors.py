@@ -35,3 +35,7 @@ class KernelError(FlashtuneError):
 
 class VerificationError(FlashtuneError):
     """A kernel whose results differ from the reference, or whose receipt is missing or stale."""
+
+
+class CacheFullError(FlashtuneError):
+    """A cache that has too few free pages for what was asked; nothing of it was changed."""

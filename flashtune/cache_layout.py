@@ -1,0 +1,142 @@
+"""The tensors of a paged cache: how its pages lie, and the scales of quantised ones."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.append import ENCODINGS, LEAST_SCALE, WIDE_DTYPES, Pool
+from flashtune.errors import ProblemError
+from flashtune.features import PAGE_SIZES, KvScale
+
+DTYPES = (*WIDE_DTYPES, *ENCODINGS)
+MAX_HEAD_DIM = 1024
+
+
+class PageLayout(enum.StrEnum):
+    """The order of a page's dimensions.
+
+    nhd    [page_size, kv_heads, head_dim], vLLM's usual one.
+    hnd    [kv_heads, page_size, head_dim].
+    """
+
+    NHD = "nhd"
+    HND = "hnd"
+
+
+class Extents(NamedTuple):
+    """The sizes of a cache."""
+
+    pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    layers: int
+
+    def check(self) -> None:
+        """Checks that there can be such a cache; how many pages there may be is the ledger's matter.
+
+        Raises:
+            ProblemError: There cannot.
+        """
+        if self.page_size not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise ProblemError(
+                f"pages of {self.page_size} tokens are not supported: make them one of {sizes}"
+            )
+        for name in ("kv_heads", "layers"):
+            if getattr(self, name) < 1:
+                raise ProblemError(f"{name} cannot be {getattr(self, name)}: pass 1 or more")
+        if not (1 <= self.head_dim <= MAX_HEAD_DIM and 0 <= self.value_head_dim <= MAX_HEAD_DIM):
+            raise ProblemError(
+                f"head dims of {self.head_dim} and {self.value_head_dim} are not supported: "
+                f"make them 1 to {MAX_HEAD_DIM}, or that of values 0 where values are a part of the keys"
+            )
+
+
+class LayeredPool(NamedTuple):
+    """The keys of all layers, or the values.
+
+    Attributes:
+        elements: [layers, pages, page_size, kv_heads, width], or with heads before rows.
+        scales: Float32 [layers, pages, kv_heads] of a quantised cache; expanded where pages share them.
+        kind: What shares a scale; None where nothing is quantised.
+        layout: The order of a page's dimensions.
+    """
+
+    elements: Tensor
+    scales: Tensor | None
+    kind: KvScale | None
+    layout: PageLayout
+
+    def layer(self, layer: int) -> Pool:
+        """One layer's part, heads before rows: [pages, kv_heads, page_size, width]."""
+        elements = self.elements[layer]
+        heads_first = elements if self.layout is PageLayout.HND else elements.transpose(1, 2)
+        return Pool(
+            heads_first, None if self.scales is None else self.scales[layer], self.kind is KvScale.PAGE
+        )
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies pages of all layers, int64 [copies], and the scales that belong to them."""
+        elements = self.elements
+        if elements.dtype is torch.float8_e4m3fn:
+            # Not every version of torch indexes 8-bit floats.
+            elements = elements.view(torch.uint8)
+        elements[:, targets] = elements[:, sources]
+        if self.kind is KvScale.PAGE and self.scales is not None:
+            self.scales[:, targets] = self.scales[:, sources]
+
+
+def make_pool(
+    extents: Extents,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: PageLayout,
+    scale: Tensor | float | None,
+    page_scales: bool,
+) -> LayeredPool:
+    """A pool of zeros: kernels that weigh unwritten rows by zero meet no NaN in them.
+
+    Raises:
+        ProblemError: The type or the scales are not supported.
+    """
+    if dtype not in DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise ProblemError(f"a cache of {dtype} is not supported: make it one of {names}")
+    page = (extents.page_size, extents.kv_heads)
+    shape = (extents.layers, extents.pages, *(page if layout is PageLayout.NHD else page[::-1]), width)
+    scales = kind = None
+    if dtype in ENCODINGS:
+        scales, kind = _read_scales(extents, device, scale, page_scales)
+    elif page_scales or scale is not None:
+        raise ProblemError(f"scales belong to caches of float8_e4m3fn or int8, not {dtype}: leave them out")
+    return LayeredPool(torch.zeros(shape, dtype=dtype, device=device), scales, kind, layout)
+
+
+def _read_scales(
+    extents: Extents, device: torch.device, given: Tensor | float | None, page_scales: bool
+) -> tuple[Tensor, KvScale]:
+    """Scales as kernels take them, and what shares one."""
+    shape = (extents.layers, extents.pages, extents.kv_heads)
+    if page_scales:
+        if given is not None:
+            raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
+        return torch.full(shape, LEAST_SCALE, device=device), KvScale.PAGE
+    scale = torch.as_tensor(1.0 if given is None else given, dtype=torch.float32, device=device)
+    if not scale.dim():
+        scale = scale[None]
+    allowed = [(1,), (extents.kv_heads,), (extents.layers, 1), (extents.layers, extents.kv_heads)]
+    if tuple(scale.shape) not in allowed:
+        shapes = ", ".join(str(list(one)) for one in dict.fromkeys(allowed))
+        raise ProblemError(f"a scale of shape {list(scale.shape)} does not fit: pass one of {shapes}")
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ProblemError("a scale is not a positive number: quotients by it mean nothing")
+    kind = KvScale.TENSOR if scale.shape[-1] == 1 else KvScale.HEAD
+    # A copy, so that what a caller does to its tensor changes no rows that were written.
+    return scale.clone().reshape(-1, 1, scale.shape[-1]).expand(shape), kind
