@@ -1,4 +1,4 @@
-"""What the GPU gives to a plain matrix product, measured beside attention: its ceiling."""
+"""What the GPU gives to a plain matrix product and a plain copy, measured beside attention: its ceilings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Dtype
-from flashtune.tuner.bench_records import Ceiling
+from flashtune.tuner.bench_records import Ceiling, Copy
 from flashtune.tuner.measurement import Run, measure_interleaved
 
 # Large enough that waves, borders and launches do not show.
 SIDE = 8192
+# Far beyond any last-level cache.
+COPIED_BYTES = 2**29
 # The clock is timed over a millisecond: long to an event, short to the clock's own control.
 CLOCK_CYCLES = 2_000_000
 
@@ -47,6 +49,21 @@ def _product(dtype: torch.dtype, device: torch.device) -> Run:
             multiply, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+
+
+def measure_copy(device: torch.device, *, rounds: int) -> Copy:
+    """Times a copy of device memory.
+
+    Args:
+        device: The GPU.
+        rounds: Samples.
+    """
+    with torch.cuda.device(device):
+        source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+        run = functools.partial(torch.empty_like(source).copy_, source)
+        (measured,) = measure_interleaved([run], device, rounds=rounds)
+    moved = 2 * COPIED_BYTES
+    return Copy(moved, measured.ms, moved / measured.ms / 1e6)
 
 
 def clock_mhz(device: torch.device) -> float:

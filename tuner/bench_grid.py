@@ -7,8 +7,10 @@ from typing import Annotated
 import msgspec
 
 from flashtune.errors import UsageError
+from flashtune.features import feature_words
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import ShortText
+from flashtune.tuner.bench_rates import decode_case, is_decode
 from flashtune.tuner.shapes import parse_shape
 
 MODEL_WIDTH = 2048
@@ -26,6 +28,14 @@ GRIDS: dict[str, tuple[str, ...]] = {
     ),
     "fp8": (
         "dtype=e4m3,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
+    ),
+    "decode": (
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=1,seqlen_kv=8192|65536|131072",
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=64,seqlen_kv=4096",
+        "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096",
+        "dtype=bf16,heads=32,kv_heads=1,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
+        "dtype=bf16,heads=16,kv_heads=16,head_dim=64,seqlen_q=1,batch=64,seqlen_kv=4096",
     ),
 }
 
@@ -78,9 +88,13 @@ def grid_problems(name: str) -> tuple[Problem, ...]:
 def case_of(problem: Problem) -> str:
     """What files of figures call a problem.
 
-    Points of the `paper` grid have short names, such as `fwd d128 causal s4096`. Others say all but the
-    batch: `fwd e4m3 d128 h64x8 full s4096`.
+    Points of the `paper` grid have short names, such as `fwd d128 causal s4096`, and of the `decode` grid
+    such as `decode b16 hq32 hkv8 s8192 d128 [GB/s]`. Others say all but the batch, which decoding alone hangs
+    on: `fwd e4m3 d128 h64x8 full s4096`.
     """
+    decode = decode_case(problem)
+    if decode is not None:
+        return decode
     mask = "full" if problem.causal is Causal.NONE else "causal"
     if _is_of_paper(problem):
         return f"fwd d{problem.head_dim} {mask} s{problem.seqlen_q}"
@@ -90,12 +104,15 @@ def case_of(problem: Problem) -> str:
     if problem.seqlen_kv != problem.seqlen_q:
         lengths += f"x{problem.seqlen_kv}"
         mask = problem.causal.value if problem.causal is not Causal.NONE else mask
+    lengths += feature_words(problem)
+    if is_decode(problem):
+        lengths = f"b{problem.batch} {lengths}"
     return f"fwd {problem.dtype} {width} h{problem.heads}x{problem.kv_heads} {mask} {lengths}"
 
 
 def _is_of_paper(problem: Problem) -> bool:
     square = problem.seqlen_q == problem.seqlen_kv and problem.head_dim == problem.value_head_dim
-    usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads
+    usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads and not problem.features
     width = problem.heads * problem.head_dim
     return square and usual and width == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
 

@@ -96,6 +96,8 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     Raises:
         RefusalError: It does not compute this problem.
     """
+    if problem.features:
+        raise RefusalError(f"it is not timed with {', '.join(sorted(problem.features))}")
     if problem.dtype not in PEER_DTYPES[name]:
         raise RefusalError(f"it does not take {problem.dtype}")
     if name in BACKENDS:

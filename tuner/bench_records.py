@@ -100,6 +100,20 @@ class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clock_mhz: float
 
 
+class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a plain copy of device memory reaches on this GPU: the ceiling of what reads memory alone.
+
+    Attributes:
+        bytes: What is read and written.
+        ms: Median time.
+        gbps: Its GB/s, reads and writes together.
+    """
+
+    bytes: NonNegative
+    ms: Positive
+    gbps: Positive
+
+
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the peers are, beside what `Versions` says; empty where there is none."""
 
@@ -117,9 +131,11 @@ class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         environment: Where it ran.
         ceilings: One for each element type.
         benches: One for each problem, in the order in which they ran.
+        copy: What a copy of device memory reaches; None in reports that were saved without it.
     """
 
     command: Annotated[str, msgspec.Meta(max_length=10_000)]
     environment: Environment
     ceilings: tuple[Ceiling, ...]
     benches: tuple[Bench, ...]
+    copy: Copy | None = None

@@ -11,11 +11,11 @@ from flashtune.errors import UsageError
 from flashtune.problem import Problem
 from flashtune.target import device_target
 from flashtune.tuner.bench import require_gpu, require_work, run_bench
-from flashtune.tuner.bench_ceiling import measure_ceiling
+from flashtune.tuner.bench_ceiling import measure_ceiling, measure_copy
 from flashtune.tuner.bench_grid import PeerFile
 from flashtune.tuner.bench_peers import cudnn_version, flash_attn_4_version
 from flashtune.tuner.bench_records import BenchRun, Environment
-from flashtune.tuner.bench_summary import Against, Ratios, against, ratios
+from flashtune.tuner.bench_summary import Against, OfCopy, Ratios, against, of_copy, ratios
 from flashtune.tuner.bench_warm import compile_ahead
 
 # Starting compiler processes takes seconds: worth it for more than a few kernels.
@@ -47,16 +47,19 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         run: What was measured.
         ratios: Our speed over the peers'.
         against: Our standing among figures measured elsewhere, where some were given.
+        of_copy: How fast decoding reads, beside a plain copy of device memory.
     """
 
     run: BenchRun
     ratios: tuple[Ratios, ...]
     against: Against | None = None
+    of_copy: tuple[OfCopy, ...] = ()
 
 
 def report_of(run: BenchRun, file: PeerFile | None) -> Report:
     """What follows from a run, and from figures measured elsewhere."""
-    return Report(run, ratios(run.benches), against(run.benches, file) if file else None)
+    standing = against(run.benches, file) if file else None
+    return Report(run, ratios(run.benches), standing, of_copy(run))
 
 
 def read_report(data: bytes, name: str) -> BenchRun:
@@ -99,7 +102,8 @@ def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> Ben
     device = torch.device("cuda", request.device)
     dtypes = dict.fromkeys(problem.dtype for problem in request.problems)
     ceilings = tuple(measure_ceiling(dtype, device, rounds=request.rounds) for dtype in dtypes)
-    run = BenchRun(request.command, environment(device), ceilings, ())
+    copy = measure_copy(device, rounds=request.rounds)
+    run = BenchRun(request.command, environment(device), ceilings, (), copy)
     for problem in request.problems:
         bench = run_bench(problem, request.device, peers=request.peers, rounds=request.rounds)
         run = msgspec.structs.replace(run, benches=(*run.benches, bench))

@@ -9,7 +9,8 @@ import msgspec
 
 from flashtune.tuner.bench_grid import Figures, PeerFile, case_of
 from flashtune.tuner.bench_peers import CUDNN
-from flashtune.tuner.bench_records import OURS, Bench
+from flashtune.tuner.bench_rates import is_decode, kv_bytes, speed_of
+from flashtune.tuner.bench_records import OURS, Bench, BenchRun
 
 ANY_PEER = "best peer"
 
@@ -65,7 +66,7 @@ class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         source: Where they come from.
-        absolute: Whether speeds are TFLOP/s; else each is over cuDNN's of its own run.
+        absolute: Whether speeds are in the unit of their case; else each is over cuDNN's of its own run.
         points: One for each problem of this run that the file knows.
         geometric_mean: Of the points' ratios.
         worst: The point of the smallest ratio.
@@ -128,10 +129,35 @@ def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | Non
     if ours is None:
         return None
     if absolute:
-        return AgainstPoint(figures.case, keys, ours.tflops, best, speed)
+        return AgainstPoint(figures.case, keys, speed_of(bench.problem, ours), best, speed)
     if cudnn is None:
         return None
     return AgainstPoint(figures.case, keys, cudnn.ms / ours.ms, best, speed / figures.cudnn)
+
+
+class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast one query for each head reads its keys and values.
+
+    Attributes:
+        case: The problem's case.
+        gbps: GB/s of keys and values.
+        share: Of what a plain copy of device memory reaches in the same run, reads and writes together.
+    """
+
+    case: str
+    gbps: float
+    share: float
+
+
+def of_copy(run: BenchRun) -> tuple[OfCopy, ...]:
+    """Our reading speeds in decoding; none where no copy was timed."""
+    found = []
+    for bench in run.benches:
+        ours = bench.row(OURS)
+        if ours is not None and is_decode(bench.problem) and run.copy is not None:
+            gbps = kv_bytes(bench.problem) / ours.ms / 1e6
+            found.append(OfCopy(case_of(bench.problem), gbps, gbps / run.copy.gbps))
+    return tuple(found)
 
 
 def _worst(points: Sequence[AgainstPoint]) -> AgainstPoint:

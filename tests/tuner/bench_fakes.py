@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flashtune.problem import Dtype, Problem
 from flashtune.record import Versions
-from flashtune.tuner.bench_records import OURS, Bench, BenchRun, Ceiling, Environment, LeftOut, Row
+from flashtune.tuner.bench_rates import kv_bytes
+from flashtune.tuner.bench_records import OURS, Bench, BenchRun, Ceiling, Copy, Environment, LeftOut, Row
 
 VERSIONS = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
 DETAIL = "forward_q_outer block_m=128 (database)"
@@ -29,7 +30,14 @@ def a_bench(
 
 
 def a_run(*benches: Bench) -> BenchRun:
-    """A run with a ceiling of 800 TFLOP/s."""
+    """A run with ceilings of 800 TFLOP/s and of 4000 GB/s."""
     environment = Environment("NVIDIA H200", "13.0", "9.19.0", "4.0.0b36")
     ceiling = Ceiling(Dtype.BF16, 8192, 2 * 8192**3 / 800 / 1e9, 800.0, 1650.0)
-    return BenchRun("flashtune bench --grid paper", environment, (ceiling,), benches)
+    copy = Copy(2**30, 2**30 / 4000 / 1e6, 4000.0)
+    return BenchRun("flashtune bench --grid paper", environment, (ceiling,), benches, copy)
+
+
+def a_reading_bench(problem: Problem, rates: dict[str, float]) -> Bench:
+    """Rows of given rates in GB/s of keys and values."""
+    tflops = problem.nominal_flops() / kv_bytes(problem) / 1e3
+    return a_bench(problem, {name: rate * tflops for name, rate in rates.items()})

@@ -118,6 +118,13 @@ def test_who_is_wrong_or_fails_is_left_out_with_the_reason(judged: Judged) -> No
     assert left[STANDARD].message == "it does not take this"
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_refuse_what_they_are_not_asked_to_compute(name: str) -> None:
+    windowed = a_problem(window_left=8, softcap=True)
+    with pytest.raises(RefusalError, match="softcap, window"):
+        bind_peer(name, windowed, make_tensors(a_problem(), CPU))
+
+
 def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
     out, chosen, expected = judged
 

@@ -10,15 +10,17 @@ import msgspec
 import pytest
 
 from flashtune.errors import UsageError
+from flashtune.features import KvDtype
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.bench_grid import GRIDS, PeerFile, case_of, grid_problems, read_figures
+from flashtune.tuner.bench_rates import kv_bytes
 from flashtune.tuner.bench_records import OURS, LeftOut
 from flashtune.tuner.bench_run import read_report, report_of
-from flashtune.tuner.bench_summary import ANY_PEER, against, ratios
-from tests.tuner.bench_fakes import SPEEDS, a_bench, a_run
+from flashtune.tuner.bench_summary import ANY_PEER, against, of_copy, ratios
+from tests.tuner.bench_fakes import SPEEDS, a_bench, a_reading_bench, a_run
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
-PAPER = grid_problems("paper")
+PAPER, DECODE = grid_problems("paper"), grid_problems("decode")
 
 
 def test_the_papers_grid_is_what_papers_report() -> None:
@@ -53,9 +55,17 @@ def test_cases_are_named_by_what_tells_them_apart() -> None:
     assert case_of(changed) == "fwd bf16 d64 h32x8 causal s512"
     ragged = msgspec.structs.replace(changed, value_head_dim=32, seqlen_kv=600)
     assert case_of(ragged) == "fwd bf16 d64v32 h32x8 top_left s512x600"
+    windowed = msgspec.structs.replace(PAPER[0], window_left=1023)
+    assert case_of(windowed) == "fwd bf16 d64 h32x32 full s512_window1023:"
+    assert case_of(DECODE[6]) == "decode b16 hq32 hkv1 s8192 d128 [GB/s]"
+    paged = msgspec.structs.replace(DECODE[6], page_size=16)
+    assert case_of(paged) == "fwd bf16 d128 h32x1 full b16 s1x8192_page16"
 
 
-@pytest.mark.parametrize(("file", "grid"), [("nvidia-h200.json", "paper"), ("nvidia-h200-fp8.json", "fp8")])
+@pytest.mark.parametrize(
+    ("file", "grid"),
+    [("nvidia-h200.json", "paper"), ("nvidia-h200.json", "decode"), ("nvidia-h200-fp8.json", "fp8")],
+)
 def test_the_kept_figures_know_every_point_of_a_grid(file: str, grid: str) -> None:
     figures = read_figures((PEERS / file).read_bytes(), file)
     assert figures.source
@@ -132,6 +142,29 @@ def test_absolute_figures_need_no_cudnn_here() -> None:
     found = against([bench], figures_of(PAPER[0], absolute=True, cudnn=1200))
     assert found is not None
     assert found.geometric_mean == pytest.approx(0.5)
+
+
+def test_absolute_figures_of_decoding_are_in_what_it_reads() -> None:
+    bench = a_reading_bench(DECODE[0], {OURS: 1800.0})
+    found = against([bench], figures_of(DECODE[0], absolute=True, cudnn=1500))
+    assert found is not None
+    assert found.worst.ours == pytest.approx(1800)
+    assert found.geometric_mean == pytest.approx(1.2)
+
+
+def test_decoding_is_held_against_a_copy_of_the_same_run() -> None:
+    run = a_run(a_reading_bench(DECODE[0], {OURS: 3000.0}), a_bench(PAPER[0]))
+    (found,) = of_copy(run)
+    assert (found.gbps, found.share) == (pytest.approx(3000), pytest.approx(0.75))
+    assert of_copy(msgspec.structs.replace(run, copy=None)) == ()
+
+
+def test_bytes_of_a_cache_count_once_for_each_kv_head() -> None:
+    assert kv_bytes(DECODE[0]) == 2 * 8 * 8192 * 128 * 2
+    latent = msgspec.structs.replace(DECODE[0], kv_heads=1, head_dim=576, value_head_dim=512, latent=True)
+    assert kv_bytes(latent) == 8192 * 576 * 2
+    windowed = msgspec.structs.replace(DECODE[0], window_left=1023, kv_dtype=KvDtype.INT8)
+    assert kv_bytes(windowed) == 2 * 8 * 1024 * 128
 
 
 def test_nothing_is_compared_where_we_have_no_row() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench_run import BenchRequest, Report
 
 # As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
-GRIDS = ("paper", "gqa", "fp8")
+GRIDS = ("paper", "gqa", "fp8", "decode")
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
 
 
@@ -42,7 +42,8 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     type=click.Choice(GRIDS),
     help="Shapes that papers report. paper: bf16, head dims 64, 128 and 256, full and causal, lengths 512 to "
     "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
-    "32768, 32k tokens. fp8: the same in e4m3. Repeatable.",
+    "32768, 32k tokens. fp8: the same in e4m3. decode: bf16, one query for each head, batches 1 to 128, "
+    "caches of 4096 to 131072 keys, in GB/s. Repeatable.",
 )
 @click.option(
     "--device",
@@ -74,7 +75,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
 @_file_option("save", "Write the results there as JSON, anew after each shape.")
 @_file_option("load", "Show what --save has written, in place of timing: needs no GPU.", exists=True)
 @_file_option("markdown", "Write the tables there as well, with versions and the command line.")
-@_file_option("plot", "Write TFLOP/s over sequence length there, as a web page; needs plotly.")
+@_file_option("plot", "Write speeds over sequence length there, as a web page; needs plotly.")
 @database_option
 @json_option
 def command(
@@ -97,7 +98,8 @@ def command(
     GPU time is that of CUDA-graph replays with a cold L2, contestants in turn; host time stands
     apart. The kernel is always a generated one. Whoever's output differs from the float64 reference
     is left out, and the exit code is 1 if that is the kernel. A large matrix product, timed in the
-    same run, is the ceiling.
+    same run, is the ceiling; of decoding, which reads its cache and is told in GB/s of it, a copy of device
+    memory is.
     """
     files = Files(save_file, markdown_file, plot_file)
     files.check()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flashtune.tuner.bench_records import BenchRun, Ceiling
+from flashtune.tuner.bench_rates import speed_of
+from flashtune.tuner.bench_records import BenchRun
 from flashtune.tuner.bench_run import Report
-from flashtune.tuner.bench_summary import Against, Ratios
-from flashtune.tuner.cli.bench_panels import CEILING, Panel, lengths_of, panels
-from flashtune.tuner.cli.bench_report import HEADERS, ceiling_text, cells, notes
+from flashtune.tuner.bench_summary import Against, OfCopy, Ratios
+from flashtune.tuner.cli.bench_panels import Panel, lengths_of, panels
+from flashtune.tuner.cli.bench_report import ceiling_text, cells, copy_text, headers, notes
 from flashtune.tuner.cli.output import printable
 
 
@@ -24,13 +25,15 @@ def markdown(report: Report) -> str:
         lines += ["", "## In short", "", *_ratios(report.ratios)]
     if report.against is not None:
         lines += ["", "## Among peers measured elsewhere", "", *_against(report.against)]
-    lines += ["", "## TFLOP/s"]
+    if report.of_copy and run.copy is not None:
+        lines += ["", "## Decoding", "", f"{copy_text(run.copy)}.", "", *_of_copy(report.of_copy)]
+    lines += ["", "## Speeds"]
     for panel in panels(run.benches):
-        lines += ["", f"### {panel.title}", "", *_panel(panel, run.ceilings)]
+        lines += ["", f"### {panel.title}, {panel.unit}", "", *_panel(panel, run)]
     lines += ["", "## Every shape"]
     for bench in run.benches:
         rows = [cells(bench, row) for row in bench.rows]
-        lines += ["", f"### {bench.problem.key}", "", *_table(HEADERS, rows), "", *notes(bench)]
+        lines += ["", f"### {bench.problem.key}", "", *_table(headers(bench), rows), "", *notes(bench)]
     return "\n".join(lines) + "\n"
 
 
@@ -66,7 +69,11 @@ def _ratios(ratios: Sequence[Ratios]) -> Iterator[str]:
 
 def _against(against: Against) -> Iterator[str]:
     """The figure of each case, and what they come to."""
-    unit = "TFLOP/s" if against.absolute else "units of cuDNN's in the same run, theirs or ours"
+    unit = (
+        "TFLOP/s, or as the case says"
+        if against.absolute
+        else "units of cuDNN's in the same run, theirs or ours"
+    )
     yield f"Theirs: {printable(against.source)}. Speeds are in {unit}."
     yield ""
     heads = ("case", "flashtune", "best peer", "its speed", "flashtune over it")
@@ -84,17 +91,18 @@ def _against(against: Against) -> Iterator[str]:
     )
 
 
-def _panel(panel: Panel, ceilings: Sequence[Ceiling]) -> Iterator[str]:
+def _of_copy(found: Sequence[OfCopy]) -> Iterator[str]:
+    rows = [(point.case, f"{point.gbps:.0f}", f"{point.share:.3f}") for point in found]
+    return _table(("case", "flashtune, GB/s of keys and values", "of the copy"), rows)
+
+
+def _panel(panel: Panel, run: BenchRun) -> Iterator[str]:
     """Contestants by lengths, a dash where one has no row; and the ceiling."""
     rows: list[tuple[str, ...]] = []
     for name in panel.names:
-        found = (bench.row(name) for bench in panel.benches)
-        rows.append((name, *(f"{row.tflops:.1f}" if row else "–" for row in found)))
-    rows += [
-        (CEILING, *[f"{entry.tflops:.1f}"] * len(panel.benches))
-        for entry in ceilings
-        if entry.dtype is panel.dtype
-    ]
+        found = ((bench.problem, bench.row(name)) for bench in panel.benches)
+        rows.append((name, *(f"{speed_of(problem, row):.1f}" if row else "–" for problem, row in found)))
+    rows += [(name, *[f"{speed:.1f}"] * len(panel.benches)) for name, speed in panel.ceilings(run)]
     return _table(("", *(lengths_of(bench.problem) for bench in panel.benches)), rows)
 
 

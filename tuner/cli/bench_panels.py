@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flashtune.features import feature_words
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.bench_records import Bench
+from flashtune.tuner.bench_rates import Unit, is_decode, unit_of
+from flashtune.tuner.bench_records import Bench, BenchRun
 
-# What the ceiling is called beside the contestants.
+# What the ceilings are called beside the contestants.
 CEILING = "matrix product"
+COPY = "device copy"
 
 
 class Panel(NamedTuple):
@@ -26,9 +29,20 @@ class Panel(NamedTuple):
     benches: tuple[Bench, ...]
 
     @property
+    def unit(self) -> Unit:
+        """What speeds are told in."""
+        return unit_of(self.benches[0].problem)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The contestants that have a row anywhere in the panel, ours first."""
         return tuple(dict.fromkeys(row.name for bench in self.benches for row in bench.rows))
+
+    def ceilings(self, run: BenchRun) -> tuple[tuple[str, float], ...]:
+        """What the GPU gave in the panel's unit in the same run, with names."""
+        if self.unit is Unit.GBPS:
+            return ((COPY, run.copy.gbps),) if run.copy else ()
+        return tuple((CEILING, entry.tflops) for entry in run.ceilings if entry.dtype is self.dtype)
 
 
 def panels(benches: Sequence[Bench]) -> tuple[Panel, ...]:
@@ -50,13 +64,15 @@ def title_of(problem: Problem) -> str:
     heads = f"{problem.heads} heads"
     if problem.kv_heads != problem.heads:
         heads += f" on {problem.kv_heads}"
-    return f"{problem.dtype}, {width}, {heads}, {_mask(problem)}"
+    what = "decode, " if is_decode(problem) else ""
+    asked = feature_words(problem).replace("_", ", ")
+    return f"{what}{problem.dtype}, {width}, {heads}, {_mask(problem)}{asked}"
 
 
 def _mask(problem: Problem) -> str:
     if problem.causal is Causal.NONE:
         return "full"
-    if problem.seqlen_q == problem.seqlen_kv:
+    if problem.seqlen_q == problem.seqlen_kv or is_decode(problem):
         return "causal"
     return f"causal {problem.causal.value.replace('_', '-')}"
 

@@ -1,4 +1,4 @@
-"""Results of `flashtune bench` as a plot: TFLOP/s over sequence length, on a page of its own."""
+"""Results of `flashtune bench` as a plot: speed over sequence length, on a page of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 from flashtune.errors import UsageError
-from flashtune.tuner.cli.bench_panels import CEILING, Panel, panels
+from flashtune.tuner.bench_rates import speed_of
+from flashtune.tuner.cli.bench_panels import CEILING, COPY, Panel, panels
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -27,6 +28,7 @@ COLORS = {
     "sdpa-efficient": "#e69f00",
     "standard": "#999999",
 }
+CEILINGS = (CEILING, COPY)
 CEILING_COLOR = "#000000"
 
 
@@ -59,13 +61,11 @@ def figure(run: BenchRun) -> Figure:
         subplot_titles=[panel.title for panel in found],
         vertical_spacing=0.3 / (rows + 1),
     )
-    ceilings = {ceiling.dtype: ceiling.tflops for ceiling in run.ceilings}
     shown: set[str] = set()
     for number, panel in enumerate(found):
         lines = _lines(panel)
-        if panel.dtype in ceilings:
-            lengths = _lengths(panel)
-            lines.append((CEILING, [lengths[0], lengths[-1]], [ceilings[panel.dtype]] * 2))
+        ends = [_lengths(panel)[0], _lengths(panel)[-1]]
+        lines += [(name, ends, [speed] * 2) for name, speed in panel.ceilings(run)]
         for name, across, up in lines:
             trace = Scatter(
                 x=across,
@@ -73,17 +73,18 @@ def figure(run: BenchRun) -> Figure:
                 name=name,
                 legendgroup=name,
                 showlegend=name not in shown,
-                mode="lines" if name == CEILING else "lines+markers",
+                mode="lines" if name in CEILINGS else "lines+markers",
                 line={
                     "color": COLORS.get(name, CEILING_COLOR),
-                    "dash": "dash" if name == CEILING else "solid",
+                    "dash": "dash" if name in CEILINGS else "solid",
                 },
             )
             plot.add_trace(trace, row=number // COLUMNS + 1, col=number % COLUMNS + 1)
             shown.add(name)
+        plot.update_yaxes(title_text=panel.unit.value, row=number // COLUMNS + 1, col=number % COLUMNS + 1)
         ticks = {"type": "log", "tickvals": _lengths(panel), "ticktext": [str(x) for x in _lengths(panel)]}
         plot.update_xaxes(**ticks, row=number // COLUMNS + 1, col=number % COLUMNS + 1)
-    plot.update_yaxes(rangemode="tozero", title_text="TFLOP/s", col=1)
+    plot.update_yaxes(rangemode="tozero")
     plot.update_xaxes(title_text="sequence length", row=rows)
     plot.update_layout(
         title=f"Attention on {run.environment.gpu}",
@@ -99,11 +100,13 @@ def _lengths(panel: Panel) -> list[int]:
 
 
 def _lines(panel: Panel) -> list[tuple[str, list[int], list[float]]]:
-    """Each contestant's name, sequence lengths and TFLOP/s, gaps left out."""
+    """Each contestant's name, sequence lengths and speeds, gaps left out."""
     lines = []
     for name in panel.names:
         points = [
-            (bench.problem.seqlen_kv, row.tflops) for bench in panel.benches if (row := bench.row(name))
+            (bench.problem.seqlen_kv, speed_of(bench.problem, row))
+            for bench in panel.benches
+            if (row := bench.row(name))
         ]
         lines.append((name, [length for length, _ in points], [speed for _, speed in points]))
     return lines

@@ -8,16 +8,21 @@ from collections.abc import Iterator, Sequence
 import click
 from rich.table import Table
 
-from flashtune.tuner.bench_records import Bench, Ceiling, LeftOut, Row
+from flashtune.tuner.bench_rates import is_decode, speed_of, unit_of
+from flashtune.tuner.bench_records import Bench, Ceiling, Copy, LeftOut, Row
 from flashtune.tuner.bench_run import Report
 from flashtune.tuner.bench_summary import Against
 from flashtune.tuner.cli.bench_panels import lengths_of, title_of
 from flashtune.tuner.cli.output import console, note, plain, printable
 
 SDPA = "sdpa-"
-HEADERS = ("", "ms", "p20 to p80", "TFLOP/s", "of best SDPA", "host µs", "error")
 # Up to this many shapes are shown as tables, more as a line each.
 TABLES = 6
+
+
+def headers(bench: Bench) -> tuple[str, ...]:
+    """What stands above `cells`."""
+    return ("", "ms", "p20 to p80", unit_of(bench.problem).value, "of best SDPA", "host µs", "error")
 
 
 def show_bench(bench: Bench, problems: int) -> None:
@@ -33,7 +38,7 @@ def show_bench(bench: Bench, problems: int) -> None:
 def bench_table(bench: Bench) -> Table:
     """One line for each contestant."""
     table = Table(title=plain(f"{bench.problem.key} on {bench.target}"), title_justify="left")
-    for number, header in enumerate(HEADERS):
+    for number, header in enumerate(headers(bench)):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in bench.rows:
         table.add_row(*map(plain, cells(bench, row)))
@@ -41,11 +46,12 @@ def bench_table(bench: Bench) -> Table:
 
 
 def bench_line(bench: Bench) -> str:
-    """The speeds of all contestants in TFLOP/s, on one line."""
-    parts = [f"{row.name} {row.tflops:.1f}" for row in bench.rows]
+    """The speeds of all contestants in the problem's unit, on one line."""
+    parts = [f"{row.name} {speed_of(bench.problem, row):.1f}" for row in bench.rows]
     parts += [f"{left.name} left out" for left in bench.left_out]
     parts += ["throttled"] if bench.throttled else []
-    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}: {', '.join(parts)}")
+    unit = f" ({unit_of(bench.problem)})" if is_decode(bench.problem) else ""
+    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}{unit}: {', '.join(parts)}")
 
 
 def notes(bench: Bench) -> tuple[str, ...]:
@@ -66,13 +72,13 @@ def _why(left: LeftOut) -> str:
 
 
 def cells(bench: Bench, row: Row) -> tuple[str, ...]:
-    """A row under `HEADERS`."""
+    """A row under `headers`."""
     best = min((other.ms for other in bench.rows if other.name.startswith(SDPA)), default=None)
     return (
         row.name,
         f"{row.ms:.4f}",
         f"{row.p20:.4f} to {row.p80:.4f}",
-        f"{row.tflops:.1f}",
+        f"{speed_of(bench.problem, row):.1f}",
         "" if best is None else f"{best / row.ms:.2f}",
         f"{row.host_us:.1f}",
         f"{row.error:.2f}",
@@ -90,6 +96,10 @@ def summary(report: Report) -> Iterator[str]:
     run = report.run
     for ceiling in run.ceilings:
         yield f"{ceiling_text(ceiling)}."
+    if run.copy is not None and report.of_copy:
+        yield f"{copy_text(run.copy)}."
+    for found in report.of_copy:
+        yield printable(f"{found.case}: {found.gbps:.0f} GB/s, {found.share:.3f} of the copy.")
     for entry in report.ratios:
         mean = f"{entry.geometric_mean:.3f} in the geometric mean of {len(entry.points)}"
         yield printable(
@@ -111,12 +121,18 @@ def ceiling_text(ceiling: Ceiling) -> str:
     )
 
 
+def copy_text(copy: Copy) -> str:
+    """A copy of device memory in words."""
+    return f"A copy of device memory moves {copy.gbps:.0f} GB/s, reads and writes together"
+
+
 def against_text(against: Against) -> Iterator[str]:
     """Where we stand among figures measured elsewhere, in a line for each case and one for all."""
-    unit = "TFLOP/s" if against.absolute else "of cuDNN"
     for point in against.points:
+        # A case names its unit where that is not TFLOP/s.
+        unit = "of cuDNN " if not against.absolute else "" if "[" in point.case else "TFLOP/s "
         theirs = f"{point.best} {point.theirs:.3f} there"
-        yield printable(f"{point.case}: {point.ours:.3f} {unit} here, {theirs}: {point.ratio:.3f}")
+        yield printable(f"{point.case}: {point.ours:.3f} {unit}here, {theirs}: {point.ratio:.3f}")
     lengths = ", ".join(f"{point.seqlen}: {point.ratio:.3f}" for point in against.worst_by_length())
     yield f"At worst for each sequence length: {lengths}."
     mean = f"{against.geometric_mean:.3f} in the geometric mean of {len(against.points)}"

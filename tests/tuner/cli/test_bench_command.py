@@ -20,13 +20,13 @@ from flashtune.tuner.bench_records import OURS, Bench, LeftOut
 from flashtune.tuner.bench_run import BenchRequest, report_of, run_benches
 from flashtune.tuner.cli.bench import GRIDS as NAMED_GRIDS
 from flashtune.tuner.cli.bench_markdown import markdown
-from flashtune.tuner.cli.bench_panels import CEILING, lengths_of, panels, title_of
-from flashtune.tuner.cli.bench_report import bench_line, bench_table, notes
-from tests.tuner.bench_fakes import DETAIL, SPEEDS, a_bench, a_run
+from flashtune.tuner.cli.bench_panels import CEILING, COPY, lengths_of, panels, title_of
+from flashtune.tuner.cli.bench_report import bench_line, bench_table, notes, summary
+from tests.tuner.bench_fakes import DETAIL, SPEEDS, a_bench, a_reading_bench, a_run
 
 Run = Callable[..., Result]
 
-PAPER = grid_problems("paper")
+PAPER, DECODE = grid_problems("paper"), grid_problems("decode")
 SHAPE = "heads=4,kv_heads=2,seqlen=256,head_dim=64,dtype=bf16,causal,batch=2"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 REFUSED = LeftOut("standard", None, "its scores would take more than half of the free memory")
@@ -71,6 +71,40 @@ def test_a_line_holds_a_whole_shape() -> None:
     )
 
 
+RATES = {OURS: 3600.0, "sdpa-cudnn": 3000.0}
+
+
+def test_decoding_is_told_in_what_it_reads() -> None:
+    bench = a_reading_bench(DECODE[3], RATES)
+    printed = io.StringIO()
+    Console(width=120, file=printed).print(bench_table(bench))
+    assert "GB/s" in printed.getvalue()
+    assert "3600.0" in printed.getvalue()
+    assert bench_line(bench) == (
+        "decode, bf16, head dim 128, 32 heads on 8, full, 1 to 8192, batch 16 (GB/s): flashtune 3600.0, "
+        "sdpa-cudnn 3000.0"
+    )
+    report = report_of(a_run(bench), None)
+    text = markdown(report)
+    assert "decode b16 hq32 hkv8 s8192 d128 [GB/s] | 3600 | 0.900 |" in text
+    assert f"| {COPY} | 4000.0 |" in text
+    assert CEILING not in text.split("## Every shape")[0].split("## Speeds")[1]
+    said = list(summary(report))
+    assert "decode b16 hq32 hkv8 s8192 d128 [GB/s]: 3600 GB/s, 0.900 of the copy." in said
+
+
+def test_a_plot_of_decoding_has_the_copy_as_its_ceiling() -> None:
+    pytest.importorskip("plotly")
+    from flashtune.tuner.cli.bench_plot import figure
+
+    plot = figure(a_run(a_reading_bench(DECODE[0], RATES), a_bench(PAPER[0])))
+    assert {trace.name: tuple(trace.y) for trace in plot.data if trace.line.dash == "dash"} == {
+        COPY: (4000.0, 4000.0),
+        CEILING: (800.0, 800.0),
+    }
+    assert (plot.layout.yaxis.title.text, plot.layout.yaxis2.title.text) == ("GB/s", "TFLOP/s")
+
+
 def test_what_peers_say_cannot_steer_a_terminal() -> None:
     bench = a_bench(PAPER[0], left_out=(LeftOut("flex", None, "no\x1b[2J [bold]| way\nback"),))
     assert all(sentence.isprintable() for sentence in notes(bench))
@@ -91,6 +125,8 @@ def test_titles_say_what_is_unusual() -> None:
     )
     assert title_of(problem) == "bf16, head dim 64 (values 32), 32 heads on 8, causal top-left"
     assert lengths_of(problem) == "512 to 600, batch 32"
+    windowed = msgspec.structs.replace(PAPER[0], window_left=1023, sinks=True)
+    assert title_of(windowed) == "bf16, head dim 64, 32 heads, full, window1023:, sinks"
 
 
 def test_markdown_holds_versions_command_and_every_row() -> None:
@@ -245,6 +281,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     monkeypatch.setattr(bench_run, "device_target", lambda index: None)
     monkeypatch.setattr(bench_run, "compile_ahead", lambda problems, target: ())
     monkeypatch.setattr(bench_run, "measure_ceiling", lambda dtype, device, rounds: empty.ceilings[0])
+    monkeypatch.setattr(bench_run, "measure_copy", lambda device, rounds: empty.copy)
     monkeypatch.setattr(bench_run, "environment", lambda device: empty.environment)
     monkeypatch.setattr(bench_run, "run_bench", fake_bench)
     return timed
@@ -258,6 +295,7 @@ def test_peers_that_are_named_take_part_alone(fake_gpu: list[Problem]) -> None:
     assert fake_gpu == list(PAPER[:2])
     assert [row.name for row in found.benches[0].rows] == [OURS, "sdpa-cudnn"]
     assert found.ceilings[0].tflops == 800.0
+    assert found.copy == a_run().copy
 
 
 def test_an_interrupted_run_keeps_what_was_finished(
