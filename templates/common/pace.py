@@ -11,6 +11,7 @@ import msgspec
 
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
+from flashtune.templates.common.traffic import keys_at_once
 
 # Exponentials that one multiprocessor finishes per clock, with the arithmetic around them.
 EXPONENTIALS_PER_CLOCK = 10.1
@@ -68,7 +69,7 @@ def traffic_us(
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.dtype.itemsize
     once = problem.batch * problem.kv_heads * problem.seqlen_kv * both
-    if heads_at_once * problem.seqlen_kv * both > CACHE_SHARE * target.l2_bytes:
+    if heads_at_once * keys_at_once(problem, 1) * both > CACHE_SHARE * target.l2_bytes:
         together = max(1.0, programs / max(1.0, min(heads_at_once, programs)))
         once = max(once, round(streamed_keys * both / together))
     rows = problem.batch * problem.heads * problem.seqlen_q * _row_bytes(problem)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
 
 # Orders of more tiles than these are worked out for the first sections alone, or not at all.
 MOST_TILES = 2**14
@@ -70,10 +70,19 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
     tiles = np.arange(tiling.tiles) if tiles is None else tiles
     last_query = (tiles + 1) * tiling.rows
     seen = np.full(len(tiles), problem.seqlen_kv)
-    if problem.causal is not Causal.NONE:
-        seen = np.minimum(last_query + problem.diagonal, problem.seqlen_kv)
+    left, right = problem.sight.left, problem.sight.right
+    if right is not None:
+        seen = np.minimum(last_query + problem.diagonal + right, problem.seqlen_kv)
     counted: NDArray[np.float64] = np.maximum(np.ceil(seen / tiling.columns), 1.0)
+    if left is not None:
+        hidden = np.maximum(tiles * tiling.rows + problem.diagonal - left, 0) // tiling.columns
+        counted -= np.minimum(hidden, counted - 1.0)
     return counted
+
+
+def are_alike(problem: Problem) -> bool:
+    """Whether every query sees all keys, so that all tiles have as many blocks."""
+    return problem.sight.left is None and problem.sight.right is None
 
 
 class Extremes(msgspec.Struct, frozen=True):
@@ -87,7 +96,7 @@ class Extremes(msgspec.Struct, frozen=True):
 @functools.lru_cache(maxsize=4096)
 def extremes(tiling: Tiling) -> Extremes:
     """How far the tiles of a head differ."""
-    if tiling.problem.causal is Causal.NONE:
+    if are_alike(tiling.problem):
         every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
         return Extremes(every, every, every)
     # Of very many, some that lie evenly among them, the first and the last.
@@ -121,7 +130,7 @@ def staying(total: int, even: bool, multiprocessors: int) -> int:
 
 def busiest(tiling: Tiling, workers: int, section: int, order: str, cost: Cost) -> float:
     """What the busiest of the programs that stay has to do."""
-    if tiling.problem.causal is Causal.NONE:
+    if are_alike(tiling.problem):
         rounds = math.ceil(tiling.total / workers)
         return rounds * (extremes(tiling).mean * cost.block + cost.tile)
     loads = _loads(tiling, workers, section, order)

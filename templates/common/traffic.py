@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flashtune.problem import Causal, Problem
 from flashtune.target import Target
 from flashtune.templates.family import TrafficItem
@@ -13,17 +15,45 @@ CACHE_COPIES = 2
 def streamed_keys(problem: Problem, block_m: int, block_n: int) -> int:
     """Rows of K that the query tiles of one head read in all, when keys stream past queries."""
     tiles = _tiles(problem.seqlen_q, block_m)
-    if problem.causal is Causal.NONE:
-        return tiles * problem.seqlen_kv
-    # Tile t reads whole blocks up to its last query's last key, (t + 1) * block_m + diagonal keys:
+    left, right = problem.sight.left, problem.sight.right
+    hidden = 0 if left is None else _hidden_keys(problem, tiles, block_m, block_n, left)
+    if right is None:
+        return tiles * problem.seqlen_kv - hidden
+    # Tile t reads whole blocks up to its last query's last key, (t + 1) * block_m + shift keys:
     # none for the first tiles, all of them from some tile on.
-    blind = min(tiles, max(0, -problem.diagonal // block_m))
+    shift = problem.diagonal + right
+    blind = min(tiles, max(0, -shift // block_m))
     whole_blocks = (problem.seqlen_kv - 1) // block_n * block_n
-    ramp_end = max(blind, min(tiles, (whole_blocks - problem.diagonal) // block_m))
-    blocks = floor_sum(
-        ramp_end - blind, block_n, block_m, (blind + 1) * block_m + problem.diagonal + block_n - 1
-    )
-    return blocks * block_n + (tiles - ramp_end) * problem.seqlen_kv
+    ramp_end = max(blind, min(tiles, (whole_blocks - shift) // block_m))
+    blocks = floor_sum(ramp_end - blind, block_n, block_m, (blind + 1) * block_m + shift + block_n - 1)
+    return blocks * block_n + (tiles - ramp_end) * problem.seqlen_kv - hidden
+
+
+def _hidden_keys(problem: Problem, tiles: int, block_m: int, block_n: int, left: int) -> int:
+    """Keys of whole blocks before all that a tile sees through a window, over all tiles."""
+    # Tile t sees none before t * block_m + shift: none are hidden of the first tiles, all of the last.
+    shift = problem.diagonal - left
+    whole_blocks = problem.seqlen_kv // block_n
+    first = min(tiles, max(0, -(shift // block_m)))
+    last = max(first, min(tiles, -((shift - problem.seqlen_kv) // block_m)))
+    blocks = floor_sum(last - first, block_n, block_m, first * block_m + shift)
+    return (blocks + (tiles - last) * whole_blocks) * block_n
+
+
+def keys_at_once(problem: Problem, rows: int) -> int:
+    """Keys of a head that so many neighbouring queries see."""
+    left, right = problem.sight.left, problem.sight.right
+    if left is None or right is None:
+        return problem.seqlen_kv
+    return min(problem.seqlen_kv, left + right + rows)
+
+
+def unpacked(problem: Problem) -> Problem:
+    """Packed sequences as a batch of the longest, as many as there are tokens for; others as they are."""
+    if not problem.packed:
+        return problem
+    sequences = -(-problem.packed // max(1, problem.seqlen_q))
+    return msgspec.structs.replace(problem, batch=sequences, packed=0)
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
@@ -76,7 +106,7 @@ def streamed_items(
     rows = all_heads * problem.seqlen_q
     streamed = all_heads * streamed_keys(problem, block_m, block_n) * both
     name = "k and v read for every tile of queries"
-    if stays_in_cache(heads_at_once * problem.seqlen_kv * both, target):
+    if stays_in_cache(heads_at_once * keys_at_once(problem, block_m) * both, target):
         name = "k and v read once, then from L2"
         streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
     return (

@@ -12,11 +12,11 @@ from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.sram import Tiles, engine_of
+from flashtune.templates.common.stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.traffic import streamed_items
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
-from flashtune.templates.forward_q_outer.sram import Stream, stream_columns, stream_items
 
 SMALL_SRAM = 128 * 1024
 

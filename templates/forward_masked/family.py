@@ -1,0 +1,211 @@
+"""Everything that forward attention may be asked for, in portable Triton, queries outermost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Feature, KvDtype, KvScale
+from flashtune.kernel import Alignment, Argument, Specialization, Step
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.asked import Asked, asked_arguments, asked_of
+from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.sram import Tiles, engine_of
+from flashtune.templates.common.stream import stream_columns
+from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.traffic import streamed_items
+from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, Products, masked_space
+from flashtune.templates.forward_masked.sram import masked_items
+
+SMALL_SRAM = 128 * 1024
+SHORT = 64
+# The first architecture that converts 8-bit floats of 4 exponent bits.
+CONVERTS_E4M3 = 89
+
+
+class MaskedContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    asks: Asked
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+    two_phases: bool
+    decomposed: bool
+    long_first: bool
+    heads_inner: bool
+    products: Products
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class ForwardMasked:
+    """The family; it holds no state."""
+
+    name = "forward_masked"
+    config_type = MaskedConfig
+    features = frozenset(Feature) - {Feature.LATENT}
+    interpreted = True
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if not problem.features:
+            return "forward_masked is for masks, changed scores, packed sequences and pages"
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"forward_masked takes head dims up to {MAX_HEAD_DIM}"
+        if problem.dtype.is_quantized:
+            return f"forward_masked takes no queries of {problem.dtype}"
+        if {Feature.PACKED, Feature.BIAS} <= problem.features:
+            return "forward_masked takes no bias over packed sequences"
+        return self._why_not_stored(problem, target)
+
+    def _why_not_stored(self, problem: Problem, target: Target) -> str | None:
+        """Why keys and values cannot be read as they are stored, if they cannot."""
+        if problem.kv_dtype is None:
+            return None
+        if problem.kv_scale is KvScale.PAGE and not problem.page_size:
+            return "forward_masked takes scales of pages for keys in pages alone"
+        if problem.kv_dtype is KvDtype.E4M3 and not (target.is_nvidia and target.capability >= CONVERTS_E4M3):
+            return f"forward_masked reads keys of {problem.kv_dtype} from sm_{CONVERTS_E4M3} on"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return masked_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """A tile that fits every target of the table, for shapes that nobody tuned."""
+        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        near = problem.window_left is not None or problem.chunk > 0
+        long_first = problem.causal is not Causal.NONE and not near
+        if width > 512:
+            return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, long_first=long_first)
+        small = target.sram_per_block < SMALL_SRAM
+        rows = 64 if width > 256 or problem.seqlen_q <= SHORT else 128
+        hopper = target.capability == HOPPER and problem.dtype is not Dtype.FP32
+        return MaskedConfig(
+            block_m=rows,
+            block_n=64 if width <= 128 or not small else 32,
+            num_warps=8 if hopper and rows > SHORT else 4,
+            num_stages=3 if hopper and width <= 256 else 2,
+            long_first=long_first,
+        )
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        return asked_arguments(problem, specialization, ())
+
+    def options(self, config: Config) -> LaunchOptions:
+        assert isinstance(config, MaskedConfig)
+        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, MaskedConfig)
+        tiles = self._tiles(problem, config, target)
+        return masked_items(problem, config, tiles, specialization) if tiles else ()
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        assert isinstance(config, MaskedConfig)
+        tiles = self._tiles(problem, config, target)
+        return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+
+    def _tiles(self, problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
+        """The tiles of a program, or None where nothing is known of the architecture."""
+        ieee = config.products is Products.IEEE
+        engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
+        return engine and Tiles(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
+            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+            itemsize=problem.dtype.itemsize,
+            warps=config.num_warps,
+            warp_size=target.warp_size,
+            engine=engine,
+        )
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, MaskedConfig)
+        if problem.packed:
+            return (problem.packed // config.block_m + problem.batch) * problem.heads
+        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
+
+    def overlap(self, config: Config) -> float | None:
+        return None
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, MaskedConfig)
+        return portable_span(
+            problem,
+            config.block_m,
+            config.block_n,
+            target,
+            longest_first=config.long_first,
+            heads_inner=config.heads_inner,
+        )
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        return ()
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, MaskedConfig)
+        programs = target.sm_count if target else 1
+        tiles = max(1, -(-problem.seqlen_q // config.block_m))
+        heads = programs if config.heads_inner else -(-programs // tiles) + 1
+        at_once = -(-min(heads, problem.batch * problem.heads) // problem.group_size)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> MaskedContext:
+        assert isinstance(config, MaskedConfig)
+        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        return MaskedContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            asks=asked_of(problem),
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            max_registers=config.max_registers,
+            two_phases=config.two_phases,
+            decomposed=config.decomposed,
+            long_first=config.long_first,
+            heads_inner=config.heads_inner,
+            products=config.products,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = ForwardMasked()

@@ -1,0 +1,89 @@
+"""The space of the masked family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import enum
+
+from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import columns, head_chunks, is_exact
+
+
+class Products(enum.StrEnum):
+    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+
+    IEEE = "ieee"
+    TF32X3 = "tf32x3"
+
+
+class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a tile.
+        block_n: Keys of a tile.
+        two_phases: Blocks that no mask touches run in a loop of their own.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        long_first: Start the last tiles of a sequence first, which see the most keys (causal only).
+        heads_inner: Neighbouring programs work on different heads, not on different tiles.
+        max_registers: Register cap, 0 for none.
+        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    two_phases: bool = True
+    decomposed: bool = False
+    long_first: bool = False
+    heads_inner: bool = False
+    max_registers: RegisterCap = 0
+    products: Products = Products.IEEE
+
+
+# Under this many queries of a sequence small tiles are worth trying.
+FEW_QUERIES = 128
+HOPPER = 90
+MOST_REGISTERS = 255
+# Accumulator and scores of one thread leave this many registers for the rest, bounds and biases among it.
+SPARE_REGISTERS = 24
+
+
+def masked_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying."""
+    wide = problem.dtype is Dtype.FP32
+    few = problem.seqlen_q < FEW_QUERIES or wide
+    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    axes = (
+        Axis("block_m", (16, 32, 64, 128) if few else (64, 128)),
+        Axis("block_n", (16, 32, 64) if wide else (16, 32, 64, 128)),
+        Axis("num_warps", (4, 8)),
+        Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
+        Axis("two_phases", (True, False), False),
+        Axis("decomposed", (False, True) if odd_width else (False,)),
+        Axis("long_first", (False, True) if _ends_differ(problem) else (False,)),
+        Axis("heads_inner", (False, True)),
+        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+    )
+    return Space(MaskedConfig, axes, lambda config: _fits_registers(problem, config, target))
+
+
+def _ends_differ(problem: Problem) -> bool:
+    """Whether later tiles have more blocks: neither window nor chunk keeps them alike."""
+    near = problem.window_left is not None or problem.chunk > 0
+    return problem.causal is not Causal.NONE and not near
+
+
+def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether the tiles fit the registers of their warps, and every warp has rows of its own."""
+    assert isinstance(config, MaskedConfig)
+    if config.num_warps * 16 > max(config.block_m, 64):
+        return False
+    threads = config.num_warps * 32
+    accumulator = config.block_m * columns(head_chunks(problem.value_head_dim, config.decomposed)) // threads
+    scores = config.block_m * config.block_n // threads
+    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+        # The weights are live in 16 bits too.
+        scores += scores // 2
+    return accumulator + scores + SPARE_REGISTERS <= room
