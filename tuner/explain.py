@@ -12,7 +12,7 @@ from flashtune.problem import Dtype, Problem
 from flashtune.record import Outcome, Provenance, Record, Resources
 from flashtune.standard import standard_hbm_items
 from flashtune.target import Target
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import TrafficItem, why_not
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.tuner.chosen import Chosen
@@ -198,7 +198,8 @@ def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
     problem, target = chosen.problem, chosen.target
     ways = [_traffic(chosen.family.name, chosen.family.hbm_items(problem, chosen.config, target))]
     for family in families():
-        if family.name != chosen.family.name and family.supports(problem, target) is None:
+        refused = why_not(family, problem, target, chosen.specialization)
+        if family.name != chosen.family.name and refused is None:
             items = family.hbm_items(problem, family.default(problem, target), target)
             ways.append(_traffic(family.name, items))
     if not problem.dtype.is_quantized:

@@ -55,6 +55,16 @@ class Tiled(Protocol):
         ...
 
 
+@runtime_checkable
+class Split(Tiled, Protocol):
+    """A config whose tiles hold all query heads of a KV head, and whose programs share a sequence's keys."""
+
+    @property
+    def splits(self) -> int:
+        """Parts of a sequence's keys."""
+        ...
+
+
 def predict_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
@@ -87,7 +97,13 @@ def computed_pairs(problem: Problem, config: Tiled) -> float:
         return 0.0
     keys = streamed_keys(problem, config.block_m, config.block_n)
     padding = math.ceil(problem.seqlen_kv / config.block_n) * config.block_n / problem.seqlen_kv
-    return problem.batch * problem.heads * config.block_m * keys * padding
+    heads = problem.heads
+    if isinstance(config, Split):
+        # A tile counts once for all heads that share its keys.
+        queries = max(1, math.ceil(problem.seqlen_q / config.block_m))
+        tiles = math.ceil(problem.seqlen_q * problem.group_size / config.block_m)
+        heads, keys = problem.kv_heads * tiles, keys // queries
+    return problem.batch * heads * config.block_m * keys * padding
 
 
 def loop_seconds(pairs: float, problem: Problem, config: Tiled, hidden: float, target: Target) -> float:

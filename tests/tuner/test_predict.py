@@ -34,6 +34,14 @@ LEAN = Resources(sram_bytes=64 * 1024, registers=128)
 CALM: dict[str, Any] = {"long_first": True, "heads_inner": True}
 
 
+class SplitConfig(Config, frozen=True, kw_only=True):
+    """A config of a family whose tiles hold all heads of a KV head."""
+
+    block_m: int
+    block_n: int
+    splits: int
+
+
 def a_problem(**changes: Any) -> Problem:
     problem = Problem(
         dtype=Dtype.BF16,
@@ -133,3 +141,12 @@ def test_a_familys_own_schedule_decides_what_hides(native: Family, monkeypatch: 
 
     assert predicted(0.0) > predicted(0.5) > predicted(1.0)
     assert predicted(0.0) > predicted(None) > predicted(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "seqlen_q", "tiles"), [(8, 1, 8), (1, 1, 2), (1, 4, 8), (32, 1, 32), (32, 20, 64)]
+)
+def test_tiles_of_a_whole_group_read_its_keys_once(kv_heads: int, seqlen_q: int, tiles: int) -> None:
+    config = SplitConfig(num_warps=4, num_stages=2, block_m=16, block_n=64, splits=8)
+    problem = a_problem(kv_heads=kv_heads, seqlen_q=seqlen_q)
+    assert computed_pairs(problem, config) == tiles * 16 * 4096
