@@ -221,10 +221,18 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
         Packed sequences count as so many of the longest length as there are tokens for.
         """
-        return 2 * self.batch * self.heads * self.visible_pairs() * (self.head_dim + self.value_head_dim)
+        pairs = self.batch * self.visible_pairs()
+        if self.packed:
+            pairs = pairs * self.packed // max(1, self.batch * self.seqlen_q)
+        return 2 * self.heads * pairs * (self.head_dim + self.value_head_dim)
 
     def nominal_flops(self) -> int:
-        """The field's convention: 4·B·H·Sq·Sk·D, halved when causal. All reported TFLOP/s use it."""
+        """The field's convention: 4·B·H·Sq·Sk·D, halved when causal. All reported TFLOP/s use it.
+
+        With a window, chunks or packed sequences only what is seen counts.
+        """
+        if self.features & {Feature.WINDOW, Feature.CHUNK, Feature.PACKED}:
+            return self.flops()
         both = self.head_dim + self.value_head_dim
         full = 2 * self.batch * self.heads * self.seqlen_q * self.seqlen_kv * both
         return full if self.causal is Causal.NONE else full // 2

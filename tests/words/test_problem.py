@@ -59,6 +59,25 @@ def test_nominal_flops_halve_when_causal() -> None:
     assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
 
 
+def test_of_windows_chunks_and_packed_sequences_only_what_is_seen_counts() -> None:
+    full = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=16,
+        kv_heads=16,
+        batch=4,
+        seqlen_q=1024,
+        seqlen_kv=1024,
+    )
+    # Half of the tokens that four sequences of the longest length would have.
+    packed = msgspec.structs.replace(full, packed=2048)
+    assert packed.nominal_flops() * 2 == packed.flops() * 2 == full.nominal_flops()
+    windowed = msgspec.structs.replace(full, causal=Causal.BOTTOM_RIGHT, window_left=0)
+    assert windowed.nominal_flops() == 4 * 4 * 16 * 1024 * 128
+    assert msgspec.structs.replace(full, softcap=True).nominal_flops() == full.nominal_flops()
+
+
 def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
     wide = Problem(
         dtype=Dtype.BF16,
