@@ -133,7 +133,7 @@ def bind(
         patterns = module.descriptors(*map(without_memory, (q, k, values, out)))
         arguments = DescriptorArguments(patterns, binary.kernel.metadata.tensordesc_meta)
         if q.dtype is not E4M3:
-            return DescriptorLaunch(queue, arguments)
+            return DescriptorLaunch(queue, arguments, kernel.side)
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
 
 

@@ -113,13 +113,20 @@ class DeviceLaunch:
 
 
 class DescriptorLaunch:
-    """The binary of a kernel whose tensors are passed as descriptors."""
+    """The binary of a kernel whose tensors are passed as descriptors, and side inputs by address."""
 
-    __slots__ = ("_arguments", "_queue")
+    __slots__ = ("_arguments", "_names", "_queue")
 
-    def __init__(self, queue: Callable[[tuple[Any, ...]], None], arguments: DescriptorArguments) -> None:
+    def __init__(
+        self,
+        queue: Callable[[tuple[Any, ...]], None],
+        arguments: DescriptorArguments,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        """`names` are those of the side tensors that the kernel takes."""
         self._queue = queue
         self._arguments = arguments
+        self._names = names
 
     def __call__(
         self,
@@ -132,10 +139,10 @@ class DescriptorLaunch:
         side: Side = NO_SIDE,
     ) -> None:
         """Queues the kernel on its device's current stream."""
-        del side  # this kernel reads nothing else
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        self._queue((*self._arguments((q, k, v, out)), row_lse, scale))
+        beside = [getattr(side, name).data_ptr() for name in self._names]
+        self._queue((*self._arguments((q, k, v, out)), row_lse, *beside, scale))
 
 
 class SideLaunch:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.templates.common.arguments import COUNTS, SCALES, pointer_type
+from flashtune.templates.common.side import side_tensors
 from flashtune.templates.common.tiles import Chunk, head_chunks
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 # The copy engine's widest row that keeps banks of shared memory apart.
 WIDEST_SWIZZLE = 128
+PACKED_COUNTS = ("heads", "group_size", "tokens", "section", "sequences", "steps")
 
 
 def hopper_arguments(
@@ -19,28 +21,35 @@ def hopper_arguments(
     dtype = problem.dtype
     qk_chunks = head_chunks(problem.head_dim, config.decomposed)
     v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
-    queries, keys = (1, 1, config.pack, config.rows // config.pack), (1, 1, config.block_n)
+    # Where sequences are packed, two more dimensions say where one ends.
+    outer = (1, 1, 1) if problem.packed else (1, 1)
+    queries, keys = (1, 1, config.pack, config.rows // config.pack), (*outer, config.block_n)
+    counts = PACKED_COUNTS if problem.packed else (*COUNTS, "section")
     # Where outputs pass in halves, so does the descriptor's tile.
     parts = 2 if config.halved else 1
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
         *(_descriptor("k", chunk, qk_chunks, dtype, (*keys, chunk.width)) for chunk in qk_chunks),
-        *(_descriptor("v", chunk, v_chunks, dtype, _values(chunk, config, dtype)) for chunk in v_chunks),
+        *(
+            _descriptor("v", chunk, v_chunks, dtype, _values(chunk, config, dtype, outer))
+            for chunk in v_chunks
+        ),
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks
         ),
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
+        *side_tensors(problem),
         Argument("scale", "fp32"),
-        *(Argument(name, "i32") for name in (*COUNTS, "section")),
+        *(Argument(name, "i32") for name in counts),
     )
 
 
-def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype) -> tuple[int, ...]:
+def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype, outer: tuple[int, ...]) -> tuple[int, ...]:
     """A tile of V, which the prologue of quantised kernels transposes."""
     sides = (chunk.width, config.block_n) if dtype.is_quantized else (config.block_n, chunk.width)
-    return 1, 1, *sides
+    return *outer, *sides
 
 
 def _descriptor(

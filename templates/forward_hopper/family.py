@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashtune.config import Config, LaunchOptions, Space
+from flashtune.errors import KernelError
 from flashtune.features import Feature
 from flashtune.kernel import Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import transpose_arguments
 from flashtune.templates.common.tiles import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items
+from flashtune.templates.common.traffic import streamed_items, unpacked
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (
@@ -35,6 +36,9 @@ ROW_BYTES = 16
 # The share of products and softmax that runs side by side, from the best kernels of an H200.
 OVERLAP = 0.8
 WORKSPACE = "transposed"
+NO_BOUND = -1
+# Wider than any sequence, and places beyond it are still integers of 32 bits.
+WIDEST_WINDOW = 2**30 - 1
 # What the compiler may add to the tiles: the exchange between roles, and gaps for alignment.
 SPARE_BYTES = 1024
 
@@ -69,6 +73,9 @@ class HopperContext(Context, frozen=True):
     v_columns: int
     padded_values: int
     lse: bool
+    window_left: int
+    window_right: int
+    packed: bool
 
 
 class ForwardHopper:
@@ -76,7 +83,7 @@ class ForwardHopper:
 
     name = "forward_hopper"
     config_type = HopperConfig
-    features = frozenset[Feature]()
+    features = frozenset({Feature.WINDOW, Feature.PACKED})
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -84,6 +91,8 @@ class ForwardHopper:
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
+        if problem.packed and problem.dtype.is_quantized:
+            return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         dims = problem.head_dim, problem.value_head_dim
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
@@ -136,6 +145,9 @@ class ForwardHopper:
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, HopperConfig)
+        if problem.packed:
+            # Nobody knows how many tiles the sequences need: there are places for the most that they may.
+            return problem.heads * (problem.packed // config.block_m + problem.batch)
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
     def overlap(self, config: Config) -> float | None:
@@ -153,6 +165,7 @@ class ForwardHopper:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, HopperConfig)
+        problem = unpacked(problem)
         all_heads = problem.batch * problem.heads
         heads = min(config.section * config.pack or all_heads, all_heads)
         at_once = -(-heads // problem.group_size)
@@ -160,6 +173,8 @@ class ForwardHopper:
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
         assert isinstance(config, HopperConfig)
+        if problem.packed and config.pack > 1:
+            raise KernelError("heads share no tiles where sequences are packed: make pack 1")
         qk_chunks = head_chunks(problem.head_dim, config.decomposed)
         v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
         return HopperContext(
@@ -190,7 +205,15 @@ class ForwardHopper:
             v_columns=columns(v_chunks),
             padded_values=power_of_two(problem.value_head_dim),
             lse=specialization.lse,
+            window_left=_bound(problem.sight.left),
+            window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
+            packed=problem.packed > 0,
         )
+
+
+def _bound(window: int | None) -> int:
+    """A side of a window as templates know it: -1 where there is no bound."""
+    return NO_BOUND if window is None else min(window, WIDEST_WINDOW)
 
 
 FAMILY = ForwardHopper()

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.config import Axis, AxisValue, BlockSize, Config, Space
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Dtype, Problem
 from flashtune.templates.common.tiles import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -29,6 +29,10 @@ LEAST_HALVED = 128
 # One product of eight-bit tiles sums over so many columns.
 QUANTIZED_DEPTH = 32
 PACKS = (1, 2, 4, 8, 16)
+# A window of less than one in so many keys leaves few tiles that see less than others.
+SHORT_WINDOW = 2
+# From here on sections of heads gain nothing, where tiles differ.
+LONG = 4096
 # Under this many queries a tile has room for several heads.
 FEW_QUERIES = 128
 
@@ -87,7 +91,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 def hopper_space(problem: Problem) -> Space:
     """All configs worth trying. What no measurement ever chose is left out: see docs/hopper.md."""
-    causal = problem.causal is not Causal.NONE
+    differ = tiles_differ(problem)
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
@@ -102,8 +106,8 @@ def hopper_space(problem: Problem) -> Space:
         Axis("lazy_rescale", (True, False), False),
         Axis("decomposed", (True, False) if odd_width else (False,), False),
         Axis("pack", _packs(problem)),
-        Axis("section", (0, 4, 8) if causal else (1, 4), False),
-        Axis("order", tuple(Order) if causal else (Order.LINEAR,), False),
+        Axis("section", _sections(problem), False),
+        Axis("order", tuple(Order) if differ else (Order.LINEAR,), False),
         Axis("even", (False, True)),
     )
     return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
@@ -113,9 +117,24 @@ def _has_turns(chosen: dict[str, AxisValue]) -> bool:
     return chosen["groups"] != 1
 
 
+def tiles_differ(problem: Problem) -> bool:
+    """Whether some tiles of a head see many more keys than others, so that their order matters."""
+    left, right = problem.sight.left, problem.sight.right
+    return right is not None and (left is None or SHORT_WINDOW * left > problem.seqlen_kv)
+
+
+def _sections(problem: Problem) -> tuple[int, ...]:
+    if problem.packed:
+        return (0, 4)
+    return (0, 4, 8) if tiles_differ(problem) else (1, 4)
+
+
 def _packs(problem: Problem) -> tuple[int, ...]:
-    """Packing fills tiles that the queries of one head leave empty; quantised heads have own scales."""
-    if problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
+    """Packing fills tiles that the queries of one head leave empty; quantised heads have own scales.
+
+    Descriptors of packed sequences have no dimension left for it.
+    """
+    if problem.packed or problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -154,8 +173,10 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
 def usual_config(problem: Problem) -> HopperConfig:
     """What measurements on an H200 found best for most lengths, by head dims."""
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
-    causal = problem.causal is not Causal.NONE
-    long = problem.seqlen_kv > 4096
+    differ = tiles_differ(problem)
+    # In one order of all heads, tiles of packed sequences that end in a round differ least.
+    in_one = bool(problem.packed) or (differ and problem.seqlen_kv > LONG)
+    order = Order.LONG_FIRST if problem.packed else Order.ALTERNATE
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -174,9 +195,9 @@ def usual_config(problem: Problem) -> HopperConfig:
         pack=max(
             pack for pack in _packs(problem) if pack == 1 or pack * problem.seqlen_q <= groups * GROUP_ROWS
         ),
-        section=0 if causal and long else 4,
-        order=Order.ALTERNATE if causal else Order.LINEAR,
-        even=not (causal and long),
+        section=0 if in_one else 4,
+        order=order if differ else Order.LINEAR,
+        even=not in_one,
     )
 
 

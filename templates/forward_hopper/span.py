@@ -12,6 +12,7 @@ from flashtune.problem import Problem
 from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
 from flashtune.templates.common.schedule import Cost, Tiling, busiest, extremes, staying
+from flashtune.templates.common.traffic import unpacked
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
@@ -27,6 +28,7 @@ SECTIONS = (0, 1, 4)
 
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
     """Time of a launch by its schedule, in ms."""
+    problem = unpacked(problem)
     tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
     pace = PACES[min(config.groups, MOST_GROUPS)]
     if not tiling.total or not problem.seqlen_kv:

@@ -39,6 +39,19 @@ def test_a_launch_passes_descriptors_then_the_rest(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
+def test_side_inputs_follow_the_log_sum_exp(gpu: Driver) -> None:
+    q, k, v, out = (a_tensor() for _ in range(4))
+    starts, kv_starts = (torch.zeros(3, dtype=torch.int32) for _ in range(2))
+    arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
+    queue = Noted()
+    launch = DescriptorLaunch(queue, arguments, ("cu_seqlens_q", "cu_seqlens_kv"))
+    launch(q, k, v, out, None, 0.5, Side(cu_seqlens_q=starts, cu_seqlens_kv=kv_starts))
+    described = arguments((q, k, v, out))
+    addresses = (out.data_ptr(), starts.data_ptr(), kv_starts.data_ptr())
+    assert queue.values == [(*described, *addresses, 0.5)]
+    assert len(gpu.filled) == 4
+
+
 def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> None:
     q, k, v = (torch.zeros(2, 4, 128, 64).to(E4M3) for _ in range(3))
     out, ones = a_tensor(2, 4, 128, 64), torch.ones(8)

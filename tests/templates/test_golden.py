@@ -76,8 +76,20 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_bf16_d256_halved": (
         HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "halved": True, "q_stages": 1}, PLAIN,
     ),
+    "hopper_bf16_d128_window": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True, "section": 4, "even": True}, ROW_SUMS,
+    ),
+    "hopper_fp16_d64_packed_sequences": (
+        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, ROW_SUMS,
+    ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
 }  # fmt: skip
+# What a problem asks for beside that.
+FEATURES: dict[str, dict[str, int]] = {
+    "hopper_bf16_d128_window": {"window_left": 1024},
+    "hopper_fp16_d64_packed_sequences": {"packed": 1},
+}
 COMPILED = [
     "q_outer_bf16_d128_descriptors",
     "q_outer_fp16_d96_v80_decomposed",
@@ -102,6 +114,7 @@ def kernel_of(name: str) -> Kernel:
         seqlen_kv=1024,
         causal=Causal(causal),
     )
+    problem = msgspec.structs.replace(problem, **FEATURES.get(name, {}))
     return render(family, problem, msgspec.convert(values, family.config_type), specialization)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune.errors import KernelError
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
@@ -32,6 +33,11 @@ SPACES = [
     a_problem(96, 64, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
     a_problem(64, 80, dtype=Dtype.E4M3),
     a_problem(256, dtype=Dtype.E4M3),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=100, kv_heads=2),
+    a_problem(64, window_left=300, window_right=20),
+    a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=1000),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=2048),
+    a_problem(96, 80, kv_heads=4, packed=2048, window_left=64),
 ]
 BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
 
@@ -64,6 +70,22 @@ def test_it_runs_on_hopper_alone() -> None:
 )
 def test_what_it_does_not_compute_has_a_reason(problem: Problem, reason: str) -> None:
     assert reason in str(FAMILY.supports(problem, H200))
+
+
+def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
+    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, packed=1), H200)
+    assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
+    problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
+    assert {config.pack for config in sampled_configs(problem, 60)} == {1}
+    with pytest.raises(KernelError, match="make pack 1"):
+        render(FAMILY, problem, a_config(problem, pack=2), PLAIN)
+
+
+def test_it_has_windows_and_packed_sequences_and_no_more() -> None:
+    window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
+    for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1)):
+        assert why_not(FAMILY, problem, H200, PLAIN) is None
+    assert why_not(FAMILY, a_problem(packed=1, sinks=1), H200, PLAIN) == "forward_hopper has no sinks"
 
 
 def test_it_takes_what_the_copy_engine_can_address() -> None:
@@ -103,7 +125,7 @@ def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
         assert config.pack < 2 * problem.group_size
         assert config.pack == 1 or not problem.dtype.is_quantized
         assert config.groups > 1 or not config.ping_pong
-        assert config.order is Order.LINEAR or problem.causal is not Causal.NONE
+        assert config.order is Order.LINEAR or problem.sight.right is not None
     assert len(set(configs)) == len(configs)
 
 
@@ -121,6 +143,16 @@ def test_configs_out_of_reach_are_no_points() -> None:
         (narrow, {"order": "long_first"}),
     ):
         assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
+
+
+def test_tiles_have_an_order_where_they_differ() -> None:
+    def orders(**changes: int) -> int:
+        problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
+        return len({config.order for config in sampled_configs(problem, 60)})
+
+    assert orders() == orders(window_left=900) == orders(window_left=100, packed=0, seqlen_kv=128) == 3
+    assert orders(window_left=100) == 1
+    assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)).order is Order.LINEAR
 
 
 def test_heads_share_tiles_where_queries_are_few() -> None:
@@ -169,6 +201,10 @@ def test_everything_that_decides_the_binary_changes_the_digest() -> None:
         render(FAMILY, a_problem(256, dtype=Dtype.FP16), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, causal=Causal.TOP_LEFT), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, causal=Causal.BOTTOM_RIGHT), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_left=100), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, packed=1), a_config(problem), PLAIN),
     ]
     assert len({kernel.digest for kernel in kernels}) == len(kernels)
 

@@ -21,6 +21,12 @@ COMPILED = {
     "d192, 128": (a_problem(192, 128, dtype=Dtype.FP16), {}, False),
     "d256 halved": (a_problem(256), {}, False),
     "e4m3": (a_problem(128, dtype=Dtype.E4M3), {}, True),
+    "d128, window": (a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=1024), {}, True),
+    "d64, window on both sides": (a_problem(64, window_left=256, window_right=100), {}, True),
+    "e4m3, window": (a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=500), {}, False),
+    "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1), {}, True),
+    "d96, packed sequences and window": (a_problem(96, packed=1, window_left=100), {}, False),
+    "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
 }
 

@@ -30,7 +30,12 @@ DESCRIBED = [
     a_problem(128, dtype=Dtype.E4M3),
     a_problem(96, 80, dtype=Dtype.E4M3),
     a_problem(256, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT),
+    a_problem(128, batch=1, kv_heads=2, packed=1),
+    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, packed=1),
+    a_problem(256, batch=1, packed=1),
 ]
+
+PACKED = a_problem(64, batch=1, packed=1)
 
 
 def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
@@ -107,6 +112,32 @@ def test_halves_and_transposed_values() -> None:
     assert [made[index][0].layout.swizzle_byte_width for index in range(4)] == [128, 128, 128, 128]
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_rows_of_packed_sequences_end_with_their_sequence(name: str, layout: str) -> None:
+    problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    place = ("q", "k", "v", "out").index(name)
+    tensor = like(problem, layout)[place]
+    far, size = module.FAR.value, tensor.element_size()
+    for descriptor in module.descriptors(*like(problem, layout))[place]:
+        assert descriptor.block_shape[:3] == [1, 1, 1]
+        assert descriptor.shape[2] == tensor.shape[1]
+        assert descriptor.shape[4] == tensor.shape[3]
+        # What the copy engine is told are numbers of 32 bits and strides of less than 2^40 bytes.
+        assert max(descriptor.shape) < 2**31
+        assert all(0 < size * stride < 2**40 for stride in descriptor.strides)
+        for start, rows, row, head, column in ((0, 1, 0, 0, 0), (700, 300, 299, 1, 3), (5, 9, 2, 0, 79)):
+            coordinates = (far, start + rows, head, far - rows + row, column)
+            assert all(one < extent for one, extent in zip(coordinates, descriptor.shape, strict=True))
+            reached = sum(one * by for one, by in zip(coordinates, descriptor.strides, strict=True))
+            meant = head * tensor.stride(1) + (start + row) * tensor.stride(2) + column
+            # Addresses have 64 bits.
+            assert size * reached % 2**64 == size * meant
+        # One row more is outside.
+        assert far - 300 + 300 == descriptor.shape[3]
+
+
 # ---- the plan --------------------------------------------------------------------------------------
 
 
@@ -175,6 +206,27 @@ def test_transposed_values_have_room_for_whole_groups_of_keys(keys: int, kept: i
     grid, integers = module.prologue_plan(v, v, v, v)
     assert grid == (math.ceil(keys / 64), 4)
     assert integers == (*v.stride()[:3], 2, keys)
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_packed_sequences_have_places_for_the_most_tiles_that_they_may_need() -> None:
+    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, packed=1)
+    module = load_module(kernel_of(problem, a_config(problem, section=4, even=False)))
+    on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
+    for sequences, steps in ((1, 0), (2, 1), (3, 2), (64, 6), (65, 7), (4000, 12)):
+        starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+        (programs,), workspaces, integers = module.launch_plan(*on_gpu, starts, starts)
+        assert programs == min(8 * (5000 // 192 + sequences), MULTIPROCESSORS)
+        assert workspaces == ()
+        assert integers == (8, 4, 5000, 4, sequences, steps)
+
+
+def test_kernels_of_packed_sequences_are_told_where_they_lie() -> None:
+    kernel = kernel_of(PACKED, a_config(PACKED))
+    names = [argument.name for argument in kernel.arguments]
+    counts = ["heads", "group_size", "tokens", "section", "sequences", "steps"]
+    assert names[-10:] == ["lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", *counts]
+    assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
 
 
 def test_the_kernel_is_told_its_integers_in_order() -> None:

@@ -57,6 +57,47 @@ def test_the_busiest_program_is_that_of_the_kernels_own_order(
     assert busiest(tiling, workers, section, order, COST) == pytest.approx(max(work))
 
 
+@given(
+    st.sampled_from(list(Causal)),
+    st.integers(1, 2000),
+    st.integers(1, 2000),
+    st.integers(0, 900),
+    st.one_of(st.none(), st.integers(0, 900)),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_window_leaves_the_blocks_that_some_query_sees(
+    causal: Causal, seqlen_q: int, seqlen_kv: int, left: int, right: int | None
+) -> None:
+    problem = msgspec.structs.replace(
+        a_problem(64, causal=causal, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv),
+        window_left=left,
+        window_right=right,
+    )
+    reach = problem.sight.right
+    for tile, counted in enumerate(blocks(Tiling(problem, 64, 128, 1))):
+        place = 64 * tile + problem.diagonal
+        end = seqlen_kv if reach is None else min(place + 64 + reach, seqlen_kv)
+        seen = range(max(0, place - left) // 128, math.ceil(end / 128))
+        assert counted == max(1, len(seen))
+
+
+def test_windows_and_packed_sequences_take_less() -> None:
+    hopper = find_family("forward_hopper")
+    whole = a_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16384, seqlen_kv=16384, batch=4)
+    others = [
+        msgspec.structs.replace(whole, window_left=1024),
+        msgspec.structs.replace(whole, packed=20000),
+        msgspec.structs.replace(whole, batch=64, packed=20000),
+    ]
+    full, window, *packed = (
+        hopper.span(problem, hopper.default(problem, H200), H200) for problem in (whole, *others)
+    )
+    # A ninth of the blocks.
+    assert full / 9 < window < full / 5
+    assert packed[0] == packed[1]
+    assert full / 2.5 < packed[0] < full
+
+
 @pytest.mark.parametrize("section", [0, 4])
 @pytest.mark.parametrize("order", ["linear", "alternate"])
 def test_very_many_tiles_are_as_some_of_them_are(section: int, order: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import standard_hbm_items
 from flashtune.target import find_target
-from flashtune.templates.common.traffic import cycled_queries, floor_sum, streamed_keys
+from flashtune.templates.common.traffic import cycled_queries, floor_sum, streamed_keys, unpacked
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.registry import find_family
 
@@ -56,6 +57,44 @@ def test_rows_are_counted_as_the_loops_read_them(
         first_seer = max(start - problem.diagonal, 0) // block_m * block_m if masked else 0
         queries += seqlen_q - first_seer
     assert cycled_queries(problem, block_m, block_n) == queries
+
+
+@given(
+    LENGTH,
+    st.integers(1, 400),
+    BLOCK,
+    BLOCK,
+    st.sampled_from(list(Causal)),
+    st.one_of(st.none(), st.integers(0, 300)),
+    st.one_of(st.none(), st.integers(0, 300)),
+)
+def test_windows_leave_out_whole_blocks(
+    seqlen_q: int,
+    seqlen_kv: int,
+    block_m: int,
+    block_n: int,
+    causal: Causal,
+    left: int | None,
+    right: int | None,
+) -> None:
+    problem = msgspec.structs.replace(
+        a_problem(seqlen_q, seqlen_kv, causal), window_left=left, window_right=right
+    )
+    reach = problem.sight.right
+    keys = 0
+    for first_query in range(0, seqlen_q, block_m):
+        place = first_query + problem.diagonal
+        last_key = seqlen_kv if reach is None else min(place + block_m + reach, seqlen_kv)
+        keys += sum(min(block_n, seqlen_kv - start) for start in range(0, last_key, block_n))
+        hidden = 0 if left is None else max(0, place - left) // block_n
+        keys -= min(hidden, seqlen_kv // block_n) * block_n
+    assert streamed_keys(problem, block_m, block_n) == keys
+
+
+def test_packed_sequences_count_as_so_many_of_the_longest() -> None:
+    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), packed=2500)
+    assert unpacked(problem) == a_problem(1000, 1000, batch=3)
+    assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 
 
 def total(items: tuple[TrafficItem, ...]) -> int:
