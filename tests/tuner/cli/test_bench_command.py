@@ -319,6 +319,13 @@ def test_nothing_to_compute_is_a_usage_error_before_anything_is_timed(
     assert fake_gpu == []
 
 
+def test_features_are_a_usage_error_before_anything_is_timed(run: Run, fake_gpu: list[Problem]) -> None:
+    result = run("bench", "--shape", SHAPE, "--shape", f"{SHAPE},window=8,sinks", "--no-peers")
+    assert result.exit_code == 2
+    assert "bench times no sinks, window so far" in result.stderr
+    assert fake_gpu == []
+
+
 @pytest.mark.gpu
 def test_the_command_prints_tables_and_writes_all_files(run: Run, tmp_path: Path) -> None:
     page, kept = tmp_path / "bench.md", tmp_path / "bench.json"
