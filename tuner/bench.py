@@ -118,10 +118,8 @@ def require_work(problem: Problem) -> None:
         UsageError: The problem is empty, or asks for what is not benched.
     """
     if problem.features:
-        raise UsageError(
-            f"bench times no {', '.join(sorted(problem.features))} so far, which {problem.key} asks for: search "
-            "it, and read its time there"
-        )
+        asked = ", ".join(sorted(problem.features))
+        raise UsageError(f"bench times no {asked} so far: leave {problem.key} out, or search it for its time")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")
 
