@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature, KvDtype, KvScale
+from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.asked import Asked, asked_arguments, asked_of
 from flashtune.templates.common.span import portable_span
-from flashtune.templates.common.sram import Tiles, engine_of
-from flashtune.templates.common.stream import stream_columns
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.traffic import streamed_items
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, Products, masked_space
-from flashtune.templates.forward_masked.sram import masked_items
+from flashtune.templates.forward_masked.sram import masked_columns, masked_items
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
@@ -94,12 +92,15 @@ class ForwardMasked:
         if width > 512:
             return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, long_first=long_first)
         small = target.sram_per_block < SMALL_SRAM
-        rows = 64 if width > 256 or problem.seqlen_q <= SHORT else 128
-        hopper = target.capability == HOPPER and problem.dtype is not Dtype.FP32
+        wide = problem.dtype is Dtype.FP32
+        rows = 64 if wide or width > 256 or problem.seqlen_q <= SHORT else 128
+        hopper = target.capability == HOPPER and not wide
+        # A bias is a tile of its own, which registers must hold beside the scores.
+        narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
         return MaskedConfig(
             block_m=rows,
-            block_n=64 if width <= 128 or not small else 32,
-            num_warps=8 if hopper and rows > SHORT else 4,
+            block_n=32 if narrow else 64,
+            num_warps=8 if rows > SHORT else 4,
             num_stages=3 if hopper and width <= 256 else 2,
             long_first=long_first,
         )
@@ -123,28 +124,11 @@ class ForwardMasked:
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, MaskedConfig)
-        tiles = self._tiles(problem, config, target)
-        return masked_items(problem, config, tiles, specialization) if tiles else ()
+        return masked_items(problem, config, target, specialization)
 
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
         assert isinstance(config, MaskedConfig)
-        tiles = self._tiles(problem, config, target)
-        return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
-
-    def _tiles(self, problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
-        """The tiles of a program, or None where nothing is known of the architecture."""
-        ieee = config.products is Products.IEEE
-        engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
-        return engine and Tiles(
-            block_m=config.block_m,
-            block_n=config.block_n,
-            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
-            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
-            itemsize=problem.dtype.itemsize,
-            warps=config.num_warps,
-            warp_size=target.warp_size,
-            engine=engine,
-        )
+        return masked_columns(problem, config, target)
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, MaskedConfig)

@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flashtune.kernel import Specialization
 from flashtune.problem import Dtype, Problem
-from flashtune.templates.common.sram import Tiles
-from flashtune.templates.common.stream import Stream, stream_items
+from flashtune.target import Target
+from flashtune.templates.common.sram import Engine, Tiles, engine_of
+from flashtune.templates.common.stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.tiles import head_chunks
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_masked.space import MaskedConfig, Products
 
+# Where the numbers of pages are loaded in the loop too, each load waits for another: two stages are left.
+STAGES_OF_PAGES = 2
+
 
 def masked_items(
-    problem: Problem, config: MaskedConfig, tiles: Tiles, specialization: Specialization
+    problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
     """The items, which are all live at one point of the main loop."""
+    tiles = _tiles(problem, config, target)
+    if tiles is None:
+        return ()
+    stored = 1 if problem.kv_dtype else problem.dtype.itemsize
     stream = Stream(
         tiles=tiles,
-        stages=config.num_stages,
+        stages=min(config.num_stages, STAGES_OF_PAGES) if problem.page_size else config.num_stages,
         descriptors=False,
         ahead=False,
-        aligned_bytes=specialization.alignment * problem.dtype.itemsize,
+        aligned_bytes=specialization.alignment * stored,
         halves=problem.dtype is Dtype.FP32 and config.products is Products.TF32X3,
     )
-    return stream_items(stream)
+    return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
+
+
+def masked_columns(problem: Problem, config: MaskedConfig, target: Target) -> int:
+    """Columns of tensor memory, or 0 where nothing is known of the architecture."""
+    tiles = _tiles(problem, config, target)
+    return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+
+
+def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
+    """The tiles of a program as the products take them."""
+    ieee = config.products is Products.IEEE
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
+    return engine and Tiles(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        qk_chunks=head_chunks(problem.head_dim, config.decomposed),
+        v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+        itemsize=problem.dtype.itemsize,
+        warps=config.num_warps,
+        warp_size=target.warp_size,
+        engine=engine,
+    )
+
+
+def _converted_items(stream: Stream) -> tuple[TrafficItem, ...]:
+    """K and V that are stored in 8 bits pass through registers, so that one stage is free early."""
+    tiles = stream.tiles
+    if tiles.engine not in (Engine.WARPGROUP, Engine.WARP):
+        return ()
+    narrow = msgspec.structs.replace(stream, tiles=msgspec.structs.replace(tiles, itemsize=1))
+    items = [
+        TrafficItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))),
+        TrafficItem(f"k in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.k),
+        TrafficItem(f"v in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.v),
+    ]
+    if tiles.engine is Engine.WARPGROUP:
+        items.append(TrafficItem("k or v in the type of q", max(*tiles.k, *tiles.v)))
+    return tuple(item for item in items if item.bytes)
