@@ -138,6 +138,8 @@ def _options(kernel: Kernel, target: Target) -> dict[str, Any]:
     }
     if kernel.options.max_registers and target.is_nvidia:
         options["maxnreg"] = kernel.options.max_registers
+    if kernel.options.early is True and target.is_nvidia:
+        options["launch_pdl"] = True
     return options
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -125,8 +125,17 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the compiler is told besides the source. `max_registers` 0 means no cap."""
+    """What the compiler is told besides the source.
+
+    Attributes:
+        num_warps: Warps of a block.
+        num_stages: Depth of the software pipeline.
+        max_registers: Register cap; 0 means none.
+        early: Whether it may be launched before the kernel in front of it has ended, for whose results it
+            then waits by itself (programmatic dependent launch). Left out of digests where it may not.
+    """
 
     num_warps: Warps
     num_stages: Stages
     max_registers: RegisterCap = 0
+    early: Literal[True] | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,33 @@
+"""Run-time arguments of the split kernel and of the one that combines what its programs found."""
+
+from __future__ import annotations
+
+from flashtune.kernel import Argument, Specialization, Step
+from flashtune.problem import Problem
+from flashtune.templates.common.arguments import forward_arguments
+from flashtune.templates.common.asked import asked_arguments
+from flashtune.templates.decode_split_kv.space import DecodeConfig, combine_options
+
+# What every program found of its keys: outputs, and log-sum-exps in units of log2.
+WORKSPACES = ("partial_out", "partial_lse")
+COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
+
+
+def split_arguments(
+    problem: Problem, config: DecodeConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """The kernel's: where keys are split, with workspaces and how many parts there are."""
+    if config.splits == 1:
+        return asked_arguments(problem, specialization, ())
+    return (*asked_arguments(problem, specialization, WORKSPACES), Argument("splits", "i32"))
+
+
+def combine_step(problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
+    """What is launched after it, where keys are split."""
+    if config.splits == 1:
+        return None
+    plain = {
+        argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)
+    }
+    arguments = (*(plain[name] for name in COMBINED), Argument("rows", "i32"), Argument("splits", "i32"))
+    return Step("combine", arguments, combine_options(config))

@@ -1,0 +1,235 @@
+"""Attention of few queries over many keys, in portable Triton: keys are split, parts are combined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Bias, Feature, KvDtype, KvScale
+from flashtune.kernel import Alignment, Argument, Specialization, Step
+from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.templates.common.tiles import Chunk, power_of_two
+from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
+from flashtune.templates.decode_split_kv.space import (
+    COMBINE_WARPS,
+    FLOAT32,
+    DecodeConfig,
+    block_bytes,
+    combined_columns,
+    decode_space,
+    group_rows,
+    query_chunks,
+    split_tile,
+    value_chunks,
+)
+from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwise
+from flashtune.templates.decode_split_kv.sram import decode_items
+from flashtune.templates.family import Context, TrafficItem
+from flashtune.visibility import distinct_keys
+
+# More queries than these are another family's.
+MOST_QUERIES = 16
+# The least capability whose matrix units and conversions know e4m3.
+LEAST_FOR_E4M3 = 89
+MOST_LATENT = 1024
+
+
+class DecodeContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    decomposed: bool
+    early_combine: bool
+    combine_warps: int
+    split_tile: int
+    combined: int
+    column_blocks: int
+    asks: Asked
+    is_int8: bool
+    latent: bool
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class DecodeSplitKV:
+    """The family; it holds no state."""
+
+    name = "decode_split_kv"
+    config_type = DecodeConfig
+    features = frozenset(Feature)
+    interpreted = True
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if problem.seqlen_q > MOST_QUERIES and not problem.latent:
+            return f"decode_split_kv takes up to {MOST_QUERIES} queries of a sequence"
+        if problem.dtype.is_quantized:
+            return f"decode_split_kv takes no queries in {problem.dtype}"
+        if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < LEAST_FOR_E4M3:
+            return f"decode_split_kv takes keys in e4m3 from sm_{LEAST_FOR_E4M3} on"
+        if problem.kv_dtype is not None and not target.is_nvidia:
+            return "decode_split_kv takes keys in 8 bits on NVIDIA's GPUs alone"
+        if problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE and not problem.page_size:
+            return "decode_split_kv takes scales of pages for keys in pages alone"
+        if problem.bias is not Bias.NONE and problem.packed:
+            return "decode_split_kv takes no bias over packed sequences"
+        if problem.latent:
+            return self._latent_trouble(problem)
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"decode_split_kv takes head dims up to {MAX_HEAD_DIM}"
+        return None
+
+    def _latent_trouble(self, problem: Problem) -> str | None:
+        values = problem.value_head_dim
+        if power_of_two(values) != values or not values < problem.head_dim <= MOST_LATENT:
+            return (
+                "decode_split_kv takes latent values whose head dim is a power of two and under the keys', "
+                f"and these up to {MOST_LATENT}"
+            )
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return decode_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """Tiles that keep HBM busy on an H200, and so many parts that its multiprocessors are."""
+        space = decode_space(problem, target)
+        usual = _usual_tiles(problem, target)
+        spread = (usual, *splits_otherwise(usual, space))
+        return min(spread, key=lambda config: (decode_span(problem, config, target), config.splits))
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        assert isinstance(config, DecodeConfig)
+        return split_arguments(problem, config, specialization)
+
+    def options(self, config: Config) -> LaunchOptions:
+        return LaunchOptions(config.num_warps, config.num_stages)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        assert isinstance(config, DecodeConfig)
+        return combine_step(problem, config, specialization)
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, DecodeConfig)
+        return decode_items(problem, config, target, specialization)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, DecodeConfig)
+        tiles = math.ceil(group_rows(problem) / config.block_m) * problem.batch
+        if problem.packed:
+            tiles = problem.packed * problem.group_size // config.block_m + problem.batch
+        return tiles * problem.kv_heads * config.splits
+
+    def overlap(self, config: Config) -> float | None:
+        return None
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, DecodeConfig)
+        return decode_span(problem, config, target)
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        assert isinstance(config, DecodeConfig)
+        return splits_otherwise(config, decode_space(problem, target))
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, DecodeConfig)
+        rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
+        tiles = math.ceil(group_rows(problem) / config.block_m)
+        width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+        keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
+        queries = rows * problem.head_dim * problem.dtype.itemsize
+        # Tiles of one KV head run side by side, and a cache holds what all of them read.
+        name = "k and v read once" if tiles == 1 or target else "k and v read for every tile of rows"
+        items = [
+            TrafficItem("q read by every part", config.splits * queries),
+            TrafficItem(name, keys * (1 if target else tiles)),
+        ]
+        if config.splits > 1:
+            partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
+            items.append(TrafficItem("parts written and read", 2 * partial))
+        written = rows * problem.value_head_dim * problem.out_dtype.itemsize
+        return (*items, TrafficItem("out written once", written))
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> DecodeContext:
+        assert isinstance(config, DecodeConfig)
+        qk_chunks = query_chunks(problem, config.decomposed)
+        v_chunks = value_chunks(problem, config.decomposed)
+        combined = combined_columns(problem, config)
+        return DecodeContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            splits=config.splits,
+            decomposed=config.decomposed,
+            early_combine=config.early_combine,
+            combine_warps=COMBINE_WARPS,
+            split_tile=split_tile(config),
+            combined=combined,
+            column_blocks=math.ceil(problem.value_head_dim / combined),
+            asks=asked_of(problem),
+            is_int8=problem.kv_dtype is KvDtype.INT8,
+            latent=problem.latent,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
+    """Tiles for any length: as long as SRAM has room for three blocks, two of them in flight."""
+    rows = group_rows(problem)
+    block_m = next((size for size in (16, 32) if rows <= size), 64)
+    if problem.dtype is Dtype.FP32:
+        wide = power_of_two(max(problem.head_dim, problem.value_head_dim)) > 128
+        return DecodeConfig(block_m=min(block_m, 32), block_n=16 if wide else 32, num_warps=4, num_stages=2)
+    if problem.latent:
+        small = target.sram_per_block < 200 * 1024
+        return DecodeConfig(
+            block_m=16 if small else block_m, block_n=32 if small else 64, num_warps=8, num_stages=2
+        )
+    config = DecodeConfig(block_m=block_m, block_n=128, num_warps=4, num_stages=3)
+    while config.block_n > 32 and 3 * block_bytes(problem, config) > target.sram_per_block:
+        config = msgspec.structs.replace(config, block_n=config.block_n // 2)
+    return config
+
+
+FAMILY = DecodeSplitKV()

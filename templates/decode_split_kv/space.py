@@ -1,0 +1,140 @@
+"""The space of the split-KV family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.problem import Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.visibility import distinct_keys
+
+Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
+
+
+class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Rows of a tile: queries and the heads that share a KV head.
+        block_n: Keys of a block.
+        splits: Parts of the keys of a sequence, each a program's.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        early_combine: Launch what combines the parts while the last of them are at work (sm_90 and later).
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    splits: Splits = 1
+    decomposed: bool = False
+    early_combine: bool = False
+
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (16, 32, 64)
+LEAST_KEYS = 32
+# Programs that a multiprocessor is given at the most, one after the other.
+PROGRAMS_PER_SM = 8
+HOPPER = 90
+MOST_REGISTERS = 255
+SPARE_REGISTERS = 24
+FLOAT32 = 4
+# What combines parts holds at most so many numbers of a row, in so many warps.
+COMBINE_NUMBERS = 8192
+COMBINE_WARPS = 4
+MIN_COLUMNS = 32
+
+
+def decode_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying."""
+    odd_width = not problem.latent and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
+    most = min(
+        max(1, math.ceil(distinct_keys(problem.sight) / LEAST_KEYS)),
+        max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
+    )
+    # Besides, so many as fill every multiprocessor with one program, two and three.
+    filling = (waves * target.sm_count // max(1, fewest) for waves in (1, 2, 3))
+    splits = tuple(count for count in sorted({*SPLITS, *filling}) if 1 <= count <= min(most, SPLITS[-1]))
+    early = len(splits) > 1 and target.capability >= HOPPER and problem.dtype is not Dtype.FP32
+    axes = (
+        Axis("block_m", tuple(rows for rows in ROWS if rows < 2 * group_rows(problem) or rows == ROWS[0])),
+        Axis("block_n", (16, 32, 64) if problem.dtype is Dtype.FP32 else (32, 64, 128, 256)),
+        Axis("num_warps", (2, 4, 8)),
+        Axis("num_stages", (1, 2, 3) if problem.dtype is Dtype.FP32 else (2, 3, 4, 5)),
+        Axis("splits", splits),
+        Axis("decomposed", (False, True) if odd_width else (False,)),
+        Axis(
+            "early_combine",
+            (False, True) if early else (False,),
+            only_if=lambda chosen: chosen["splits"] != 1,
+        ),
+    )
+    return Space(DecodeConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def group_rows(problem: Problem) -> int:
+    """Rows of one KV head of a sequence."""
+    return max(1, problem.seqlen_q * problem.group_size)
+
+
+def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
+    """The head dim as tiles; of a latent problem the values' columns come first, and are one tile."""
+    if not problem.latent:
+        return head_chunks(problem.head_dim, decomposed)
+    values = Chunk(0, 0, problem.value_head_dim, False)
+    rest = head_chunks(problem.head_dim - problem.value_head_dim, True)
+    return (
+        values,
+        *(Chunk(one.index + 1, one.start + values.width, one.width, one.padded) for one in rest),
+    )
+
+
+def value_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
+    """The value head dim as tiles."""
+    return head_chunks(problem.value_head_dim, decomposed and not problem.latent)
+
+
+def block_bytes(problem: Problem, config: DecodeConfig) -> int:
+    """Bytes of a block of keys and values as they are stored, padding included."""
+    width = columns(query_chunks(problem, config.decomposed))
+    if not problem.latent:
+        width += columns(value_chunks(problem, config.decomposed))
+    return config.block_n * width * problem.kv_itemsize
+
+
+def combined_columns(problem: Problem, config: DecodeConfig) -> int:
+    """Columns of the output that a combining program makes."""
+    fit = max(MIN_COLUMNS, COMBINE_NUMBERS // split_tile(config))
+    return min(power_of_two(problem.value_head_dim), fit)
+
+
+def split_tile(config: DecodeConfig) -> int:
+    """The least power of two that holds all parts."""
+    return 1 << (config.splits - 1).bit_length()
+
+
+def combine_options(config: DecodeConfig) -> LaunchOptions:
+    """What the compiler is told of the combining kernel."""
+    return LaunchOptions(COMBINE_WARPS, 1, early=True if config.early_combine else msgspec.UNSET)
+
+
+def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether tiles fit the registers of their warps, and what is in flight the SRAM."""
+    assert isinstance(config, DecodeConfig)
+    if config.splits > 1 and config.splits > math.ceil(distinct_keys(problem.sight) / config.block_n):
+        return False
+    programs = math.ceil(group_rows(problem) / config.block_m) * problem.batch * problem.kv_heads
+    if config.splits > 1 and programs * config.splits > PROGRAMS_PER_SM * target.sm_count:
+        return False
+    threads = config.num_warps * target.warp_size
+    output = config.block_m * columns(value_chunks(problem, config.decomposed)) // threads
+    scores = config.block_m * config.block_n // threads
+    if output + 2 * scores + SPARE_REGISTERS > MOST_REGISTERS:
+        return False
+    # A tile in use may be in registers.
+    return (config.num_stages - 1) * block_bytes(problem, config) <= target.sram_per_block

@@ -1,0 +1,78 @@
+"""What a launch over split keys takes by its schedule, and which splits are worth trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from flashtune.config import Space
+from flashtune.problem import Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import columns
+from flashtune.templates.decode_split_kv.space import (
+    FLOAT32,
+    DecodeConfig,
+    group_rows,
+    query_chunks,
+    value_chunks,
+)
+from flashtune.visibility import distinct_keys
+
+# In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
+# kernel that combines parts.
+LAUNCH = 3.7
+PROGRAM = 1.2
+COMBINE = 2.2
+# What HBM gives, over the datasheet's bandwidth, and how much more than its share a multiprocessor can take.
+BANDWIDTH_SHARE = 0.9
+GREED = 1.1
+# What the matrix units give, over their peak: in warp groups, and in warps.
+WARPGROUP_RATE = 0.5
+WARP_RATE = 0.3
+WARPGROUP_ROWS = 64
+
+
+def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float:
+    """Time of a launch by its schedule, in ms."""
+    keys = distinct_keys(problem.sight)
+    tiles = math.ceil(group_rows(problem) / config.block_m)
+    programs = tiles * problem.batch * problem.kv_heads * config.splits
+    if not programs or not keys:
+        return LAUNCH / 1e3
+    blocks = math.ceil(math.ceil(keys / config.block_n) / config.splits)
+    rounds = math.ceil(programs / target.sm_count)
+    width = columns(query_chunks(problem, config.decomposed))
+    values = columns(value_chunks(problem, config.decomposed))
+    size = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+    bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
+    # Bytes of a program, of which those of other tiles come from the cache.
+    part = blocks * config.block_n * size * problem.kv_itemsize / tiles
+    share = GREED * bandwidth / target.sm_count
+    products = 2 * config.block_m * blocks * config.block_n * (width + values)
+    grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
+    peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
+    rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+    busy = rounds * (max(part / share, products / rate) + PROGRAM)
+    moved = problem.minimal_bytes() / bandwidth + PROGRAM
+    return (LAUNCH + max(busy, moved) + _combining(problem, config, bandwidth)) / 1e3
+
+
+def _combining(problem: Problem, config: DecodeConfig, bandwidth: float) -> float:
+    """Time of writing parts, reading them and combining them, in µs."""
+    if config.splits == 1:
+        return 0.0
+    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
+    return COMBINE + 2 * config.splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+
+
+def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfig]:
+    """The points of a space with the same tiles, whose keys are split otherwise."""
+    axes = {axis.name: axis.values for axis in space.axes}
+    for splits in axes["splits"]:
+        # Programs that stand alone have nothing to combine.
+        early = len(axes["early_combine"]) > 1 and splits != 1
+        other = msgspec.structs.replace(config, splits=int(splits), early_combine=early)
+        if space.contains(other):
+            yield other

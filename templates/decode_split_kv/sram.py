@@ -1,0 +1,60 @@
+"""The SRAM that a tile of rows and a stream of keys and values need at the least, item by item."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from flashtune.kernel import Specialization
+from flashtune.problem import Problem
+from flashtune.target import Target
+from flashtune.templates.common.sram import Engine, Tiles, engine_of
+from flashtune.templates.common.stream import Stream
+from flashtune.templates.decode_split_kv.space import DecodeConfig, query_chunks, value_chunks
+from flashtune.templates.family import TrafficItem
+
+
+def decode_items(
+    problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
+) -> tuple[TrafficItem, ...]:
+    """The items, which are all live at one point of the main loop."""
+    tiles = _tiles(problem, config, target)
+    # AMD's units reorder in registers what others read from there.
+    if tiles is None or tiles.engine is Engine.MFMA:
+        return ()
+    stored = msgspec.structs.replace(tiles, itemsize=problem.kv_itemsize)
+    # Columns beyond a head dim are masked, by as many at once as divide it.
+    together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
+    stream = Stream(
+        tiles=stored,
+        stages=config.num_stages,
+        descriptors=False,
+        ahead=False,
+        aligned_bytes=together * problem.kv_itemsize,
+        halves=False,
+    )
+    grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
+    # Matrix units of warp groups read what lies in SRAM; others, and conversions, read registers.
+    flight = config.num_stages if grouped else config.num_stages - 1
+    items = [TrafficItem(f"k, {flight} in flight", flight * stream.k)]
+    if not problem.latent:
+        items.append(TrafficItem(f"v, {flight} in flight", flight * stream.v))
+    if grouped:
+        items.append(TrafficItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
+    return tuple(item for item in items if item.bytes)
+
+
+def _tiles(problem: Problem, config: DecodeConfig, target: Target) -> Tiles | None:
+    """The tiles of a program, or None where nothing is known of the architecture."""
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+    return engine and Tiles(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        qk_chunks=query_chunks(problem, config.decomposed),
+        v_chunks=value_chunks(problem, config.decomposed),
+        itemsize=problem.dtype.itemsize,
+        warps=config.num_warps,
+        warp_size=target.warp_size,
+        engine=engine,
+    )
