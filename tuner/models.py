@@ -124,11 +124,7 @@ def _prefill(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...
     problems = expand(
         _sizes(attention, sizes, widths) | {"seqlen": parse_values("seqlen", sizes.seqlen or DEFAULT_SEQLEN)}
     )
-    if not sizes.packed:
-        return problems
-    return tuple(
-        msgspec.structs.replace(problem, packed=problem.batch * problem.seqlen_q) for problem in problems
-    )
+    return tuple(dict.fromkeys(map(_packed, problems))) if sizes.packed else problems
 
 
 def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
@@ -150,13 +146,26 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
             "latent": (latent is not None,),
         }
     )
-    return tuple(dict.fromkeys(map(_of_whole_pages, problems)))
+    return tuple(dict.fromkeys(map(_paged, problems)))
 
 
-def _of_whole_pages(problem: Problem) -> Problem:
-    """A cache in pages holds as many keys as its pages have room for."""
-    page = problem.page_size or 1
-    return msgspec.structs.replace(problem, seqlen_kv=-(-problem.seqlen_kv // page) * page)
+# Of calls that meet ever new numbers of tokens and pages, dispatch names the next powers of two.
+def rounded_up(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _packed(problem: Problem) -> Problem:
+    longest, tokens = rounded_up(problem.seqlen_q), rounded_up(problem.batch * problem.seqlen_q)
+    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, packed=tokens)
+
+
+def _paged(problem: Problem) -> Problem:
+    """A cache in pages holds as many keys as there is room for in the pages that a block table can name."""
+    if not problem.page_size:
+        return problem
+    pages = rounded_up(-(-problem.seqlen_kv // problem.page_size))
+    return msgspec.structs.replace(problem, seqlen_kv=pages * problem.page_size)
 
 
 def _sizes(

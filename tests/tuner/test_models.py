@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from flashtune.errors import UsageError
 from flashtune.features import Feature
+from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
-from flashtune.templates.registry import find_family
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import families, find_family
 from flashtune.tuner.hf_config import read_hf_config
 from flashtune.tuner.known_models import MODELS, find_model
 from flashtune.tuner.model_sizes import ModelSizes, Phase
-from flashtune.tuner.models import Layers, ModelAttention, model_calls, model_problems
+from flashtune.tuner.models import Layers, ModelAttention, model_calls, model_problems, rounded_up
 
 PREFILL, DECODE = ModelSizes(), ModelSizes(Phase.DECODE)
 
@@ -36,6 +38,15 @@ def test_every_prefill_without_features_is_a_problem_that_a_family_computes(mode
     assert all(problem.features or family.supports(problem, target) is None for problem in found)
 
 
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_call_of_every_model_is_computed_by_a_family(model: ModelAttention) -> None:
+    phases = [PREFILL, PREFILL._replace(packed=True), *([DECODE] if model.causal else [])]
+    target = find_target("h200")
+    for problem in (problem for sizes in phases for problem in model_problems(model, sizes)):
+        refused = [why_not(family, problem, target, Specialization()) for family in families()]
+        assert None in refused, refused
+
+
 def test_prefill_of_a_named_model() -> None:
     found = model_problems(find_model("Llama-3.1-8B"), ModelSizes(Phase.PREFILL, "1024..4096", "1|2", "fp16"))
     assert len(found) == 6
@@ -51,9 +62,17 @@ def test_packed_prompts_name_the_tokens_of_all() -> None:
     ]
 
 
+def test_packed_prompts_and_pages_are_named_as_dispatch_names_them() -> None:
+    (packed,) = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="3", seqlen="1000", packed=True))
+    assert (packed.seqlen_q, packed.seqlen_kv, packed.packed) == (1024, 1024, 4096)
+    (paged,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1025"))
+    assert paged.seqlen_kv == 2048
+    assert [rounded_up(number) for number in (1, 2, 3, 512, 513)] == [1, 2, 4, 512, 1024]
+
+
 def test_decode_reads_whole_pages() -> None:
     (problem,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1000", batch="16"))
-    assert (problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.page_size) == (16, 1, 1008, 16)
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.page_size) == (16, 1, 1024, 16)
     assert problem.features == {Feature.PAGES}
     found = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1000", page_size="0|64"))
     assert [(problem.page_size, problem.seqlen_kv) for problem in found] == [(0, 1000), (64, 1024)]

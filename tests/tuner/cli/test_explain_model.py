@@ -63,6 +63,24 @@ def test_decode_is_bound_by_reading_keys_and_values() -> None:
     assert point.flash.memory < 2**20
 
 
+def test_a_model_is_explained_by_what_a_search_of_it_would_tune() -> None:
+    found = overview_of("gpt-oss-20b", Phase.DECODE, "8192", batch="16")
+    (point,) = found.points
+    assert point.seqlen == 8192
+    assert point.kv_bytes == 24 * 16 * 2 * 8 * 8192 * 64 * 2
+    # Half of the layers read no more than a window.
+    full = overview_of("llama-3.2-1b", Phase.DECODE, "8192", batch="16").points[0]
+    assert full.kv_bytes * 24 == point.kv_bytes * 16
+    assert point.flash.bound_ms < 0.6 * full.flash.bound_ms * 24 / 16
+    assert set(point.families) <= {"decode_split_kv", "forward_masked"}
+
+
+def test_latent_keys_count_once_for_all_heads() -> None:
+    (point,) = overview_of("deepseek-v3", Phase.DECODE, "8192").points
+    assert point.kv_bytes == 61 * 8192 * 576 * 2
+    assert point.families == ("decode_split_kv",)
+
+
 def test_eight_bits_are_held_against_sixteen() -> None:
     found = overview_of("llama-3.1-8b", Phase.PREFILL, "4096", dtype="e4m3")
     wide = overview_of("llama-3.1-8b", Phase.PREFILL, "4096")
