@@ -125,8 +125,9 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # A program that is interrupted was called all the same.
         _end(found)
-    found.write()
+        found.write()
 
 
 def _begin(path: Path) -> Recording:

@@ -117,10 +117,12 @@ def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: P
     assert [count.calls for count in read_counts(other)] == [1]
 
 
-def test_an_exception_of_the_program_ends_the_recording(problem: Problem, file: Path) -> None:
-    with pytest.raises(KeyError), flashtune.record_calls(file):
-        raise KeyError(problem.key)
+def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
+        flashtune.attention(*inputs(problem), causal=True)
+        raise KeyboardInterrupt
     assert not recording.recording()
+    assert [count.calls for count in read_counts(file)] == [1]
 
 
 def test_a_process_keeps_a_bounded_number_of_problems(
