@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashtune.features import KvDtype
 from flashtune.problem import Dtype
 
 TORCH_DTYPES = {
@@ -12,4 +13,6 @@ TORCH_DTYPES = {
     Dtype.FP32: torch.float32,
     Dtype.E4M3: torch.float8_e4m3fn,
 }
+# Those of quantised caches beside queries that are not quantised.
+STORED_DTYPES = {KvDtype.E4M3: torch.float8_e4m3fn, KvDtype.INT8: torch.int8}
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}

@@ -15,7 +15,9 @@ import msgspec
 from flashtune.config import Config
 from flashtune.problem import Problem
 from flashtune.proof.inputs import Layout
+from flashtune.proof.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.proof.probes import Probe
+from flashtune.proof.serving_shapes import Posed, posed
 from flashtune.proof.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of
 
 TENSORS = ("q", "k", "v", "out")
@@ -54,6 +56,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         layout: Order of heads and positions in memory.
         repeats: Launches that must agree bit for bit.
         far: Which of q, k, v, out spans more than 2^31 elements, if any.
+        lengths: Of each sequence, where they differ.
+        faulty: Whether looking up a block table where a sequence has no page ends the process.
     """
 
     problem: Problem
@@ -63,6 +67,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout = Layout.BHSD
     repeats: int = 1
     far: int | None = None
+    # What most cases do not say is not in the bytes that their seeds are made of.
+    lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
+    faulty: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def label(self) -> str:
@@ -71,7 +78,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         lengths = f"q={problem.seqlen_q} kv={problem.seqlen_kv}"
         heads = f"heads={problem.heads}x{problem.kv_heads} batch={problem.batch}"
         far = "" if self.far is None else f" {TENSORS[self.far]} beyond 2^31"
-        return f"{self.probe} {lengths} {heads} {self.layout}{far}"
+        ragged = "" if self.lengths is msgspec.UNSET else f" queries={self.lengths.queries[:8]}"
+        ragged += "" if self.lengths is msgspec.UNSET else f" keys={self.lengths.keys[:8]}"
+        return f"{self.probe} {lengths} {heads} {self.layout}{far}{ragged}"
+
+
+def lengths_of(case: Case) -> Lengths:
+    """Queries and keys of each of a case's sequences."""
+    return equal_lengths(case.problem) if case.lengths is msgspec.UNSET else case.lengths
+
+
+def splits_of(config: Config) -> int:
+    """Parts that a decoding kernel cuts keys into, at least 1; 0 of a kernel that does not decode."""
+    return max(1, int(config.splits)) if hasattr(config, "splits") else 0
 
 
 def tile_of(config: Config) -> tuple[int, int]:
@@ -91,6 +110,11 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     """
     block_m, block_n = tile_of(config)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
+    splits = splits_of(config)
+    if splits or problem.features:
+        problems = posed(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
+        served = tuple(_served(problem, problems, block_n))
+        return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
         cases = _cases(problem, shapes, block_n, FEW_HEADS)
@@ -108,6 +132,14 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
     if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
         return ()
     fitting = _thinned(problem)
+    if is_ragged(problem):
+        lengths = usual_lengths(fitting)
+        shapes = (
+            Shape(Probe.RANDOM, *_longest(lengths), MAIN_REPEATS),
+            Shape(Probe.NEEDLE, *_longest(lengths)),
+        )
+        heads = (fitting.heads, fitting.kv_heads)
+        return tuple(_served(fitting, (Posed(shape, heads, lengths, True) for shape in shapes), 64, (1.0,)))
     # The block is a fixed one, so that configs with different tiles share inputs and reference.
     common = {"problem": fitting, "block": 64, "scale": problem.head_dim**-0.5}
     return (
@@ -119,6 +151,13 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
 def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
     """Small problems of which one tensor at a time spans more than 2^31 elements."""
     block_m, block_n = tile_of(config)
+    if is_ragged(problem) or splits_of(config):
+        queries = 1 if splits_of(config) else block_m + 1
+        lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
+        heads = (16, 1) if problem.latent else (4, 2)
+        one = Posed(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
+        (case,) = _served(problem, (one,), block_n, (1.0,))
+        return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
     small = msgspec.structs.replace(
         problem, batch=2, heads=2, kv_heads=1, seqlen_q=block_m + 1, seqlen_kv=2 * block_n + 1
     )
@@ -131,7 +170,8 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
 def _thinned(problem: Problem) -> Problem:
     while problem.minimal_bytes() > MAX_MAIN_BYTES:
         if problem.batch > 1:
-            problem = msgspec.structs.replace(problem, batch=problem.batch // 2)
+            packed = -(-problem.packed // 2)
+            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, packed=packed)
         elif problem.kv_heads > 1:
             fewer = problem.kv_heads // 2
             problem = msgspec.structs.replace(problem, kv_heads=fewer, heads=fewer * problem.group_size)
@@ -160,3 +200,39 @@ def _cases(
             layout=layout,
             repeats=shape.repeats,
         )
+
+
+def _served(
+    problem: Problem, problems: Iterable[Posed], block: int, factors: tuple[float, ...] = SCALES
+) -> Iterator[Case]:
+    """Cases of sequences that differ, or of what is asked beside the plain."""
+    turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))
+    for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
+        heads, kv_heads = one.heads
+        queries, keys = _longest(one.lengths)
+        if problem.page_size:
+            # Tables have room for a page more than any sequence has, every other time.
+            keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
+        elif problem.lengths:
+            keys += 5 * (turn % 2)
+        yield Case(
+            problem=msgspec.structs.replace(
+                problem,
+                heads=heads,
+                kv_heads=kv_heads,
+                batch=len(one.lengths.queries),
+                seqlen_q=queries,
+                seqlen_kv=keys,
+                packed=one.lengths.total_q if problem.packed else 0,
+            ),
+            probe=one.shape.probe,
+            block=block,
+            scale=factor * problem.head_dim**-0.5,
+            layout=layout,
+            repeats=one.shape.repeats,
+            lengths=one.lengths if one.ragged else msgspec.UNSET,
+        )
+
+
+def _longest(lengths: Lengths) -> tuple[int, int]:
+    return max(1, *lengths.queries), max(1, *lengths.keys)

@@ -20,10 +20,12 @@ from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
 from flashtune.launch import Binary, compile_binary
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases
+from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases, splits_of
 from flashtune.proof.findings import Finding, findings_of
 from flashtune.proof.prepared import STEPS_PER_SEED, forget, next_seed, prepare, prepare_and_keep
 from flashtune.record import Verdict
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ INTERPRETER = "interpreter"
 # What a verdict says of a result that is not finite; JSON knows no infinity.
 NOT_FINITE = 1e9
 STRICT_REPEATS = 50
+# Cases whose block tables end the process that looks up what is not there.
+FAULTY_CASES = 4
 
 
 def check_kernel(
@@ -98,6 +102,8 @@ def check_rendered(
     binary = None if interpreting() else compiled or compile_binary(kernel, target)
     findings: list[Finding] = []
     planned = tuple(_planned(kernel, problem, config, level, seed))
+    if problem.features or splits_of(config):
+        planned = _supported(kernel, target, planned)
     with _on(device):
         try:
             for case, case_seed in planned:
@@ -159,8 +165,26 @@ def _planned(
         yield from ((case, seed + step) for case in small)
     for case in main_cases(problem):
         yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
+    if problem.page_size:
+        tables = [case for case in small if case.problem.page_size][:FAULTY_CASES]
+        yield from ((msgspec.structs.replace(case, faulty=True), seed) for case in tables)
     if kernel.specialization.index_bits == 64:
         yield from ((case, seed) for case in far_cases(problem, config))
+
+
+def _supported(
+    kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
+) -> tuple[tuple[Case, int], ...]:
+    """Those cases that the kernel's family computes: how many queries it decodes, say, is its own affair.
+
+    Raises:
+        KernelError: There is none of them.
+    """
+    family, tensors = find_family(kernel.family), kernel.specialization
+    cases = tuple(one for one in planned if why_not(family, one[0].problem, target, tensors) is None)
+    if not cases:
+        raise KernelError(f"{kernel.family} refuses every problem of the proof: prove it at another problem")
+    return cases
 
 
 def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:

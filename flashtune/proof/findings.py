@@ -10,6 +10,7 @@ import torch
 from flashtune.launch import Binary, bind
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
+from flashtune.proof.placing import missing, pick
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ def findings_of(
         workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
         return workspaces[-1].view
 
-    launch = bind(kernel, target, q, k, v, out, compiled=compiled, allocate=allocate)
+    launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
     written = (out,) if lse is None else (out, lse)
     first: tuple[Tensor, ...] = ()
     for repeat in range(case.repeats):
@@ -73,7 +74,7 @@ def findings_of(
         poison(prepared.lse)
         if repeat and cold:
             torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
-        launch(q, k, v, out, lse, case.scale, prepared.scales)
+        launch(q, k, v, out, lse, case.scale, prepared.side)
         if not repeat:
             yield from _compare(case, prepared, lse)
             first = tuple(tensor.clone() for tensor in written) if case.repeats > 1 else ()
@@ -89,14 +90,21 @@ def findings_of(
 
 
 def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:
-    problem, expected = case.problem, prepared.expected
-    batch, head = prepared.chosen.heads // problem.heads, prepared.chosen.heads % problem.heads
-    out = prepared.out.view
-    rows = out[batch, head][:, prepared.chosen.rows]
+    expected, out = prepared.expected, prepared.out.view
+    rows = _picked(case, prepared, out, expected.out)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
     # Infinity times zero is NaN, and nothing else than zero comes of a number.
     yield Finding(f"{case.label}: elements not written or not finite", (out * 0 != 0).sum(), 0.0)
     if lse is not None:
-        lse_rows = lse[batch, head][:, prepared.chosen.rows, None]
-        ratio = worst_ratio(lse_rows, expected.lse[..., None], expected.lse_allowed)
+        exact = expected.lse[..., None]
+        lse_rows = _picked(case, prepared, lse[..., None], exact)
+        ratio = worst_ratio(lse_rows, exact, expected.lse_allowed)
         yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
+
+
+def _picked(case: Case, prepared: Prepared, written: Tensor, exact: Tensor) -> Tensor:
+    """What was written at the compared rows, [heads, rows, ...]; where there is no row, what is exact."""
+    heads, rows = prepared.chosen
+    picked = pick(written, case.problem, prepared.lengths, heads, rows)
+    absent = missing(case.problem, prepared.lengths, heads, rows)
+    return picked if absent is None else torch.where(absent.to(picked.device)[..., None], exact, picked)

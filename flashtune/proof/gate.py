@@ -14,6 +14,11 @@ over the row's elements:
 `lost`      what matrix units cut off that keep fewer bits of a sum than float32 has. Hopper's do so with
             8-bit inputs, and with these alone; the plain computation takes its products exactly.
 
+Biases, slopes and caps are float32 steps like those of scores, in proportion to what they add. Keys and
+values of a quantised cache may be rounded once to the queries' type after they were scaled: a value's
+rounding is like its weight's, and that of a key's elements moves its score by about u·scale·sqrt(Σ q²k²),
+independently of other keys' scores. All three add up in quadrature.
+
 A row's error may be 2·(max(plain, typical) + lost) + rounding. The yardstick belongs to the row: rows
 that average many keys have small errors, and are not excused by the large ones of rows that see few. A
 mistake of one key in a thousand stays under no such bound where that key is a needle. Rows with
@@ -53,8 +58,11 @@ PRODUCTS_AT_ONCE = 32
 PRODUCTS_OF_A_STEP = 16
 ROUNDOFFS_OF_A_STEP = 2.0
 LEAST_SCORE_STEPS = 16.0
-# Roundoffs of an exponential, a division and a logarithm as the GPU approximates them.
+# Roundoffs of an exponential, a division and a logarithm as the GPU approximates them; and, in proportion to
+# the cap, of a hyperbolic tangent that is made of these.
 FUNCTION_STEPS = 32.0
+# What is added to a score: a product, its unit made powers of two, the sum, and the maximum taken off.
+ADDING_STEPS = 4.0
 
 
 class RowScale(NamedTuple):
@@ -66,6 +74,10 @@ class RowScale(NamedTuple):
         score: Largest score that the row's query could have with any key, by Cauchy-Schwarz.
         keys: How many keys the row sees.
         lse: Magnitude of the exact log-sum-exp, 0 where it is -inf.
+        added: Largest magnitude of what was added to a score that has weight; None where nothing was.
+        softcap: The cap of scores, 0 where there is none.
+        products: Of a quantised cache: scale · sqrt(Σ q²k²), at the row's largest key.
+        focus: sqrt(Σ p²) there.
     """
 
     spread: Tensor
@@ -73,12 +85,16 @@ class RowScale(NamedTuple):
     score: Tensor
     keys: Tensor
     lse: Tensor
+    added: Tensor | None = None
+    softcap: float = 0.0
+    products: Tensor | None = None
+    focus: Tensor | None = None
 
 
 def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error that each row's output may have: [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt()
-    typical = scale.spread * (UNIT_ROUNDOFF[problem.dtype] + FLOAT32_ROUNDOFF * steps)
+    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + _laid_steps(scale)
+    typical = scale.spread * (_weight_roundoff(scale, problem) + FLOAT32_ROUNDOFF * steps)
     # The weights' sum is in float32 as well, and its error is common to the row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
     rounding = (
@@ -95,7 +111,9 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """The largest error of each row's log-sum-exp, which is float32: [heads, rows] in float64."""
     steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
-    allowed = 2.0 * plain + FLOAT32_ROUNDOFF * steps
+    allowed = 2.0 * plain + FLOAT32_ROUNDOFF * (steps + _laid_steps(scale))
+    if scale.products is not None and scale.focus is not None:
+        allowed += 2.0 * UNIT_ROUNDOFF[problem.dtype] * scale.products * scale.focus
     if problem.dtype.is_quantized:
         allowed += 2.0 * scale.score * _lost(torch.tensor(float(problem.head_dim)))
     return allowed
@@ -104,6 +122,21 @@ def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tenso
 def _score_steps(problem: Problem) -> float:
     """Roundoffs of the largest score that a score may be off by."""
     return max(LEAST_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
+
+
+def _laid_steps(scale: RowScale) -> Tensor | float:
+    """Roundoffs that a score is off by for what is laid over it."""
+    added = 0.0 if scale.added is None else ADDING_STEPS * scale.added
+    return added + FUNCTION_STEPS * scale.softcap
+
+
+def _weight_roundoff(scale: RowScale, problem: Problem) -> Tensor | float:
+    """What a weight times its value is off by, relative to itself, where each step rounds once."""
+    roundoff = UNIT_ROUNDOFF[problem.dtype]
+    if scale.products is None:
+        return roundoff
+    # The weight's own rounding, the value's, and what the key's did to the score.
+    return roundoff * (2.0 + scale.products * scale.products).sqrt()
 
 
 def _lost(products: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Guarded(NamedTuple):
 
 def guarded(
     shape: tuple[int, ...],
-    dtype: Dtype,
+    dtype: Dtype | torch.dtype,
     alignment: Alignment,
     layout: Layout,
     device: torch.device,
@@ -87,23 +87,27 @@ def guarded(
 
     Args:
         shape: [batch, heads, seqlen, head_dim].
-        dtype: Element type.
+        dtype: Element type; 8-bit integers and booleans, which know no NaN, are surrounded by 127.
         alignment: 16: all strides are multiples of 16; 8: of 8, and not of 16; 1: nothing is aligned.
         layout: Order of heads and positions.
         device: Where it lies.
         role: What it is to the kernel.
         spare: Widens each row by this many steps of its class, so that tensors differ in strides.
-        far: Put batches more than 2^31 elements apart.
+        far: Spread the tensor over more than 2^31 elements.
     """
     batch, heads, seqlen, head_dim = shape
     row = _row_stride(head_dim, alignment, spare)
     stride_h, stride_s = (seqlen * row, row) if layout is Layout.BHSD else (row, heads * row)
     stride_b = heads * seqlen * row
     if far:
-        stride_b *= MAX_INT32 // stride_b + 1
+        stride_b *= MAX_INT32 // (stride_b * max(1, batch - 1)) + 1
+        if batch == 1:
+            # One batch of packed rows: its heads lie apart.
+            stride_h *= MAX_INT32 // (stride_h * max(1, heads - 1)) + 1
     guard = -(-GUARD_ROWS * stride_s // GRANULE) * GRANULE + (1 if alignment is Alignment.ANY else 0)
-    extent = (batch - 1) * stride_b + heads * seqlen * row
-    buffer = torch.empty(guard + extent + GUARD_ROWS * stride_s, dtype=TORCH_DTYPES[dtype], device=device)
+    extent = (batch - 1) * stride_b + (heads - 1) * stride_h + (seqlen - 1) * stride_s + row
+    element = TORCH_DTYPES[dtype] if isinstance(dtype, Dtype) else dtype
+    buffer = torch.empty(guard + extent + GUARD_ROWS * stride_s, dtype=element, device=device)
     tensor = Guarded(buffer, buffer.as_strided(shape, (stride_b, stride_h, stride_s, 1), guard), role)
     poison(tensor)
     return tensor
@@ -126,6 +130,17 @@ def guarded_flat(shape: tuple[int, ...], device: torch.device, role: Role) -> Gu
     tensor = Guarded(buffer, buffer[guard : guard + size].view(shape), role)
     poison(tensor)
     return tensor
+
+
+def guarded_integers(values: Tensor, hostile: int) -> Guarded:
+    """A copy of int32 values of one or two dimensions, each row surrounded by a hostile number."""
+    rows, columns = values.reshape(-1, values.shape[-1]).shape
+    stride = columns + 1 + GRANULE // 8 if values.dim() > 1 else columns
+    buffer = torch.full((2 * GRANULE + rows * stride,), hostile, dtype=torch.int32, device=values.device)
+    strides = (stride, 1) if values.dim() > 1 else (1,)
+    view = buffer.as_strided(tuple(values.shape), strides, GRANULE)
+    view.copy_(values)
+    return Guarded(buffer, view, Role.INPUT)
 
 
 def poison(tensor: Guarded) -> None:

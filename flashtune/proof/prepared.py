@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
+from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Alignment
-from flashtune.proof.cases import Case
-from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat
-from flashtune.proof.probes import make_values
+from flashtune.proof.beside import make_side, store
+from flashtune.proof.cases import Case, lengths_of
+from flashtune.proof.inputs import Guarded, checksum
+from flashtune.proof.memory import Dense, Frame, placed
+from flashtune.proof.probes import aside, make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
-from flashtune.quantization import given_scales, quantize
-from flashtune.side import Side
+from flashtune.quantization import quantize
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flashtune.proof.lengths import Lengths
 
 # Seeds in a row that one check may use: the strict level's.
 STEPS_PER_SEED = 10
@@ -41,9 +46,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         q, k, v: Inputs, each in its poisoned surroundings.
-        factors: Side of quantised inputs, likewise; empty where they are not quantised.
+        beside: All that a launch reads beside them, likewise; empty where it reads nothing else.
+        side: The same as a launch takes it.
         out: Where the kernel writes.
-        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q].
+        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q]; of packed sequences [1, heads, rows].
+        lengths: Of each sequence.
         chosen: The rows that are compared.
         expected: What they must be.
         checksum: Sums of the bits of all inputs.
@@ -52,9 +59,11 @@ class Prepared(NamedTuple):
     q: Guarded
     k: Guarded
     v: Guarded
-    factors: tuple[Guarded, ...]
+    beside: tuple[Guarded, ...]
+    side: Side
     out: Guarded
     lse: Guarded
+    lengths: Lengths
     chosen: Sample
     expected: Expected
     checksum: Tensor
@@ -62,12 +71,7 @@ class Prepared(NamedTuple):
     @property
     def inputs(self) -> tuple[Guarded, ...]:
         """All that a kernel reads."""
-        return self.q, self.k, self.v, *self.factors
-
-    @property
-    def scales(self) -> Side:
-        """What a launch is given beside the tensors."""
-        return given_scales(*(factor.view for factor in self.factors))
+        return self.q, self.k, self.v, *self.beside
 
 
 def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -94,33 +98,36 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator = torch.Generator(device=device)
     # The CPU's generator takes no more than 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
-    values: tuple[Tensor, ...] = make_values(case.probe, problem, case.scale, case.block, generator)
-    factors: tuple[Guarded, ...] = ()
-    if problem.dtype.is_quantized:
-        values, scales = zip(*(quantize(value) for value in values), strict=True)
-        factors = tuple(_guarded_copy(scale) for scale in scales)
-    out_shape = (*values[0].shape[:3], problem.value_head_dim)
-    # The tensors' rows differ in width, so that one's stride does not serve for another.
-    inputs = ((tuple(value.shape), problem.dtype, Role.INPUT) for value in values)
-    tensors = (*inputs, (out_shape, problem.out_dtype, Role.OUTPUT))
-    q, k, v, out = (
-        guarded(shape, dtype, alignment, case.layout, device, role, spare=2 * index, far=case.far == index)
-        for index, (shape, dtype, role) in enumerate(tensors)
-    )
-    for tensor, value in zip((q, k, v), values, strict=True):
-        tensor.view.copy_(value)
+    lengths = lengths_of(case)
+    dense = _dense(case, lengths, generator)
+    frame = Frame(alignment, case.layout, case.far, case.faulty is True)
+    memory = placed(problem, dense, lengths, frame, aside(generator))
     chosen = sample(problem, generator)
-    given = given_scales(*(factor.view for factor in factors))
-    expected = expect(problem, q.view, k.view, v.view, case.scale, chosen, given)
-    lse = guarded_flat(out_shape[:3], device, Role.OUTPUT)
-    return Prepared(q, k, v, factors, out, lse, chosen, expected, checksum((q, k, v, *factors)))
+    q, k, v, side = dense
+    expected = expect(problem, q, k, v, case.scale, chosen, side, lengths)
+    lies = (memory.q, memory.k, memory.v, memory.beside, memory.side, memory.out, memory.lse)
+    inputs = checksum((memory.q, memory.k, memory.v, *memory.beside))
+    return Prepared(*lies, lengths, chosen, expected, inputs)
 
 
-def _guarded_copy(scale: Tensor) -> Guarded:
-    """Scales, [batch, heads], in poisoned surroundings."""
-    copy = guarded_flat(tuple(scale.shape), scale.device, Role.INPUT)
-    copy.view.copy_(scale)
-    return copy
+def _dense(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
+    """A case's values in the types that a kernel reads."""
+    problem = case.problem
+    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    if problem.dtype.is_quantized:
+        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(value) for value in values)
+        return Dense(q, k, v, side._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))
+    own = TORCH_DTYPES[problem.dtype]
+    q = values.q.to(own)
+    if problem.kv_dtype is None:
+        return Dense(q, values.k.to(own), values.v.to(own), side)
+    k, k_scale = store(values.k, problem, aside(generator))
+    if problem.latent:
+        return Dense(q, k, k[..., : problem.value_head_dim], side._replace(k_scale=k_scale, v_scale=k_scale))
+    # Powers of their own: a kernel that takes the keys' scales for values shows it.
+    v, v_scale = store(values.v, problem, aside(generator, 1))
+    return Dense(q, k, v, side._replace(k_scale=k_scale, v_scale=v_scale))
 
 
 _small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
+
+from flashtune.features import KvScale
+from flashtune.proof.edges import at_edges, with_latent
+from flashtune.proof.lengths import equal_lengths
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.problem import Problem
+    from flashtune.proof.lengths import Lengths
 
 # Scores of `far_below`: so far under zero that a key of zeros, as padding is, would outweigh all.
 DEPTH = 150.0
@@ -50,6 +57,8 @@ class Probe(enum.StrEnum):
     faint      Queries and keys next to nothing, so that all weights are equal and the log-sum-exp is known
                to the last bits: a forgotten key shows there, whatever 8-bit products lose of other scores.
     diagonal   The last visible key has much weight, the first hidden one would have more.
+    edge       Likewise at any border of what a row sees: window, chunk, first tokens, prefix, length.
+    sink       As random, with sinks that take nearly all weight in some heads and none in others.
     """
 
     RANDOM = "random"
@@ -61,6 +70,8 @@ class Probe(enum.StrEnum):
     STEEP = "steep"
     FAINT = "faint"
     DIAGONAL = "diagonal"
+    EDGE = "edge"
+    SINK = "sink"
 
 
 class Values(NamedTuple):
@@ -72,7 +83,13 @@ class Values(NamedTuple):
 
 
 def make_values(
-    probe: Probe, problem: Problem, scale: float, block: int, generator: torch.Generator
+    probe: Probe,
+    problem: Problem,
+    scale: float,
+    block: int,
+    generator: torch.Generator,
+    lengths: Lengths | None = None,
+    side: Side = NO_SIDE,
 ) -> Values:
     """Fresh values for a probe.
 
@@ -82,43 +99,57 @@ def make_values(
         scale: Softmax scale that they will be used with.
         block: Keys of a tile.
         generator: Source of randomness; its device is where the values are made.
+        lengths: Of each sequence, where they are not all of the longest.
+        side: Prefixes and biases: `edge` asks what is visible.
     """
+    if problem.latent and probe not in (Probe.RANDOM, Probe.SINK):
+        # The other columns alone make the scores: the first are what the probe puts into values.
+        own = msgspec.structs.replace(
+            problem, head_dim=problem.head_dim - problem.value_head_dim, latent=False
+        )
+        q, k, v = make_values(probe, own, scale, block, generator, lengths, side)
+        return Values(*with_latent(q, k, v), v)
     values = Values(
         _normal((problem.batch, problem.heads, problem.seqlen_q, problem.head_dim), generator),
         _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim), generator),
         _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim), generator),
     )
-    made = _made(probe, values, problem, scale, block, generator)
-    if not problem.dtype.is_quantized:
-        return made
-    return _unlike_heads(made, problem, probe is Probe.RANDOM, _aside(generator))
+    if probe is Probe.EDGE:
+        q, k = at_edges(problem, scale, lengths or equal_lengths(problem), side, generator)
+        made = Values(q, k, values.v)
+    else:
+        made = _made(probe, values, problem, scale, block, generator)
+    if problem.dtype.is_quantized or (problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR):
+        grow = probe is Probe.RANDOM and problem.dtype.is_quantized
+        made = _unlike_heads(made, problem, grow, aside(generator))
+    return made._replace(v=made.k[..., : problem.value_head_dim]) if problem.latent else made
 
 
 def _made(
     probe: Probe, values: Values, problem: Problem, scale: float, block: int, generator: torch.Generator
 ) -> Values:
     match probe:
-        case Probe.RANDOM:
+        case Probe.RANDOM | Probe.SINK | Probe.EDGE:
             if problem.dtype.is_quantized:
                 return Values(*(_with_outliers(value, generator) for value in values))
             return values
         case Probe.FAR_BELOW:
             return _far_below(values, scale)
         case Probe.NEEDLE | Probe.FIRST | Probe.LAST:
-            return _needles(values, probe, scale, block, _aside(generator))
+            return _needles(values, probe, scale, block, aside(generator))
         case Probe.RISING:
             return _rising(values, scale, 1.0 - 2.0 * (torch.arange(problem.seqlen_q) % 2))
         case Probe.STEEP:
-            return _rising(values, scale, _few_steep(values.q.shape[:3], _aside(generator)))
+            return _rising(values, scale, _few_steep(values.q.shape[:3], aside(generator)))
         case Probe.FAINT:
             return Values(FAINTNESS * values.q, FAINTNESS * values.k, values.v)
         case Probe.DIAGONAL:
-            return _diagonal(values, problem, scale, _aside(generator))
+            return _diagonal(values, problem, scale, aside(generator))
 
 
-def _aside(generator: torch.Generator) -> torch.Generator:
+def aside(generator: torch.Generator, step: int = 0) -> torch.Generator:
     """A generator of the CPU's with the same seed, for what is small: its arithmetic loads no kernels."""
-    return torch.Generator().manual_seed(generator.initial_seed() % 2**32)
+    return torch.Generator().manual_seed((generator.initial_seed() + step) % 2**32)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

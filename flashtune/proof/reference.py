@@ -6,6 +6,9 @@ weights to float32, weights to the inputs' type before they meet V, the output o
 products exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs
 are the numbers that they stand for with their scales: what quantising cost is no error of a kernel's.
 
+Sequences are as long as the longest here, wherever they lie in a kernel's memory: what a shorter one lacks
+is hidden (`visible.py`), and what is laid over scores is in `scores.py`.
+
 A process that proves one kernel loads each of torch's kernels for the first time, which takes it a
 millisecond or more: what few of them can do is done with few.
 """
@@ -17,8 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.dtypes import TORCH_DTYPES
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
 from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
+from flashtune.proof.lengths import Lengths, equal_lengths
+from flashtune.proof.scores import Laid, Rows, Seen, laid_over, seen_by
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
 # Scores and outputs of one reference, in elements: larger problems are sampled by head.
 MAX_SCORES = 2**28
 MAX_OUTPUTS = 2**23
+# Keys of less weight than this, relative to the row's largest, decide nothing.
+LEAST_WEIGHT = 2.0**-30
 # Up to this many rows all are compared.
 ALL_ROWS = 768
 # Tiles are powers of two: these borders are borders of every smaller tile as well.
@@ -57,7 +64,7 @@ class Expected(NamedTuple):
     Attributes:
         out: [heads, rows, value_head_dim].
         allowed: [heads, rows].
-        lse: [heads, rows], natural log, -inf for rows with nothing to attend to.
+        lse: [heads, rows], natural log, -inf for rows with nothing to attend to, or their sink.
         lse_allowed: [heads, rows].
     """
 
@@ -106,29 +113,35 @@ def expect(
     v: Tensor,
     scale: float,
     chosen: Sample,
-    scales: Side = NO_SIDE,
+    side: Side = NO_SIDE,
+    lengths: Lengths | None = None,
 ) -> Expected:
     """The reference of the chosen rows and what a kernel's error may be there.
 
     Args:
-        problem: Shape, type and mask.
-        q: [batch, heads, seqlen_q, head_dim].
+        problem: Shape, type, masks, and what else is laid over scores.
+        q: [batch, heads, seqlen_q, head_dim]; finite beyond a sequence's end as well, like k and v.
         k: [batch, kv_heads, seqlen_kv, head_dim].
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
         scale: Softmax scale.
         chosen: Rows and heads.
-        scales: Those of quantised tensors.
+        side: Side inputs; scales of a quantised cache may be those of each key, [batch, kv_heads, seqlen_kv].
+        lengths: Of each sequence, where they are not all of the longest.
     """
-    visible = _visible_keys(problem, chosen.rows)
+    lengths = lengths or equal_lengths(problem)
     step = max(1, CHUNK_SCORES[q.device.type] // max(1, len(chosen.rows) * problem.seqlen_kv))
     parts = []
     for heads in chosen.heads.split(step):
-        batch, head = heads // problem.heads, heads % problem.heads
-        kv_head = head // problem.group_size
-        wide_q = _widened(q, scales.q_scale, batch, head, chosen.rows)
-        wide_k = _widened(k, scales.k_scale, batch, kv_head)
-        wide_v = _widened(v, scales.v_scale, batch, kv_head)
-        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, visible))
+        some = Rows(heads // problem.heads, heads % problem.heads, chosen.rows)
+        kv_head = some.head // problem.group_size
+        wide_q = _widened(q, side.q_scale, some.batch, some.head, chosen.rows)
+        wide_k = _widened(k, side.k_scale, some.batch, kv_head)
+        wide_v = _widened(v, side.v_scale, some.batch, kv_head)
+        seen = seen_by(problem, lengths, side, some, q.device)
+        laid = laid_over(problem, (wide_q @ wide_k.mT).mul_(scale), lengths, side, some)
+        sinks = None if side.sinks is None else side.sinks[some.head].double()[:, None]
+        softcap = side.softcap or 0.0
+        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap))
     return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -138,36 +151,43 @@ def _widened(
     """Some heads of a tensor, all their rows or some, in float64 and times their scales."""
     picked = tensor[batch, head]
     wide = (picked if rows is None else picked[:, rows]).double()
-    return wide if factor is None else wide * factor[batch, head].double()[:, None, None]
-
-
-def _visible_keys(problem: Problem, rows: Tensor) -> Tensor:
-    """How many keys each row sees, counted from the first: [rows]."""
-    if problem.causal is Causal.NONE:
-        return torch.full_like(rows, problem.seqlen_kv)
-    return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
+    return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)
 
 
 def _expect_heads(
-    problem: Problem, wide_q: Tensor, wide_k: Tensor, wide_v: Tensor, scale: float, visible: Tensor
+    problem: Problem,
+    wide_q: Tensor,
+    wide_k: Tensor,
+    wide_v: Tensor,
+    scale: float,
+    seen: Seen,
+    laid: Laid,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> Expected:
-    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...] in float64, visible [rows]."""
-    device = wide_k.device
-    hidden = torch.arange(wide_k.shape[1], device=device) >= visible[:, None].to(device)
-    # Scores are [heads, rows, keys].
-    scores = (wide_q @ wide_k.mT).mul_(scale).masked_fill_(hidden, float("-inf"))
-    weights, total, lse = _softmax(scores)
+    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...], sinks [heads, 1], in float64."""
+    scores = laid.scores.masked_fill_(seen.hidden, float("-inf"))
+    weights, total, lse = _softmax(scores, sinks)
+    # What was added to keys that have weight, and to no others: weights are relative to the largest here.
+    added = None if laid.added is None else laid.added.masked_fill_(weights < LEAST_WEIGHT, 0.0).amax(-1)
     weights.div_(total[..., None])
     out = weights @ wide_v
     empty = lse == float("-inf")
+    squares = weights.mul_(weights)
     row_scale = RowScale(
-        spread=(weights.mul_(weights) @ (wide_v * wide_v)).amax(-1).sqrt(),
+        spread=(squares @ (wide_v * wide_v)).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
         score=scale * _norm(wide_q) * _norm(wide_k).amax(-1, keepdim=True),
-        keys=visible.double().to(device).expand(wide_q.shape[:2]),
+        keys=seen.keys.expand(wide_q.shape[:2]),
         lse=lse.abs().masked_fill(empty, 0.0),
+        added=added,
+        softcap=softcap,
     )
-    plain_out, plain_lse = _plain(scores, wide_v, problem)
+    if problem.kv_dtype is not None:
+        products = (wide_q * wide_q @ (wide_k * wide_k).mT).masked_fill_(seen.hidden, 0.0)
+        focus = squares.sum(-1).sqrt()
+        row_scale = row_scale._replace(products=scale * products.amax(-1).sqrt(), focus=focus)
+    plain_out, plain_lse = _plain(scores, wide_v, problem, sinks)
     plain_error = (plain_out - out).abs().amax(-1)
     # -inf less -inf is NaN, and no error.
     plain_lse_error = (plain_lse - lse).abs().masked_fill(empty, 0.0)
@@ -184,19 +204,26 @@ def _norm(vectors: Tensor) -> Tensor:
     return (vectors * vectors).sum(-1).sqrt()
 
 
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised weights, their sums (1 for rows without keys) and the log-sum-exp of each row."""
+def _softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised weights, their sums (1 for rows without keys) and the log-sum-exp of each row.
+
+    A sink, [heads, 1], is in the sum and in the log-sum-exp.
+    """
     largest = scores.amax(-1)
+    if sinks is not None:
+        largest = largest.maximum(sinks)
     shift = largest.masked_fill(largest == float("-inf"), 0.0)
     weights = (scores - shift[..., None]).exp_()
     total = weights.sum(-1)
+    if sinks is not None:
+        total = total + (sinks - shift).exp()
     empty = total == 0
     return weights, total.masked_fill(empty, 1.0), (shift + total.log()).masked_fill(empty, float("-inf"))
 
 
-def _plain(scores: Tensor, wide_v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def _plain(scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
-    weights, total, lse = _softmax(scores.float())
+    weights, total, lse = _softmax(scores.float(), None if sinks is None else sinks.float())
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
     # The range is a power of two: its inverse is exact.
     out = (low.double() * (1 / WEIGHT_RANGE[problem.dtype]) @ wide_v).float() / total[..., None]

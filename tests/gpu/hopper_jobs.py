@@ -96,13 +96,13 @@ def repeat(kernel: Kernel, case: Case, repeats: int) -> str:
         q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
         lse = prepared.lse.view if kernel.specialization.lse else None
         launch = bind(kernel, target, q, k, v, out, compiled=binary)
-        launch(q, k, v, out, lse, case.scale, prepared.scales)
+        launch(q, k, v, out, lse, case.scale, prepared.side)
         first = bits(prepared, lse)
         differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(repeats):
             poison(prepared.out)
             poison(prepared.lse)
-            launch(q, k, v, out, lse, case.scale, prepared.scales)
+            launch(q, k, v, out, lse, case.scale, prepared.side)
             differing += sum(
                 (one != other).sum() for one, other in zip(first, bits(prepared, lse), strict=True)
             )
@@ -146,7 +146,7 @@ def faults(kernel: Kernel, binary: Binary, trial: Trial, seed: int) -> str:
     prepared = prepare(case, trial.alignment, DEVICE, seed)
     q, out = prepared.q.view, prepared.out.view
     k, v = (as_shown(tensor.view, shown) for tensor in (prepared.k, prepared.v))
-    of_q, of_k, of_v = prepared.scales.scales
+    of_q, of_k, of_v = prepared.side.scales
     scales = given_scales(
         of_q, *(one if one is None else as_shown(one, shown).contiguous() for one in (of_k, of_v))
     )

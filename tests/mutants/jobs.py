@@ -114,7 +114,7 @@ def _launched(
     for _ in range(launches):
         poison(prepared.out)
         poison(prepared.lse)
-        launch(q, k, v, out, lse, case.scale, prepared.scales)
+        launch(q, k, v, out, lse, case.scale, prepared.side)
         yield bits(prepared, lse)
 
 

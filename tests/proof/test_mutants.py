@@ -26,6 +26,8 @@ from tests.mutants.pools import Plan
 from tests.mutants.results import Control, Fate, Found, Run
 
 H200 = find_target("h200")
+# Families of which there are mutants; `test_serving.py` has the mistakes of serving features.
+BROKEN_FAMILIES = ("forward_q_outer", "forward_kv_outer", "forward_hopper")
 MUTANTS = gpu_mutants()
 RIGHT = Verdict(True, 0.5, 70, "", "a GPU")
 WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed", "a GPU")
@@ -41,8 +43,8 @@ def test_mutants_are_many_and_told_apart() -> None:
     names = [mutant.id for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     families = [mutant.subject.family for mutant in MUTANTS]
-    assert {family: families.count(family) >= 30 for family in family_names()} == dict.fromkeys(
-        family_names(), True
+    assert {family: families.count(family) >= 30 for family in BROKEN_FAMILIES} == dict.fromkeys(
+        BROKEN_FAMILIES, True
     )
     assert len({broken(mutant).digest for mutant in MUTANTS}) == len(MUTANTS)
     for mutant in MUTANTS:
@@ -197,7 +199,7 @@ def test_right_kernels_that_are_refused_are_judged_again(
 ) -> None:
     subjects = right.sampled_subjects(6, 3, H200)
     assert right.sampled_subjects(6, 3, H200) == subjects
-    assert len({subject.family for subject in subjects}) == 3
+    assert {subject.family for subject in subjects} == set(family_names())
     wrong, tight = subjects[2], subjects[5]
     install(Gpu({rendered(one).digest: lambda seed: Checked(WRONG, "", 1.0) for one in (wrong, tight)}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)

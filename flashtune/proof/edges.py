@@ -1,0 +1,85 @@
+"""Probes of masks, and of keys whose first columns are the values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.proof.visible import hidden_by_bias, visible_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.problem import Problem
+    from flashtune.proof.lengths import Lengths
+    from flashtune.side import Side
+
+# Scores of a visible key beside a border and of the hidden one across it, over the others'.
+LAST_VISIBLE = 6.0
+FIRST_HIDDEN = 9.0
+
+
+def at_edges(
+    problem: Problem, scale: float, lengths: Lengths, side: Side, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys such that each query asks for two neighbours, one visible and one not.
+
+    Which border a row asks at is drawn: of its window, its chunk, the first tokens, the prefix, the diagonal,
+    a bias, or the sequence's end. Each key has a random word of signs. What lies behind a packed sequence's
+    last key is the next one's first.
+
+    Returns:
+        q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_kv, head_dim] in float32.
+    """
+    device, width = generator.device, problem.head_dim
+    keys = problem.seqlen_kv
+    shape = (problem.batch, problem.kv_heads, keys + 1, width)
+    words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
+    if problem.packed and not problem.page_size:
+        for sequence in range(problem.batch - 1):
+            words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
+    seen = _seen(problem, lengths, side, device)
+    # Keys beside one that is seen otherwise; beyond the last none is seen.
+    before, after = seen.roll(1, -1), seen.roll(-1, -1)
+    before[..., 0] = False
+    border = ~seen & (before | after)
+    drawn = torch.rand(border.shape, generator=generator, device=device)
+    hidden = drawn.masked_fill_(~border, -1.0).argmax(-1)
+    left = before.gather(-1, hidden[..., None])[..., 0]
+    visible = torch.where(left, hidden - 1, (hidden + 1).clamp_max(keys))
+    batch = torch.arange(problem.batch, device=device)[:, None, None]
+    head = (torch.arange(problem.heads, device=device) // problem.group_size)[None, :, None]
+    asked = LAST_VISIBLE * words[batch, head, visible] + FIRST_HIDDEN * words[batch, head, hidden]
+    return asked * (1 / (scale * width)), words[:, :, :keys].clone()
+
+
+def _next(lengths: Lengths, sequence: int) -> int:
+    """The sequence whose first key follows another's last in memory; that one itself where none does."""
+    following = range(sequence + 1, len(lengths.keys))
+    return next((other for other in following if lengths.keys[other]), sequence)
+
+
+def _seen(problem: Problem, lengths: Lengths, side: Side, device: torch.device) -> Tensor:
+    """What each row sees, [batch, heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
+    rows = torch.arange(problem.seqlen_q)
+    every = torch.arange(problem.batch * problem.heads)
+    batch, head = every // problem.heads, every % problem.heads
+    seen = visible_keys(problem, lengths, batch, rows, side, device)
+    taken = hidden_by_bias(problem, side, batch, head, rows)
+    if taken is not None:
+        seen = seen & ~taken
+    seen = seen.expand(len(every), -1, -1).unflatten(0, (problem.batch, problem.heads))
+    return torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
+
+
+def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with values as the keys' first columns, which queries do not ask for.
+
+    Args:
+        q: What makes the scores, [batch, heads, seqlen_q, other columns].
+        k: Likewise, [batch, kv_heads, seqlen_kv, other columns].
+        v: [batch, kv_heads, seqlen_kv, value_head_dim].
+    """
+    quiet = q.new_zeros(*q.shape[:3], v.shape[-1])
+    return torch.cat([quiet, q], -1), torch.cat([v, k], -1)

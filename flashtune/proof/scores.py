@@ -1,0 +1,104 @@
+"""What is made of the products of queries and keys before the softmax: masks, caps, slopes, biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.features import Bias, Feature
+from flashtune.problem import Causal, Problem
+from flashtune.proof.visible import hidden_by_bias, places, visible_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.proof.lengths import Lengths
+    from flashtune.side import Side
+
+# What changes scores or hides keys; without any of it a count says which keys a row sees.
+OVER_SCORES = frozenset(Feature) - {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT}
+
+
+class Rows(NamedTuple):
+    """Some rows of some heads.
+
+    Attributes:
+        batch: The sequence of each head, [heads] in int64, on the CPU.
+        head: The head within its sequence, likewise.
+        rows: Queries, [rows] likewise.
+    """
+
+    batch: Tensor
+    head: Tensor
+    rows: Tensor
+
+
+class Seen(NamedTuple):
+    """Which keys rows do not see, and how many they do.
+
+    Attributes:
+        hidden: Boolean [heads, rows, keys]; heads, or heads and rows, may be left to broadcasting.
+        keys: Float64 [heads, rows], likewise.
+    """
+
+    hidden: Tensor
+    keys: Tensor
+
+
+class Laid(NamedTuple):
+    """Scores with all that is laid over them.
+
+    Attributes:
+        scores: [heads, rows, keys] in float64; hidden ones are not yet -inf.
+        added: Magnitude of what was added to each score; None where nothing was.
+    """
+
+    scores: Tensor
+    added: Tensor | None
+
+
+def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
+    """Which keys some rows see."""
+    if not problem.features & OVER_SCORES:
+        visible = _visible_counts(problem, some.rows)
+        hidden = torch.arange(problem.seqlen_kv, device=device) >= visible[:, None].to(device)
+        return Seen(hidden, visible.double().to(device))
+    visible = visible_keys(problem, lengths, some.batch, some.rows, side, device)
+    taken = hidden_by_bias(problem, side, *some)
+    if taken is not None:
+        visible = visible & ~taken
+    return Seen(~visible, visible.sum(-1).double())
+
+
+def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
+    """How many keys each row sees, counted from the first: [rows]."""
+    if problem.causal is Causal.NONE:
+        return torch.full_like(rows, problem.seqlen_kv)
+    return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
+
+
+def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
+    """Scores capped, less what distance costs, and with their bias. Overwrites the scores.
+
+    Args:
+        problem: What is laid over them.
+        scores: Scaled, [heads, rows, keys] in float64.
+        lengths: Of each sequence.
+        side: The cap, the slopes, the bias.
+        some: Which rows these are.
+    """
+    added: Tensor | None = None
+    if side.softcap is not None:
+        scores = scores.div_(side.softcap).tanh_().mul_(side.softcap)
+    if side.slopes is not None:
+        place = places(problem, lengths, some.batch, some.rows, scores.device)
+        key = torch.arange(problem.seqlen_kv, device=scores.device)
+        added = side.slopes[some.batch, some.head].double()[:, None, None] * (place - key).abs()
+        scores = scores - added
+    if side.bias is not None and problem.bias is Bias.ADDITIVE:
+        bias = side.bias[some.batch, some.head][:, some.rows].double()
+        scores = scores + bias
+        size = bias.abs().nan_to_num(posinf=0.0)
+        added = size if added is None else added.abs() + size
+    return Laid(scores, added)
