@@ -118,9 +118,12 @@ def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: P
 
 
 def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
+    def program() -> None:
         flashtune.attention(*inputs(problem), causal=True)
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
+        program()
     assert not recording.recording()
     assert [count.calls for count in read_counts(file)] == [1]
 
@@ -180,7 +183,6 @@ def test_processes_write_one_file_at_once(problem: Problem, file: Path) -> None:
 PROGRAM = """
 import warnings
 warnings.simplefilter("error")
-import flashtune.calls
 from flashtune import recording
 from flashtune.kernel import Specialization
 from flashtune.problem import Dtype, Problem
