@@ -30,12 +30,12 @@ import triton
 from torch import Tensor
 
 import flashtune
-from flashtune.api import CausalOption
 from flashtune.calls import forget_servers
 from flashtune.decision import needed_specialization
 from flashtune.dispatch import select
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.errors import FlashtuneError
+from flashtune.options import CausalOption
 from flashtune.problem import Problem
 from flashtune.request import read_request
 from flashtune.self_check import forget_verdicts

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune import calls, serving
+from flashtune import calls, servers
 from flashtune.compilation import kernel_folder
 from flashtune.request import read_request
 from flashtune.side import NO_SIDE, Side
@@ -155,7 +155,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     ) -> None:
         """Stands where the launch would be."""
 
-    calls._servers[key] = serving._launcher(nothing, request, q)
+    calls._servers[key] = servers.launcher(nothing, request, q)
     call = {
         "generated_without_launch": lambda: flashtune.attention(
             q, k, v, causal=options.causal, prefer="generated"

@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashtune.api import attention
-    from flashtune.explanation import Explanation, explain
+    from flashtune.explanation import Explanation, explain, explain_paged, explain_varlen
     from flashtune.kv_cache import PagedKVCache
+    from flashtune.merging import merge_attention
     from flashtune.notices import FlashtuneWarning
+    from flashtune.paged import attention_paged, plan_paged
     from flashtune.planning import Plan, plan
     from flashtune.quantization import quantize
     from flashtune.recording import record_calls
     from flashtune.tables import table_hash
+    from flashtune.varlen import attention_varlen, plan_varlen
 
     __version__: str
 
@@ -36,8 +39,15 @@ __all__ = [
     "Plan",
     "__version__",
     "attention",
+    "attention_paged",
+    "attention_varlen",
     "explain",
+    "explain_paged",
+    "explain_varlen",
+    "merge_attention",
     "plan",
+    "plan_paged",
+    "plan_varlen",
     "quantize",
     "record_calls",
     "table_hash",
@@ -45,11 +55,18 @@ __all__ = [
 
 _HOMES = {
     "attention": "flashtune.api",
+    "attention_paged": "flashtune.paged",
+    "attention_varlen": "flashtune.varlen",
     "explain": "flashtune.explanation",
+    "explain_paged": "flashtune.explanation",
+    "explain_varlen": "flashtune.explanation",
     "Explanation": "flashtune.explanation",
     "FlashtuneWarning": "flashtune.notices",
     "PagedKVCache": "flashtune.kv_cache",
+    "merge_attention": "flashtune.merging",
     "plan": "flashtune.planning",
+    "plan_paged": "flashtune.paged",
+    "plan_varlen": "flashtune.varlen",
     "Plan": "flashtune.planning",
     "quantize": "flashtune.quantization",
     "record_calls": "flashtune.recording",

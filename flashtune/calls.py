@@ -7,6 +7,7 @@ misses it takes the slow path under one lock, so that threads compile a kernel o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
 from flashtune.quantization import negated
 from flashtune.recording import counted, on_change, recording
-from flashtune.request import read_request, requires_grad
-from flashtune.serving import Result, Serve, prepare
+from flashtune.request import Request, read_request, requires_grad
+from flashtune.serving import Result, Serve, forget_choices, prepare
 from flashtune.side import NO_SIDE, Side
 
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
@@ -108,25 +109,48 @@ def server_of(
         KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
+
+    def read() -> Request:
+        needs_grad = requires_grad(q, k, v, scales)
+        return read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
+
+    return remembered(key, q, k, v, scales, read)
+
+
+def remembered(
+    key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: Side, read: Callable[[], Request]
+) -> Serve:
+    """The server that the memo has for a key, or one that is prepared for what `read` makes of the call.
+
+    Raises:
+        ProblemError: The call is invalid, or nobody can serve it.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+    """
     with _preparing:
         server = _servers.get(key)
         if server is None:
-            needs_grad = requires_grad(q, k, v, scales)
-            request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
+            request = read()
             _refuse_capture(q)
-            server = prepare(request, q, k, v)
+            server = prepare(request, q, k, v, side)
             if recording() and not (request.is_empty or request.needs_grad):
-                server = counted(server, request.problem, needed_specialization(request, q, k, v))
+                server = counted(server, request.problem, needed_specialization(request, q, k, v, side))
             if len(_servers) >= MEMO_LIMIT:
                 _servers.clear()
             _servers[key] = server
         return server
 
 
+def known_server(key: tuple[object, ...]) -> Serve | None:
+    """The server that the memo has for a key."""
+    return _servers.get(key)
+
+
 def forget_servers() -> None:
     """Every call is new again."""
     with _preparing:
         _servers.clear()
+        forget_choices()
 
 
 on_change(forget_servers)

@@ -15,6 +15,8 @@ from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.record import Selection
 from flashtune.request import Prefer, Request
+from flashtune.side import NO_SIDE, Side
+from flashtune.side_inputs import side_views
 from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target, find_target
 
@@ -50,12 +52,13 @@ class Decision(msgspec.Struct, frozen=True):
     selection: Selection | None = None
 
 
-def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
+def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Decision:
     """Who serves a request for these tensors.
 
     Raises:
         ProblemError: Nobody can: CPU tensors without the interpreter, gradients of a generated
-            kernel, or a problem that no family computes where only generated kernels may serve.
+            kernel, or a problem that no family computes where only generated kernels may serve or that
+            SDPA does not compute either.
     """
     _check_device(request)
     if request.needs_grad:
@@ -64,16 +67,18 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
         return Decision(Server.NOBODY, "there is nothing to attend to")
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
-        selection = default_selection(request.problem, target, needed_specialization(request, q, k, v))
+        needed = needed_specialization(request, q, k, v, side)
+        selection = default_selection(request.problem, target, needed)
         return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
-    # No baseline is selected where a log-sum-exp is wanted: SDPA returns none.
-    generated = request.prefer is Prefer.GENERATED or request.return_lse
-    tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v)
+    # No baseline is selected where a log-sum-exp or a feature is wanted: SDPA has none of them.
+    features = bool(request.problem.features)
+    generated = request.prefer is Prefer.GENERATED or request.return_lse or features
+    tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v, side)
     try:
         selection = select(request.problem, target, tables, needed, generated=generated)
     except ProblemError as error:
-        if request.prefer is Prefer.GENERATED:
+        if request.prefer is Prefer.GENERATED or features:
             raise
         return Decision(baseline(request), str(error), target)
     passed_over = ""
@@ -84,18 +89,25 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Decision:
 
 
 def baseline(request: Request) -> Server:
-    """Who serves where no generated kernel does: SDPA, which returns no log-sum-exp."""
-    return Server.STANDARD if request.return_lse else Server.SDPA
+    """Who serves where no generated kernel does: SDPA, which has no log-sum-exp and no features."""
+    return Server.STANDARD if request.return_lse or request.problem.features else Server.SDPA
 
 
-def needed_specialization(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Specialization:
+def needed_specialization(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Specialization:
     """What a kernel may assume of these tensors and of the output that it will be given."""
-    return specialization_of((*request.views(q, k, v), output_like(request)), request.return_lse)
+    tensors = *request.views(q, k, v), output_like(request)
+    bias = None
+    if side.bias is not None:
+        bias = side_views(request.problem, side, tensors[1].shape[0]).bias
+    return specialization_of(tensors, request.return_lse, bias)
 
 
 def output_like(request: Request) -> Tensor:
     """A tensor without memory that has the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
-    return request.heads_first(torch.empty(request.out_shape, dtype=request.out_dtype, device="meta"))
+    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
+    return request.layout.heads_first(out)
 
 
 def _passed_over(usual: Selection, selection: Selection) -> str:
@@ -111,8 +123,7 @@ def _of_selection(
     request: Request, selection: Selection, target: Target, q: Tensor, k: Tensor, v: Tensor, passed_over: str
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
-        usual = usual_backend(*request.views(q, k, v), request.problem)
-        peer = faster_peer(selection.measured, request.problem, usual)
+        peer = _faster_peer(request, selection, q, k, v)
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
             return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)
@@ -123,6 +134,16 @@ def _of_selection(
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return Decision(Server.GENERATED, passed_over + where[selection.source], target, selection)
+
+
+def _faster_peer(request: Request, selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """The baseline that was measured as faster and may serve in place of a generated kernel, or None."""
+    problem = request.problem
+    if problem.packed or problem.page_size or problem.lengths:
+        # The standard computation would ask the device for lengths, and wait.
+        return None
+    usual = None if problem.features else usual_backend(*request.views(q, k, v), problem)
+    return faster_peer(selection.measured, problem, usual)
 
 
 def _forecast_in_words(selection: Selection) -> str:
@@ -144,10 +165,18 @@ def _differentiable(request: Request) -> Decision:
             f"attention of {request.problem.dtype} inputs has no backward pass and an input or a scale "
             "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
         )
+    problem = request.problem
+    if problem.packed or problem.page_size:
+        what = "sequences in pages" if problem.page_size else "packed sequences"
+        raise ProblemError(
+            f"attention of {what} has no backward pass and an input requires grad: call under "
+            "torch.no_grad(), or pass dense tensors to flashtune.attention"
+        )
     if request.prefer is Prefer.GENERATED:
+        instead = "the unfused computation" if problem.features else "torch's SDPA"
         raise ProblemError(
             "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), "
-            "or pass prefer='fastest' to let torch's SDPA serve"
+            f"or pass prefer='fastest' to let {instead} serve"
         )
     return Decision(baseline(request), "an input requires grad and generated kernels have no backward pass")
 

@@ -6,6 +6,7 @@ tuned for such shapes, a family's default.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from flashtune.compilation import interpreting
 from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
+from flashtune.leaving_out import without
 from flashtune.nearest import same_computation
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
@@ -24,7 +26,10 @@ from flashtune.templates.registry import families, find_family
 from flashtune.versions import current_versions
 
 # Whose default config serves what nobody tuned, the first that can; other families come after them.
-DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer")
+DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer", "forward_masked")
+# Who comes before them where queries are so few that keys must be split among programs.
+DECODING_FAMILY = "decode_split_kv"
+FEW_QUERIES = 16
 
 # SDPA must win by more than two runs of one measurement differ.
 NOISE = 0.02
@@ -83,7 +88,17 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     selection = next(default_selections(problem, target, specialization), None)
     if selection is not None:
         return selection
-    reasons = (_why_not(family, problem, target, specialization) for family in families())
+    reasons = [_why_not(family, problem, target, specialization) for family in families()]
+    if problem.features:
+        # Of families that know all features, what they say; of the others it is plain.
+        able = [problem.features <= family.features for family in families()]
+        told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
+        advice = _advice(problem, target, specialization)
+        words = ", ".join(sorted(problem.features))
+        raise ProblemError(
+            f"no kernel family computes {problem.key} ({words}) on {target.name}"
+            f"{f' ({told})' if told else ''}: {advice}"
+        )
     raise ProblemError(
         f"no kernel family computes {problem.key} on {target.name}: {'; '.join(filter(None, reasons))}"
     )
@@ -93,7 +108,7 @@ def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
     """The default configs of all families that compute a problem for such tensors, best guess first."""
-    for family in sorted(families(), key=_default_rank):
+    for family in sorted(families(), key=lambda family: _default_rank(family, problem)):
         if _why_not(family, problem, target, specialization) is None:
             record = Record(
                 problem=problem,
@@ -109,7 +124,20 @@ def default_selections(
             yield Selection(record=record, standing=Standing.UNPROVEN, source="default")
 
 
-def _default_rank(family: Family) -> tuple[bool, int, str]:
+def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
+    """What must be left out of a problem for some family to compute the rest: as little as does."""
+    asked = sorted(problem.features)
+    for count in range(1, len(asked) + 1):
+        for left_out in itertools.combinations(asked, count):
+            rest = without(problem, left_out)
+            if any(_why_not(family, rest, target, specialization) is None for family in families()):
+                return f"leave out {' and '.join(left_out)}"
+    return "no part of it is computed here either"
+
+
+def _default_rank(family: Family, problem: Problem) -> tuple[bool, int, str]:
+    if family.name == DECODING_FAMILY and problem.seqlen_q <= FEW_QUERIES:
+        return False, -1, family.name
     known = family.name in DEFAULT_FAMILIES
     return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
 

@@ -1,21 +1,29 @@
-"""`explain`: what would serve a call and why, without compiling, launching or warning."""
+"""`explain` and its sisters: what would serve a call and why, without compiling, launching or warning."""
 
 from __future__ import annotations
+
+from typing import Unpack
 
 import msgspec
 from torch import Tensor
 
-from flashtune.api import CausalOption, LayoutOption, PreferOption
+from flashtune.api import dense_call
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization
 from flashtune.dispatch import of_nearest, proven_by
+from flashtune.feature_calls import unsigned
+from flashtune.feature_request import read_call
 from flashtune.kernel import Specialization
 from flashtune.notices import search_command
+from flashtune.options import Call, DenseOptions, PagedCallOptions, VarlenOptions, is_plain
+from flashtune.paged import paged_call
 from flashtune.problem import Problem
 from flashtune.quantization import given_scales
 from flashtune.record import Selection, Standing
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer, Request, read_request, require_tensors, requires_grad
 from flashtune.self_check import known_seconds, known_verdict
+from flashtune.side import Side
+from flashtune.varlen import varlen_call
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,18 +74,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: CausalOption = False,
-    scale: float | None = None,
-    layout: LayoutOption = "bhsd",
-    return_lse: bool = False,
-    prefer: PreferOption = "fastest",
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[DenseOptions]
 ) -> Explanation:
     """What `attention` would do with these arguments, which are its own.
 
@@ -85,15 +82,79 @@ def explain(
         ProblemError: As `attention`.
         StoreError: The user's database cannot be read.
     """
-    del scale  # any scale is served alike
     require_tensors(q, k, v)
-    scales = given_scales(q_scale, k_scale, v_scale)
-    needs_grad = requires_grad(q, k, v, scales)
-    request = read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
-    decision = decide(request, q, k, v)
+    if not is_plain(q, options):
+        return explain_call(dense_call(q, k, v, return_lse=return_lse, **options))
+    scales = given_scales(options.get("q_scale"), options.get("k_scale"), options.get("v_scale"))
+    request = read_request(
+        q,
+        k,
+        v,
+        options.get("causal", False),
+        options.get("layout", "bhsd"),
+        return_lse,
+        options.get("prefer", "fastest"),
+        requires_grad(q, k, v, scales),
+        scales,
+    )
+    return _explained(request, q, k, v, scales)
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Explanation:
+    """What `attention_varlen` would do with these arguments, which are its own.
+
+    Raises:
+        ProblemError: As `attention_varlen`.
+        StoreError: The user's database cannot be read.
+    """
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return explain_call(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
+
+
+def explain_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[PagedCallOptions],
+) -> Explanation:
+    """What `attention_paged` would do with these arguments, which are its own but for `shared_prefix`.
+
+    Raises:
+        ProblemError: As `attention_paged`.
+        StoreError: The user's database cannot be read.
+    """
+    return explain_call(
+        paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
+    )
+
+
+def explain_call(call: Call) -> Explanation:
+    """What would serve a call with features."""
+    call = unsigned(call)
+    request = read_call(call, requires_grad(call.q, call.k, call.v, call.side))
+    return _explained(request, call.q, call.k, call.v, call.side)
+
+
+def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+    decision = decide(request, q, k, v, side)
     if decision.server is not Server.GENERATED:
         return _explanation(request, decision)
-    return _of_kernel(request, decision, needed_specialization(request, q, k, v))
+    return _of_kernel(request, decision, needed_specialization(request, q, k, v, side))
 
 
 def _of_kernel(request: Request, decision: Decision, specialization: Specialization) -> Explanation:

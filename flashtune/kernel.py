@@ -131,12 +131,13 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
 
-def specialization_of(tensors: tuple[Tensor, ...], lse: bool) -> Specialization:
+def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | None = None) -> Specialization:
     """The narrowest specialisation that is right for these tensors.
 
     Args:
         tensors: q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous.
         lse: Whether the log-sum-exp is wanted.
+        bias: What lies over the scores: nothing is promised of its strides, but offsets must reach its end.
     """
     combined = 16
     pointers = 0
@@ -155,6 +156,10 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool) -> Specialization:
         repeats |= tensor.shape[2] > 1 and tensor.stride(2) == 0
         # A tile may run past the end of a sequence before it is masked: leave it room.
         extent = max(extent, reach + 1024 * tensor.stride(2) + tensor.shape[3])
+    if bias is not None:
+        reach = sum((size - 1) * stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+        # Likewise a tile of both queries and keys.
+        extent = max(extent, reach + 1024 * (bias.stride(2) + 1))
     if repeats or pointers % POINTER_ALIGNMENT:
         alignment = Alignment.ANY
     elif combined % 16 == 0:

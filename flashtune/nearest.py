@@ -18,9 +18,10 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
     """A problem and the others that compute the same under another name of the mask, itself first.
 
     With equal lengths both alignments draw one diagonal; a single query that is aligned
-    bottom-right sees every key.
+    bottom-right sees every key. Where each sequence has lengths of its own, equal bounds mean nothing.
     """
-    square = problem.seqlen_q == problem.seqlen_kv
+    ragged = problem.packed or problem.lengths or problem.page_size
+    square = problem.seqlen_q == problem.seqlen_kv and not ragged
     names = [problem.causal]
     if square and problem.causal is not Causal.NONE:
         names += [Causal.BOTTOM_RIGHT, Causal.TOP_LEFT]
@@ -32,10 +33,13 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
 def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:
     """The records whose kernels compute the problem too: rightness hangs on static features alone."""
     masks = [same.causal for same in same_computation(problem)]
+    computation = _unmasked(problem)
     return [
         record
         for record in records
-        if record.problem.causal in masks and _same_kernels(record.problem, problem)
+        if record.problem.causal in masks
+        and (record.problem.dtype, record.problem.head_dim) == (problem.dtype, problem.head_dim)
+        and _unmasked(record.problem) == computation
     ]
 
 
@@ -64,18 +68,19 @@ def _rank(record: Record, problem: Problem, masks: list[Causal]) -> tuple[float,
     return distance(record.problem, problem), masks.index(record.problem.causal), record.problem.key
 
 
-def _same_kernels(one: Problem, other: Problem) -> bool:
-    """Whether a config renders to one kernel for both, but for the mask."""
-    return (one.direction, one.dtype, one.head_dim, one.value_head_dim) == (
-        other.direction,
-        other.dtype,
-        other.head_dim,
-        other.value_head_dim,
-    )
+def _unmasked(problem: Problem) -> Problem:
+    """What is the same of two problems if a config renders to one kernel for both, but for the mask."""
+    return msgspec.structs.replace(problem.computation, causal=Causal.NONE)
 
 
 def _extents(problem: Problem) -> tuple[float, float, float, float]:
-    """What decides which config is best: both lengths, the programs in flight, the sharing of keys."""
-    numbers = (problem.seqlen_q, problem.seqlen_kv, problem.batch * problem.heads, problem.group_size)
+    """What decides which config is best: both lengths, the programs in flight, the sharing of keys.
+
+    Packed sequences count as so many of the longest as there are tokens for.
+    """
+    sequences = problem.batch
+    if problem.packed:
+        sequences = -(-problem.packed // max(1, problem.seqlen_q))
+    numbers = (problem.seqlen_q, problem.seqlen_kv, sequences * problem.heads, problem.group_size)
     queries, keys, programs, group = (math.log2(max(1, number)) for number in numbers)
     return queries, keys, programs, group

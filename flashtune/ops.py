@@ -63,7 +63,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         v_scale: Tensor | None = None,
     ) -> Result:
         scales = given_scales(q_scale, k_scale, v_scale)
-        return _contiguous(serve(q, k, v, causal, scale, layout, return_lse, prefer, scales))
+        return contiguous(serve(q, k, v, causal, scale, layout, return_lse, prefer, scales))
 
     def shapes(
         q: Tensor,
@@ -100,7 +100,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
             if scale is not None and scale < 0.0:
                 q, scale = negated(q), -scale
             request = read_request(q, k, v, causal, layout, return_lse, prefer, True, scales)
-            return _contiguous(prepare(request, q, k, v)(q, k, v, scale))
+            return contiguous(prepare(request, q, k, v)(q, k, v, scale))
         with torch._C._AutoDispatchBelowAutograd():
             return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
 
@@ -110,7 +110,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
     torch.library.register_fake(f"flashtune::{name}", shapes, lib=library)
 
 
-def _contiguous(result: Result) -> Result:
+def contiguous(result: Result) -> Result:
     """SDPA's backends differ in the strides of what they return; a compiler was promised these."""
     if isinstance(result, Tensor):
         return result.contiguous()

@@ -1,14 +1,22 @@
-"""`plan`: everything about a call resolved ahead of it, for serving loops and CUDA graphs."""
+"""`plan` and its sisters: everything about a call resolved ahead of it, for serving loops and CUDA graphs."""
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar, cast, overload
+from typing import Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import Tensor
 
-from flashtune.api import CausalOption, LayoutOption, PreferOption
+from flashtune.api import dense_call
 from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
+from flashtune.feature_plans import DensePlan
+from flashtune.options import (
+    CausalOption,
+    DenseOptions,
+    LayoutOption,
+    PreferOption,
+    is_plain,
+)
 from flashtune.quantization import given_scales, negated
 from flashtune.request import require_tensors
 from flashtune.serving import Result, Serve
@@ -17,10 +25,21 @@ from flashtune.side import NO_SIDE
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
 
+class SideTensors(TypedDict, total=False):
+    """Tensors that a plan takes beside q, k, v and scales."""
+
+    alibi_slopes: Tensor | None
+    attn_bias: Tensor | None
+    attn_mask: Tensor | None
+    sinks: Tensor | None
+    prefix_lengths: Tensor | None
+    kv_lengths: Tensor | None
+
+
 class Plan(Generic[Planned_co]):
     """Attention of tensors like those it was planned for; cheap, and safe to capture in a CUDA graph."""
 
-    __slots__ = ("_key", "_negated", "_options", "_scale", "_serve")
+    __slots__ = ("_features", "_key", "_negated", "_options", "_scale", "_serve")
 
     def __init__(
         self,
@@ -28,12 +47,14 @@ class Plan(Generic[Planned_co]):
         key: tuple[object, ...],
         options: tuple[CausalOption, LayoutOption, bool, PreferOption],
         scale: float | None,
+        features: DensePlan[Planned_co] | None = None,
     ) -> None:
         self._serve = serve
         self._key = key
         self._options = options
         self._negated = scale is not None and scale < 0
         self._scale = -scale if scale is not None and scale < 0 else scale
+        self._features = features
 
     def __call__(
         self,
@@ -44,17 +65,20 @@ class Plan(Generic[Planned_co]):
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        **side: Unpack[SideTensors],
     ) -> Planned_co:
         """The output, and the log-sum-exp where the plan returns one; as `attention`.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
+        if self._features is not None:
+            return self._features(q, k, v, k_scale=k_scale, v_scale=v_scale, **side)
         scales = given_scales(q_scale, k_scale, v_scale)
-        if call_key(q, k, v, *self._options, scales) != self._key:
+        if side or call_key(q, k, v, *self._options, scales) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
-                "grad or which scales are given: call flashtune.plan(...) with them"
+                "grad or which are given: call flashtune.plan(...) with them"
             )
         served = negated(q) if self._negated else q
         if scales is NO_SIDE:
@@ -64,62 +88,18 @@ class Plan(Generic[Planned_co]):
 
 @overload
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: CausalOption = ...,
-    scale: float | None = ...,
-    layout: LayoutOption = ...,
-    return_lse: Literal[False] = ...,
-    prefer: PreferOption = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[DenseOptions]
 ) -> Plan[Tensor]: ...
 @overload
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: CausalOption = ...,
-    scale: float | None = ...,
-    layout: LayoutOption = ...,
-    return_lse: Literal[True],
-    prefer: PreferOption = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
 ) -> Plan[tuple[Tensor, Tensor]]: ...
 @overload
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: CausalOption = ...,
-    scale: float | None = ...,
-    layout: LayoutOption = ...,
-    return_lse: bool,
-    prefer: PreferOption = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[DenseOptions]
 ) -> Plan[Result]: ...
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: CausalOption = False,
-    scale: float | None = None,
-    layout: LayoutOption = "bhsd",
-    return_lse: bool = False,
-    prefer: PreferOption = "fastest",
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[DenseOptions]
 ) -> Plan[Result]:
     """Resolves a call once: selects, compiles, loads, checks where needed, and runs it once.
 
@@ -128,17 +108,11 @@ def plan(
             do k and v; the other arguments are those of `attention`.
         k: Keys.
         v: Values.
-        causal: The causal mask and its alignment.
-        scale: Factor of the scores.
-        layout: The order of the dimensions.
         return_lse: Whether the plan returns the log-sum-exp too.
-        prefer: Whether SDPA may serve where it was measured as faster.
-        q_scale: Side like those to come; their values do not count.
-        k_scale: Likewise.
-        v_scale: Likewise.
+        **options: Those of `attention`. Tensors among them are like those to come; numbers are kept.
 
     Returns:
-        A callable of (q, k, v), and of the same scales by name.
+        A callable of (q, k, v), and of the same tensors among the options by name.
 
     Raises:
         ProblemError: As `attention`.
@@ -146,13 +120,31 @@ def plan(
         VerificationError: As `attention`.
     """
     require_tensors(q, k, v)
-    options = (causal, layout, return_lse, prefer)
-    scales = given_scales(q_scale, k_scale, v_scale)
+    if is_plain(q, options):
+        return _plain_plan(q, k, v, return_lse, options)
+    call = dense_call(q, k, v, return_lse=return_lse, **options)
+    features: DensePlan[Result] = DensePlan(call)
+    return Plan(_unused, (), ("none", "bhsd", return_lse, "fastest"), call.scale, features)
+
+
+def _unused(*_: object) -> Result:
+    raise AssertionError("a plan with features serves by them")
+
+
+def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseOptions) -> Plan[Result]:
+    scale = asked.get("scale")
+    scales = given_scales(asked.get("q_scale"), asked.get("k_scale"), asked.get("v_scale"))
+    options = (
+        asked.get("causal", False),
+        asked.get("layout", "bhsd"),
+        return_lse,
+        asked.get("prefer", "fastest"),
+    )
     key = call_key(q, k, v, *options, scales)
     # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
     served = negated(q) if scale is not None and scale < 0 else q
     server = server_of(call_key(served, k, v, *options, scales), served, k, v, *options, scales)
     planned: Plan[Result] = Plan(server, key, options, scale)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
-    planned(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    planned(q, k, v, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
     return planned

@@ -12,18 +12,12 @@ from torch import Tensor
 
 from flashtune.dtypes import DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
+from flashtune.layouts import DENSE_LAYOUTS, Layout
 from flashtune.problem import MAX_HEAD_DIM, Causal, Problem
 from flashtune.quantization import check_scales
 from flashtune.side import NO_SIDE, Side
 
 Option = TypeVar("Option", bound=enum.StrEnum)
-
-
-class Layout(enum.StrEnum):
-    """The order of a tensor's dimensions."""
-
-    BHSD = "bhsd"
-    BSHD = "bshd"
 
 
 class Prefer(enum.StrEnum):
@@ -38,11 +32,14 @@ class Request(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: What must be computed.
+            Of packed sequences and of pages it is one of many: its numbers of tokens are rounded up.
         device: Where the tensors are.
-        layout: The order of the dimensions of q, k, v and the output.
+        layout: The order of the dimensions of q and the output.
         return_lse: Whether the log-sum-exp is wanted.
         prefer: Whether SDPA may serve.
         needs_grad: Whether autograd must be able to go back through the call.
+        kv_layout: The order of the dimensions of k and v where it is not q's.
+        tokens: Queries of all packed sequences.
     """
 
     problem: Problem
@@ -51,19 +48,24 @@ class Request(msgspec.Struct, frozen=True):
     return_lse: bool
     prefer: Prefer
     needs_grad: bool = False
+    kv_layout: Layout | None = None
+    tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to attend with or to."""
-        return 0 in (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_kv)
+        return 0 in (self.problem.batch, self.rows, self.problem.seqlen_kv)
 
     @property
-    def out_shape(self) -> tuple[int, int, int, int]:
+    def rows(self) -> int:
+        """Queries of a sequence, or of all of them where they are packed."""
+        return self.tokens if self.problem.packed else self.problem.seqlen_q
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
         """Shape of the output, in the call's layout."""
         problem = self.problem
-        if self.layout is Layout.BSHD:
-            return problem.batch, problem.seqlen_q, problem.heads, problem.value_head_dim
-        return problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim
+        return self.layout.shape(problem.batch, problem.heads, self.rows, problem.value_head_dim)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -71,22 +73,25 @@ class Request(msgspec.Struct, frozen=True):
         return TORCH_DTYPES[self.problem.out_dtype]
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        """Shape of the log-sum-exp: [batch, heads, seqlen_q] in either layout."""
-        return self.problem.batch, self.problem.heads, self.problem.seqlen_q
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: [batch, heads, seqlen_q], [heads, tokens] of packed sequences."""
+        if self.layout is Layout.THD:
+            return self.problem.heads, self.tokens
+        ends = () if self.layout is Layout.BHD else (self.problem.seqlen_q,)
+        return self.problem.batch, self.problem.heads, *ends
 
     @property
     def default_scale(self) -> float:
         """The scale of a call that names none."""
         return 1 / math.sqrt(self.problem.head_dim)
 
-    def heads_first(self, tensor: Tensor) -> Tensor:
-        """A tensor of the call's layout seen as [batch, heads, seqlen, head_dim], or one of those back."""
-        return tensor.transpose(1, 2) if self.layout is Layout.BSHD else tensor
-
     def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the call's layout, seen as [batch, heads, seqlen, head_dim]."""
-        return self.heads_first(q), self.heads_first(k), self.heads_first(v)
+        """q, k and v of the call's layouts, seen as [batch, heads, seqlen, head_dim]."""
+        beside = self.kv_layout or self.layout
+        values = beside.heads_first(v)
+        if self.problem.latent:
+            values = values[..., : self.problem.value_head_dim]
+        return self.layout.heads_first(q), beside.heads_first(k), values
 
 
 def read_request(
@@ -107,7 +112,7 @@ def read_request(
             an option has a value that it does not know.
     """
     require_tensors(q, k, v)
-    order = _option("layout", layout, Layout)
+    order = read_option("layout", layout, DENSE_LAYOUTS)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, order)
     _check_alike(q, k, v)
@@ -126,7 +131,7 @@ def read_request(
     )
     if scales is not NO_SIDE:
         check_scales(problem, q.device, scales)
-    preference = _option("prefer", prefer, Prefer)
+    preference = read_option("prefer", prefer, tuple(Prefer))
     if problem.dtype.is_quantized:
         preference = Prefer.GENERATED  # nobody else computes it
     return Request(problem, q.device, order, bool(return_lse), preference, needs_grad)
@@ -162,9 +167,15 @@ def read_causal(causal: bool | str) -> Causal:
     raise ProblemError(f"causal cannot be {causal!r}: pass False, True, 'top_left' or 'bottom_right'")
 
 
-def _option(name: str, value: object, known: type[Option]) -> Option:
-    if isinstance(value, str) and value in list(known):
-        return known(value)
+def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
+    """One of the values that an option has.
+
+    Raises:
+        ProblemError: It is another one.
+    """
+    for choice in known:
+        if value == choice:
+            return choice
     choices = " or ".join(repr(choice.value) for choice in known)
     raise ProblemError(f"{name} cannot be {value!r}: pass {choices}")
 

@@ -48,7 +48,7 @@ def standard_attention(
             q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse
         )
         return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
-    scores = _scores(q, k, scale)
+    scores = scaled_scores(q, k, scale)
     if causal is not Causal.NONE:
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         hidden = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).triu_(diagonal + 1)
@@ -61,7 +61,7 @@ def standard_attention(
     return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim), lse
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv] in float32.
 
     The query heads of one KV head become more rows of one product: keys and values are not repeated.

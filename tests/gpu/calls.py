@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api import CausalOption
 from flashtune.calls import forget_servers
 from flashtune.notices import forget_told
+from flashtune.options import CausalOption
 from flashtune.request import read_request
 from flashtune.self_check import forget_verdicts
 from flashtune.tables import tuned_records

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api import CausalOption
 from flashtune.db.store import open_store
 from flashtune.delegation import PEERS, sdpa_attention, usual_backend
 from flashtune.dispatch import default_selection
 from flashtune.kernel import Specialization
 from flashtune.notices import FlashtuneWarning
+from flashtune.options import CausalOption
 from flashtune.problem import Causal
 from flashtune.proof import check
 from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flashtune
 from flashtune import decision
-from flashtune.api import CausalOption
 from flashtune.kernel import Alignment
+from flashtune.options import CausalOption
 from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
 
 pytestmark = [

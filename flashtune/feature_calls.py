@@ -1,0 +1,97 @@
+"""The memo of servers for calls with masks, packed sequences, pages or a quantised cache.
+
+As `flashtune.calls`, whose memo this is, with the side inputs in the keys. Of packed sequences every number
+of tokens is another kind of call; they share what is slow to make, the choice and the binary
+(`flashtune.serving`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.calls import known_server, remembered
+from flashtune.feature_request import read_call, rounded_up
+from flashtune.quantization import negated
+from flashtune.request import requires_grad
+from flashtune.serving import Result, Serve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.options import Call
+    from flashtune.request import Request
+
+
+def key_of_call(call: Call) -> tuple[object, ...]:
+    """All that a server depends on: of the tensors everything but their values and addresses.
+
+    Of the lengths of packed sequences the longest counts, and of it only the next power of two.
+    """
+    q, k, v, _, options, side = call
+    if options.max_seqlen_q or options.max_seqlen_k:
+        options = options._replace(
+            max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
+        )
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        options,
+        *[None if beside is None else _kind(beside) for beside in side[:-1]],
+        side.softcap is None,
+        torch.is_grad_enabled() and requires_grad(q, k, v, side),
+    )
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def serve_call(call: Call) -> Result:
+    """Attention of real tensors, by the server of their kind of call.
+
+    Raises:
+        ProblemError: The call is invalid, or nobody can serve it.
+        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: It is new, only generated kernels may serve and they are wrong here.
+    """
+    call = unsigned(call)
+    key = key_of_call(call)
+    server = known_server(key)
+    if server is None:
+        server = server_of_call(key, call)
+    return server(call.q, call.k, call.v, call.scale, call.side)
+
+
+def unsigned(call: Call) -> Call:
+    """A call with a scale that is not negative: its queries have turned signs instead."""
+    if call.scale is None or not call.scale < 0.0:
+        return call
+    return call._replace(q=negated(call.q), scale=-call.scale)
+
+
+def server_of_call(key: tuple[object, ...], call: Call) -> Serve:
+    """The server of a kind of call, prepared now if this process has none.
+
+    Raises:
+        ProblemError: The call is invalid, or nobody can serve it.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+    """
+
+    def read() -> Request:
+        return read_call(call, requires_grad(call.q, call.k, call.v, call.side))
+
+    return remembered(key, call.q, call.k, call.v, call.side, read)

@@ -1,0 +1,171 @@
+"""Plans of calls with features: resolved once, then called with new tensors of the same kinds."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, cast
+
+from torch import Tensor
+
+from flashtune.errors import ProblemError
+from flashtune.feature_calls import key_of_call, server_of_call, unsigned
+from flashtune.options import Call
+from flashtune.serving import Result
+from flashtune.shared_prefix import attend_shared
+from flashtune.side import Side
+
+Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
+
+
+class CallPlan(Generic[Planned_co]):
+    """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
+
+    __slots__ = ("_call", "_key", "_serve", "_shared")
+
+    def __init__(self, call: Call, shared_prefix: int = 0) -> None:
+        """Selects, compiles, loads, checks where needed, and runs it once.
+
+        Raises:
+            ProblemError: The call is invalid, or nobody can serve it.
+            KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+            VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        """
+        self._call = call
+        self._shared = shared_prefix
+        self._key = key_of_call(call)
+        if not shared_prefix:
+            # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
+            served = unsigned(call)
+            self._serve = server_of_call(key_of_call(served), served)
+        # Libraries and allocators make what they keep in a first run, which a capture could not hold.
+        self._run(call)
+
+    def _run(self, call: Call) -> Planned_co:
+        """Attention of a call of the planned kind.
+
+        Raises:
+            ProblemError: It is of another kind.
+        """
+        if key_of_call(call) != self._key:
+            raise ProblemError(
+                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
+                "grad or which are given: plan with tensors like them"
+            )
+        if self._shared:
+            return cast("Planned_co", attend_shared(call, self._shared))
+        call = unsigned(call)
+        return cast("Planned_co", self._serve(call.q, call.k, call.v, call.scale, call.side))
+
+    def _with(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Call:
+        """The planned call with other tensors."""
+        return self._call._replace(q=q, k=k, v=v, side=side._replace(softcap=self._call.side.softcap))
+
+
+class DensePlan(CallPlan[Planned_co]):
+    """What `flashtune.plan` gives for a call with masks, lengths or a quantised cache."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+    ) -> Planned_co:
+        """As `attention`, with the tensors that it was planned with.
+
+        Raises:
+            ProblemError: The tensors differ from the planned ones in more than their values.
+        """
+        side = Side(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            slopes=alibi_slopes,
+            bias=attn_bias if attn_mask is None else attn_mask,
+            sinks=sinks,
+            prefix=prefix_lengths,
+            seqlens_kv=kv_lengths,
+        )
+        return self._run(self._with(q, k, v, side))
+
+
+class VarlenPlan(CallPlan[Planned_co]):
+    """What `flashtune.plan_varlen` gives."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+    ) -> Planned_co:
+        """As `attention_varlen`, with the tensors that it was planned with.
+
+        Raises:
+            ProblemError: The tensors differ from the planned ones in more than their values.
+        """
+        side = Side(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            slopes=alibi_slopes,
+            sinks=sinks,
+            prefix=prefix_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_k,
+        )
+        return self._run(self._with(q, k, v, side))
+
+
+class PagedPlan(CallPlan[Planned_co]):
+    """What `flashtune.plan_paged` gives."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+        block_table: Tensor,
+        seqlens_k: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+    ) -> Planned_co:
+        """As `attention_paged`, with the tensors that it was planned with.
+
+        Raises:
+            ProblemError: The tensors differ from the planned ones in more than their values.
+        """
+        side = Side(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            slopes=alibi_slopes,
+            sinks=sinks,
+            prefix=prefix_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            seqlens_kv=seqlens_k,
+            block_table=block_table,
+        )
+        return self._run(self._with(q, k_cache, k_cache if v_cache is None else v_cache, side))

@@ -1,0 +1,50 @@
+"""One problem for all calls that compute the same: bounds that bound nothing are left out.
+
+A layer with a window of 4,096 keys then has, on shorter sequences, the kernels that know no window.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.problem import Causal, Problem
+
+
+def normal_form(problem: Problem) -> Problem:
+    """A problem as it is named where others compute the same.
+
+    Args:
+        problem: Lengths are bounds where the device knows better, so that what holds nothing back at
+            them holds nothing back.
+    """
+    problem = _without_right(problem)
+    replace = msgspec.structs.replace
+    # The farthest that a query may stand from the first key.
+    farthest = max(problem.seqlen_q if problem.causal is Causal.TOP_LEFT else 0, problem.seqlen_kv) - 1
+    if problem.window_left is not None and problem.window_left >= farthest:
+        problem = replace(problem, window_left=None)
+    if problem.chunk and problem.chunk > farthest and not _may_stand_before_keys(problem):
+        problem = replace(problem, chunk=0)
+    if problem.first_tokens and problem.window_left is None and not problem.chunk:
+        problem = replace(problem, first_tokens=0)
+    return problem
+
+
+def _without_right(problem: Problem) -> Problem:
+    """The right bound where it is the diagonal, lies behind it, or behind all keys."""
+    right = problem.window_right
+    if right is None:
+        return problem
+    if problem.causal is not Causal.NONE or right >= problem.seqlen_q - 1:
+        return msgspec.structs.replace(problem, window_right=None)
+    if right == 0:
+        return msgspec.structs.replace(problem, window_right=None, causal=Causal.BOTTOM_RIGHT)
+    return problem
+
+
+def _may_stand_before_keys(problem: Problem) -> bool:
+    """Whether a query's place may be negative, in a chunk where no keys are, and nothing else hides keys."""
+    if problem.causal is not Causal.NONE:
+        return False
+    ragged = problem.packed or problem.lengths or problem.page_size
+    return problem.seqlen_q > (1 if ragged else problem.seqlen_kv)

@@ -1,0 +1,187 @@
+"""What a call asks for beside its tensors' values: the record that all ways of calling make."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from flashtune.errors import ProblemError
+from flashtune.side import Side
+
+CausalOption = bool | Literal["none", "top_left", "bottom_right"]
+LayoutOption = Literal["bhsd", "bshd"]
+PageLayoutOption = Literal["nhd", "hnd"]
+PreferOption = Literal["fastest", "generated"]
+Bound = int | None
+Window = tuple[Bound, Bound]
+
+NO_WINDOW: Window = (None, None)
+
+
+class Options(NamedTuple):
+    """All of a call that is neither a tensor nor a number that kernels read; a part of the memo's keys.
+
+    Attributes:
+        causal: The causal mask and its alignment.
+        layout: The order of q's and the output's dimensions, a value of `Layout`.
+        kv_layout: That of k and v.
+        return_lse: Whether the log-sum-exp is wanted.
+        prefer: Whether another implementation may serve.
+        window: Keys that a query sees before its own and behind it; None for all.
+        sink_tokens: Keys at the start that stay visible.
+        chunk: Keys of a chunk; 0 for no chunks.
+        max_seqlen_q: Queries of the longest packed sequence; 0 where none are packed.
+        max_seqlen_k: Keys of the longest packed sequence.
+        latent: Columns of k that are v too; 0 where v is a tensor.
+    """
+
+    causal: bool | str
+    layout: str
+    kv_layout: str
+    return_lse: bool
+    prefer: str
+    window: Window = NO_WINDOW
+    sink_tokens: int = 0
+    chunk: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    latent: int = 0
+
+
+class Call(NamedTuple):
+    """One call: its tensors in the layouts that `options` names, and all that it says of them.
+
+    Where values are a part of the keys, `v` is k itself.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    options: Options
+    side: Side
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments of all ways to call, as `attention` has them, but for `return_lse`."""
+
+    causal: CausalOption
+    window: Window | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    sink_tokens: int
+    prefix_lengths: Tensor | None
+    chunk: int
+    scale: float | None
+    prefer: PreferOption
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class DenseOptions(CommonOptions, total=False):
+    """Those of `attention`."""
+
+    layout: LayoutOption
+    attn_bias: Tensor | None
+    attn_mask: Tensor | None
+    kv_lengths: Tensor | None
+    q_scale: Tensor | None
+
+
+class VarlenOptions(CommonOptions, total=False):
+    """Those of `attention_varlen`."""
+
+
+class PagedCallOptions(CommonOptions, total=False):
+    """Those of `attention_paged` that one pass over the keys takes."""
+
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    layout: PageLayoutOption
+    value_head_dim: int | None
+
+
+class PagedOptions(PagedCallOptions, total=False):
+    """Those of `attention_paged`."""
+
+    shared_prefix: int
+
+
+def read_window(window: object) -> Window:
+    """Both bounds of a window, None where there is none.
+
+    Raises:
+        ProblemError: It is no pair of numbers of keys.
+    """
+    if window is None:
+        return NO_WINDOW
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise ProblemError(
+            f"window cannot be {window!r}: pass (left, right), the keys that a query sees before its own "
+            "and behind it, with -1 or None for all"
+        )
+    left, right = window
+    return _bound("left", left), _bound("right", right)
+
+
+def _bound(name: str, value: object) -> Bound:
+    if value is None or (isinstance(value, int) and value == -1):
+        return None
+    return read_count(f"the window's {name} bound", value, "a number of keys, or -1 or None for all of them")
+
+
+def read_count(name: str, value: object, what: str) -> int:
+    """A number of tokens.
+
+    Raises:
+        ProblemError: It is no number, or negative.
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31:
+        return value  # type: ignore[return-value]  # compilers trace with symbols in place of numbers
+    raise ProblemError(f"{name} cannot be {value!r}: pass {what}")
+
+
+def read_softcap(softcap: float | None) -> float | None:
+    """A cap of the scores; 0 is none, as flash_attn has it.
+
+    Raises:
+        ProblemError: It is negative or no finite number.
+    """
+    if not softcap:
+        return None
+    if not isinstance(softcap, (int, float)) or not 0 < softcap < float("inf"):
+        raise ProblemError(f"softcap cannot be {softcap!r}: pass a positive number, or None for no cap")
+    return float(softcap)
+
+
+def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+    """What lies over the scores: numbers to add, or whether a query sees a key.
+
+    Raises:
+        ProblemError: Both are given, or one is of the other's type.
+    """
+    if attn_mask is None:
+        if isinstance(attn_bias, Tensor) and attn_bias.dtype is torch.bool:
+            raise ProblemError("attn_bias is torch.bool: pass it as attn_mask, where True lets a query see")
+        return attn_bias
+    if attn_bias is not None:
+        raise ProblemError(
+            "attn_bias and attn_mask are both given: pass one of them, with -inf in the bias for False"
+        )
+    if not isinstance(attn_mask, Tensor) or attn_mask.dtype is not torch.bool:
+        kind = attn_mask.dtype if isinstance(attn_mask, Tensor) else type(attn_mask).__name__
+        raise ProblemError(f"attn_mask is {kind}: pass a bool tensor, or numbers to add as attn_bias")
+    return attn_mask
+
+
+def is_plain(q: Tensor, options: DenseOptions) -> bool:
+    """Whether options of `attention` ask for nothing beyond shapes, types and causality."""
+    given = {name: value for name, value in options.items() if value is not None}
+    asked = {"window", "alibi_slopes", "attn_bias", "attn_mask", "sinks", "prefix_lengths", "kv_lengths"}
+    numbers = ("softcap", "sink_tokens", "chunk")
+    if asked & given.keys() or any(given.get(name, 0) != 0 for name in numbers):
+        return False
+    return q.dtype is torch.float8_e4m3fn or not {"q_scale", "k_scale", "v_scale"} & given.keys()

@@ -1,0 +1,176 @@
+"""What computes one kind of call: a launch, Triton's interpreter, torch's SDPA, the standard computation.
+
+Each is called as (q, k, v, scale), with tensors in the call's layouts; the scale is not negative, and None
+asks for the default. Side inputs come last, and whose problem has none needs none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.decision import Decision, Server, needed_specialization
+from flashtune.delegation import sdpa_attention
+from flashtune.dispatch import default_selection
+from flashtune.launch import Launch, bind
+from flashtune.layouts import Layout
+from flashtune.problem import Dtype
+from flashtune.quantization import check_scales, given_scales
+from flashtune.rendered import kernel_of
+from flashtune.request import Request
+from flashtune.side import NO_SIDE, Side
+from flashtune.side_inputs import side_views
+from flashtune.standard import standard_attention
+from flashtune.standard_features import standard_features
+
+Result = Tensor | tuple[Tensor, Tensor]
+Serve = Callable[..., Result]
+
+
+def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
+    """Allocates and launches: all that a call does on a shape that was met before.
+
+    A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
+    """
+    default_scale = request.default_scale
+    shape = request.out_shape
+    if request.problem.dtype.is_quantized:
+        return functools.partial(_quantized, launch, request)
+    if request.problem.features:
+        return _with_side(launch, request)
+    if request.return_lse:
+        lse_shape = request.lse_shape
+
+        def serve_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+            out = q.new_empty(shape)
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
+            launch(q, k, v, out, lse, default_scale if scale is None else scale)
+            return out, lse
+
+        return serve_with_lse
+    if q.shape == shape and q.is_contiguous():
+
+        def serve_alike(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+            # Half the host time of an allocation by shape.
+            out = torch.empty_like(q)
+            launch(q, k, v, out, None, default_scale if scale is None else scale)
+            return out
+
+        return serve_alike
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        out = q.new_empty(shape)
+        launch(q, k, v, out, None, default_scale if scale is None else scale)
+        return out
+
+    return serve
+
+
+def _with_side(launch: Launch, request: Request) -> Serve:
+    """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
+    shape, default_scale = request.out_shape, request.default_scale
+    lse_shape = request.lse_shape if request.return_lse else None
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+        out = q.new_empty(shape)
+        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=torch.float32)
+        launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
+        return out if lse is None else (out, lse)
+
+    return serve
+
+
+def _quantized(
+    launch: Launch,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    scales: Side = NO_SIDE,
+) -> Result:
+    """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
+    check_scales(request.problem, q.device, scales)
+    contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
+    out = q.new_empty(request.out_shape, dtype=request.out_dtype)
+    lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
+    launch(q, k, v, out, lse, request.default_scale if scale is None else scale, contiguous)
+    return out if lse is None else (out, lse)
+
+
+def interpreted(
+    decision: Decision,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: Side = NO_SIDE,
+) -> Result:
+    """The kernel under Triton's interpreter, in float32: its products of 16-bit tiles are garbage.
+
+    Nothing is proven first: there is no binary whose rightness could hang on this machine.
+    """
+    assert decision.target is not None
+    stored = request.problem.kv_dtype is not None
+    wide = q.float(), k if stored else k.float(), v if stored else v.float()
+    if side.bias is not None and side.bias.dtype is not torch.bool:
+        side = side._replace(bias=side.bias.float())
+    out = wide[0].new_empty(request.out_shape)
+    lse = out.new_empty(request.lse_shape) if request.return_lse else None
+    problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
+    needed = needed_specialization(request, *wide, side)
+    record = default_selection(problem, decision.target, needed).record
+    out_view = request.layout.heads_first(out)
+    tensors = *request.views(*wide), out_view
+    beside = side_views(problem, side, tensors[1].shape[0])
+    launch = bind(kernel_of(record, needed), decision.target, *tensors, beside)
+    launch(*tensors, lse, request.default_scale if scale is None else scale, beside)
+    return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def in_words(server: Server) -> str:
+    """A baseline as sentences name it."""
+    return "torch's SDPA" if server is Server.SDPA else "the unfused computation"
+
+
+def baseline_server(server: Server, request: Request) -> Serve:
+    """SDPA or the standard computation."""
+    problem = request.problem
+    default_scale, layout = request.default_scale, request.layout
+
+    def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        factor = default_scale if scale is None else scale
+        return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
+
+    def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+        views, factor = request.views(q, k, v), default_scale if scale is None else scale
+        if problem.features:
+            beside = side_views(problem, side, views[1].shape[0])
+            out, lse = standard_features(problem, *views, beside, scale=factor, return_lse=request.return_lse)
+        else:
+            out, lse = standard_attention(
+                *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
+            )
+        return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
+
+    return serve_sdpa if server is Server.SDPA else serve_standard
+
+
+def nothing(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+) -> Result:
+    """Zeros, and the log-sum-exp of nothing, or of a sink alone."""
+    del k, v, scale
+    out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
+    if not request.return_lse:
+        return out
+    lse = q.new_full(request.lse_shape, -torch.inf, dtype=torch.float32)
+    if side.sinks is not None:
+        heads = (-1,) if request.layout is Layout.BHD else (-1, 1)
+        lse.copy_(side.sinks.view(heads))
+    return out, lse

@@ -1,0 +1,110 @@
+"""Attention to pages that begin with the same ones for all sequences: those are read once.
+
+All queries attend to the prefix as to one sequence, each to its own suffix, and both are merged.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flashtune.errors import ProblemError
+from flashtune.feature_ops import attend
+from flashtune.layouts import Layout
+from flashtune.merging import merge_attention
+from flashtune.options import NO_WINDOW, Call, read_count
+from flashtune.serving import Result
+from flashtune.side import Side
+
+
+def attend_shared(call: Call, tokens: int) -> Result:
+    """A paged call whose sequences share their first tokens.
+
+    Args:
+        call: The call.
+        tokens: How many they share: whole pages, all before the first query.
+
+    Raises:
+        ProblemError: What is asked for does not come apart, or as `attention_paged`.
+    """
+    pages = _shared_pages(call, tokens)
+    prefix, suffix = prefix_call(call, tokens, pages), suffix_call(call, tokens, pages)
+    seen, weight = attend(prefix)
+    layout = Layout(call.options.layout)
+    out, lse = attend(suffix)
+    out, lse = merge_attention(
+        *_as_suffix(seen, weight, layout, call.q.shape[0]), out, lse, layout=call.options.layout
+    )
+    return (out, lse) if call.options.return_lse else out
+
+
+def prefix_call(call: Call, tokens: int, pages: int) -> Call:
+    """All queries side by side, as those of one sequence, to the prefix alone: each sees all of it."""
+    q = call.q
+    q = q.flatten(0, 1) if call.options.layout == Layout.BSHD else q
+    assert call.side.block_table is not None
+    side = Side(
+        k_scale=call.side.k_scale,
+        v_scale=call.side.v_scale,
+        seqlens_kv=_length(tokens, q.device),
+        block_table=call.side.block_table[:1, :pages],
+        softcap=call.side.softcap,
+    )
+    options = call.options._replace(
+        causal="none", layout="bshd", return_lse=True, max_seqlen_q=0, sink_tokens=0
+    )
+    return call._replace(q=q.unsqueeze(0), options=options, side=side)
+
+
+def suffix_call(call: Call, tokens: int, pages: int) -> Call:
+    """What is left of the call: the pages of each sequence behind the prefix, and the sinks."""
+    side = call.side
+    assert side.block_table is not None
+    assert side.seqlens_kv is not None
+    side = side._replace(
+        seqlens_kv=(side.seqlens_kv - tokens).clamp_(min=0), block_table=side.block_table[:, pages:]
+    )
+    return call._replace(options=call.options._replace(return_lse=True, sink_tokens=0), side=side)
+
+
+def _as_suffix(out: Tensor, lse: Tensor, layout: Layout, batch: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the prefix, [1, rows, heads, d] and [1, heads, rows], in the call's form."""
+    out, lse = out[0], lse[0]
+    if layout is Layout.BHD:
+        return out, lse.transpose(0, 1)
+    if layout is Layout.THD:
+        return out, lse
+    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _shared_pages(call: Call, tokens: int) -> int:
+    read_count("shared_prefix", tokens, "how many first tokens all sequences share")
+    side, options = call.side, call.options
+    size = call.k.shape[1 if options.kv_layout == Layout.BSHD else 2] if call.k.dim() == 4 else 0
+    if not size or tokens % size:
+        raise ProblemError(
+            f"shared_prefix is {tokens} and pages hold {size} keys: share whole pages, a multiple of them"
+        )
+    names = {
+        "window": options.window != NO_WINDOW,
+        "chunk": options.chunk > 0,
+        "alibi_slopes": side.slopes is not None,
+        "prefix_lengths": side.prefix is not None,
+        "causal='top_left'": options.causal == "top_left",
+    }
+    given = [name for name, there in names.items() if there]
+    if given:
+        raise ProblemError(f"shared_prefix does not go with {given[0]}: leave out one of them")
+    if side.block_table is None or side.block_table.dim() != 2 or side.block_table.shape[1] < tokens // size:
+        raise ProblemError(
+            f"shared_prefix is {tokens} and block_table has no {tokens // size} columns: share fewer tokens"
+        )
+    return tokens // size
+
+
+@functools.cache
+def _length(tokens: int, device: torch.device) -> Tensor:
+    """The length of a prefix as kernels read it; kept for good, since a CUDA graph may hold on to it."""
+    return torch.tensor([tokens], dtype=torch.int32).to(device)
