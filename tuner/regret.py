@@ -138,11 +138,10 @@ def _extent(chance: random.Random, least: int, most: int) -> int:
 
 def thinned(records: Iterable[Record], share: float) -> tuple[Record, ...]:
     """The records of a share of the anchors, of all types, head dims and masks alike; smaller shares nest."""
-    groups: dict[tuple[object, ...], dict[str, list[Record]]] = {}
+    groups: dict[Problem, dict[str, list[Record]]] = {}
     for record in records:
         problem = record.problem
-        static = problem.direction, problem.dtype, problem.head_dim, problem.value_head_dim, problem.causal
-        groups.setdefault(static, {}).setdefault(problem.key, []).append(record)
+        groups.setdefault(problem.computation, {}).setdefault(problem.key, []).append(record)
     kept: list[Record] = []
     for anchors in groups.values():
         order = sorted(anchors, key=lambda key: hashlib.sha256(key.encode()).digest())
@@ -183,10 +182,9 @@ def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tu
 
 
 def _alike(one: Problem, other: Problem) -> bool:
-    return (one.dtype, one.head_dim, one.value_head_dim) == (
-        other.dtype,
-        other.head_dim,
-        other.value_head_dim,
+    masks = {"causal": Causal.NONE}
+    return msgspec.structs.replace(one.computation, **masks) == msgspec.structs.replace(
+        other.computation, **masks
     )
 
 

@@ -23,9 +23,10 @@ from flashtune.versions import current_versions
 COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
 # Of each family.
 WARM_CONFIGS = 6
-# What another GPU or another mask costs a neighbour, in the steps of `distance`.
+# What another GPU, another mask or a feature that only one has costs a neighbour, in the steps of `distance`.
 OTHER_TARGET = 3.0
 OTHER_MASK = 1.0
+OTHER_FEATURE = 1.0
 
 
 def finished(store: Store, scope: Scope, provenance: Provenance) -> dict[Candidate, StoredRecord]:
@@ -90,6 +91,7 @@ def remoteness(record: Record, problem: Problem, target_name: str) -> float:
         return math.inf
     apart = distance(other, problem)
     apart += OTHER_TARGET if record.target != target_name else 0.0
+    apart += OTHER_FEATURE * len(other.features ^ problem.features)
     return apart + (OTHER_MASK if other.causal is not problem.causal else 0.0)
 
 
