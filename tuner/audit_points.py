@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
+from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
@@ -23,6 +25,25 @@ LENGTHS = (64, 512, 4096)
 # instructions that compiling takes minutes beyond this many multiply-adds of a thread.
 MOST_UNROLLED = 4096
 DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
+# What a family is asked for that computes no plain attention.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"window_left": 256},
+    {"window_left": 256, "first_tokens": 4, "sinks": True},
+    {"chunk": 256},
+    {"prefix": True},
+    {"softcap": True},
+    {"alibi": True},
+    {"bias": Bias.ADDITIVE},
+    {"bias": Bias.BOOLEAN},
+    {"packed": 4096},
+    {"lengths": True},
+    {"page_size": 16},
+    {"page_size": 64, "packed": 4096},
+    {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    {"kv_dtype": KvDtype.E4M3},
+    {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
+    {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 256},
+)
 # Of this many points, one has values of another head dim than its queries.
 EVERY_UNLIKE = 4
 # Of this many points, all but one lie near the capacity by a plain count of tiles. That count is no
@@ -47,9 +68,10 @@ class Point(msgspec.Struct, frozen=True):
 def computes_anything(family: Family, target: Target) -> bool:
     """Whether a family is for a target at all: some are for one architecture."""
     return any(
-        family.supports(_problem(dtype, head_dim, head_dim, LENGTHS[-1], Causal.NONE), target) is None
+        family.supports(msgspec.structs.replace(problem, **asked), target) is None
         for dtype in dict.fromkeys(DTYPES)
-        for head_dim in HEAD_DIMS
+        for problem in (_problem(dtype, width, width, LENGTHS[-1], Causal.NONE) for width in HEAD_DIMS)
+        for asked in ({}, *ASKED)
     )
 
 
@@ -74,6 +96,8 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
 def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """A point, or None where the family or its space has no such."""
     problem = _draw_problem(draw)
+    if not _is_plain(family, target):
+        problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
     if family.supports(problem, target):
         return None
     space = family.space(problem, target)
@@ -81,6 +105,11 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     assumed = _draw_specialization(draw)
     drawable = space.contains(config) and family.takes(problem.dtype, assumed)
     return Point(problem, Candidate(family.name, config), assumed) if drawable else None
+
+
+def _is_plain(family: Family, target: Target) -> bool:
+    """Whether a family computes plain attention."""
+    return family.supports(_problem(DTYPES[0], 64, 64, LENGTHS[0], Causal.NONE), target) is None
 
 
 def _draw_problem(draw: random.Random) -> Problem:
@@ -124,5 +153,5 @@ def _plain_count(point: Point) -> int:
     qk, v = power_of_two(problem.head_dim), power_of_two(problem.value_head_dim)
     if not isinstance(config, Tiled):
         return 0
-    rows = config.block_m * qk + config.num_stages * config.block_n * (qk + v)
-    return rows * problem.dtype.itemsize
+    streamed = config.num_stages * config.block_n * (qk + v) * problem.kv_itemsize
+    return config.block_m * qk * problem.dtype.itemsize + streamed

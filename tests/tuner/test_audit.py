@@ -21,7 +21,7 @@ from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterCon
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.audit import Audit, Request, Row, audit_targets, run_audit
-from flashtune.tuner.audit_points import draw_points
+from flashtune.tuner.audit_points import computes_anything, draw_points
 from flashtune.tuner.candidates import Candidate, Scope, demand
 from flashtune.tuner.cli import main
 from flashtune.tuner.compile_pool import Compiled
@@ -54,7 +54,10 @@ def audited(compiler: Scripted, points: int = 12, in_flight: int = 3) -> Audit:
 def test_a_model_that_is_exact_passes() -> None:
     audit = audited(Scripted(1.0))
     assert audit.failures() == ()
-    assert {row.family for row in audit.rows} == {family.name for family in families()}
+    # Points have so many queries that families for few of them compute none.
+    drawn = {family.name for family in families() if computes_anything(family, H100)}
+    assert {row.family for row in audit.rows} == drawn
+    assert {"forward_hopper", "forward_masked", "forward_q_outer"} <= drawn
     for row in audit.rows:
         assert row.points == 12
         assert row.in_band == 6
