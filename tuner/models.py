@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.errors import UsageError
+from flashtune.normal_form import normal_form
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.model_sizes import (
     DEFAULT_BATCH,
@@ -97,6 +98,8 @@ class LayerCall(NamedTuple):
 def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[LayerCall, ...], ...]:
     """What a model calls: for each length, batch size and type one problem for each kind of its layers.
 
+    As dispatch names them: on sequences that fit into a window there is none.
+
     Raises:
         UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
     """
@@ -182,7 +185,7 @@ def _sizes(
 
 
 def _of_kind(problem: Problem, kind: Layers) -> Problem:
-    return msgspec.structs.replace(
+    posed = msgspec.structs.replace(
         problem,
         # A window counts the token itself, a problem's what lies before it.
         window_left=kind.window - 1 if kind.window else None,
@@ -192,3 +195,4 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         softcap=kind.softcap,
         sinks=kind.sinks,
     )
+    return normal_form(posed)

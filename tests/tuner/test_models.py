@@ -31,7 +31,7 @@ def test_the_table_has_many_models_each_once_with_its_source() -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_prefill_without_features_is_a_problem_that_a_family_computes(model: ModelAttention) -> None:
-    found = model_problems(model, ModelSizes(seqlen="2048"))
+    found = model_problems(model, ModelSizes(seqlen="16384"))
     assert len(found) == len(model.kinds)
     assert {problem.dtype for problem in found} == {model.dtype}
     family, target = find_family("forward_q_outer"), find_target("h200")
@@ -79,7 +79,7 @@ def test_decode_reads_whole_pages() -> None:
 
 
 def of(name: str, sizes: ModelSizes = PREFILL) -> list[tuple[int, Problem]]:
-    (calls,) = model_calls(find_model(name), sizes)
+    (calls,) = model_calls(find_model(name), sizes._replace(seqlen="16384"))
     return [(call.layers, call.problem) for call in calls]
 
 
@@ -98,6 +98,14 @@ def of(name: str, sizes: ModelSizes = PREFILL) -> list[tuple[int, Problem]]:
 def test_a_window_counts_the_token_itself(name: str, windows: dict[int | None, int]) -> None:
     assert {problem.window_left: layers for layers, problem in of(name)} == windows
     assert {problem.window_left: layers for layers, problem in of(name, DECODE)} == windows
+
+
+def test_on_sequences_that_fit_into_a_window_there_is_none() -> None:
+    windowed = find_model("mistral-7b-v0.1")
+    (short, long) = model_problems(windowed, ModelSizes(seqlen="4096|8192"))
+    assert (short.window_left, long.window_left) == (None, 4095)
+    (whole,) = model_problems(find_model("llama-4-scout"), ModelSizes(seqlen="8192"))
+    assert not whole.features
 
 
 def test_features_of_models() -> None:
@@ -119,7 +127,7 @@ def test_latent_keys_are_decoded_as_one_head() -> None:
     assert decode.latent
     model = find_model("deepseek-v3")
     # A cache of 576 numbers of two bytes for each token and layer.
-    assert model.cache_bytes(decode) == model.cache_bytes(prefill) == 61 * 4096 * 576 * 2
+    assert model.cache_bytes(decode) == model.cache_bytes(prefill) == 61 * 16384 * 576 * 2
 
 
 def test_an_encoder_sees_all_keys_and_does_not_decode() -> None:
