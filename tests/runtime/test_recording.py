@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtune
-from flashtune import calls, recording
+from flashtune import calls, recording, serving
 from flashtune.call_counts import MAX_CALLS, CallCount, add_counts, merged, read_counts
 from flashtune.errors import UsageError
 from flashtune.kernel import Alignment, Specialization
@@ -105,6 +105,19 @@ def test_empty_calls_and_gradients_are_left_out(problem: Problem, file: Path) ->
         flashtune.attention(q, k[:, :, :0], v[:, :, :0])
         flashtune.attention(q.requires_grad_(), k, v)
     assert not file.exists()
+
+
+def test_calls_with_features_are_recorded_with_them(
+    problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "bind", lambda *_, **__: lambda *_: None)
+    q, k, v = inputs(problem)
+    with flashtune.record_calls(file):
+        for _ in range(2):
+            flashtune.attention(q, k, v, causal=True, window=(8, 0), sinks=torch.zeros(problem.heads))
+    (count,) = read_counts(file)
+    assert count.problem == msgspec.structs.replace(problem, window_left=8, sinks=True)
+    assert count.calls == 2
 
 
 def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: Path) -> None:
