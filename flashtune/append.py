@@ -82,7 +82,8 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
         return
     kept = slots >= 0
     for rows, pool in ((k, keys), (v, values)):
-        _write(rows.detach()[kept], pool, slots[kept])
+        if rows.shape[2]:
+            _write(rows.detach()[kept], pool, slots[kept])
 
 
 def check_slots(slots: Tensor, device: torch.device) -> None:
@@ -154,14 +155,14 @@ def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
     asked = magnitudes.new_zeros(len(pages), rows.shape[1])
     asked.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
-    before = pool.scale[pages]
+    # Nothing grows from zero.
+    before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=LEAST_SCALE)
     scale = before
-    while bool((short := asked > scale * largest).any()):
+    while bool((short := ~begins & (asked > scale * largest)).any()):
         scale = torch.where(short, scale * 2, scale)
-    fresh = (asked / largest).clamp(min=LEAST_SCALE)
-    shrink = torch.where(begins, 1.0, before / scale)
+    shrink = before / scale
     if bool((shrink < 1).any()):
         contents = pool.elements.view(torch.uint8)[pages].view(pool.elements.dtype).float()
         smaller = quantized(contents * shrink[..., None, None], pool.encoding)
         pool.elements.view(torch.uint8)[pages] = smaller.view(torch.uint8)
-    pool.scale[pages] = torch.where(begins, fresh, scale)
+    pool.scale[pages] = scale

@@ -69,7 +69,8 @@ def decode(elements, encoding: tl.constexpr):
         normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
         magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
         magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
-        return tl.where(code >= 0x80, -magnitude, magnitude)
+        signed = magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
+        return signed.to(tl.float32, bitcast=True)
     else:
         return elements.to(tl.float32)
 
@@ -134,7 +135,8 @@ def append_run(
         asked = tl.maximum(asked, tl.max(tl.max(finite, 1), 0))
     scale = tl.maximum(tl.div_rn(asked, largest), LEAST)
     if row > 0:
-        before = tl.load(scales)
+        # Nothing grows from zero.
+        before = tl.maximum(tl.load(scales), LEAST)
         # No thread writes the scale before all have read it.
         tl.debug_barrier()
         scale = before
