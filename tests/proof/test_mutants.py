@@ -199,7 +199,8 @@ def test_right_kernels_that_are_refused_are_judged_again(
 ) -> None:
     subjects = right.sampled_subjects(6, 3, H200)
     assert right.sampled_subjects(6, 3, H200) == subjects
-    assert {subject.family for subject in subjects} == set(family_names())
+    # One family is for problems that are not sampled.
+    assert {subject.family for subject in subjects} == set(family_names()) - {"forward_masked"}
     wrong, tight = subjects[2], subjects[5]
     install(Gpu({rendered(one).digest: lambda seed: Checked(WRONG, "", 1.0) for one in (wrong, tight)}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)

@@ -14,11 +14,13 @@ from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof import findings
 from flashtune.proof.cases import Case, Level, companions
+from flashtune.proof.placing import missing, pick
 from flashtune.proof.prepared import prepare
 from flashtune.side import Side
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.plain_masks import plain_attention
 from tests.proof.plain_kernel import DecodingConfig, PlainConfig, attend, changed
 
 CPU = torch.device("cpu")
@@ -144,6 +146,22 @@ def test_right_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("name", DECODES)
 def test_right_results_of_decoding_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert refused(monkeypatch, a_problem(**DECODES[name]), DecodingConfig(), right) == []
+
+
+@pytest.mark.parametrize("name", [*MASKS, *(f"decoding {name}" for name in DECODES)])
+def test_the_reference_is_the_definition(name: str) -> None:
+    decoding = name.removeprefix("decoding ")
+    fields, config = (MASKS[name], PlainConfig()) if name in MASKS else (DECODES[decoding], DecodingConfig())
+    for case in companions(a_problem(dtype=Dtype.FP32, **fields), config, Level.QUICK, reduced=True)[::2]:
+        ready = prepare(case, Alignment.ANY, CPU, 5)
+        tensors = (ready.q.view, ready.k.view, ready.v.view)
+        out, lse = plain_attention(case.problem, *tensors, ready.side, case.scale)
+        heads, rows = ready.chosen
+        absent = missing(case.problem, ready.lengths, heads, rows)
+        exists = slice(None) if absent is None else ~absent
+        for plain, expected in ((out, ready.expected.out), (lse, ready.expected.lse)):
+            picked = pick(plain, case.problem, ready.lengths, heads, rows)
+            torch.testing.assert_close(picked[exists], expected[exists], rtol=1e-9, atol=1e-9)
 
 
 def of_problem(**fields: Any) -> Mistake:
