@@ -15,7 +15,7 @@ Sub-notation
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -220,7 +220,8 @@ def launch(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -> Non
     grid = (tokens if keys.growing else triton.cdiv(tokens, tile_rows), heads)
     scales = [k if pool.scale is None else pool.scale for pool in (keys, values)]
     with torch.cuda.device_of(k):
-        append[grid](
+        queue: Any = append[grid]
+        queue(
             k, v, _elements(keys), _elements(values), *scales, slots, tokens,
             *_strides(k, keys), *_strides(v, values),
             page_size=keys.elements.shape[2], encoding=keys.encoding.value, growing=keys.growing,
