@@ -1,0 +1,159 @@
+"""What a Hopper kernel is played with: registers, shared memory, barriers and the copy engine, in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+# Nobody waits so long for what is on its way.
+PATIENCE_S = 20.0
+ADDRESSES = 2**64
+
+
+class Stuck(RuntimeError):
+    """A role waited for what never came."""
+
+
+class Tensor:
+    """A tensor in registers; layouts mean nothing here."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, values: Array | float) -> None:
+        self.values = np.asarray(values)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return Tensor(self.values[key])
+
+    def to(self, dtype: object) -> Tensor:
+        return self
+
+    def reshape(self, shape: list[int]) -> Tensor:
+        return Tensor(self.values.reshape(shape))
+
+    def permute(self, *axes: int) -> Tensor:
+        return Tensor(self.values.transpose(axes))
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        return Tensor(self.values[..., 0]), Tensor(self.values[..., 1])
+
+
+def _operator(name: str) -> Callable[..., Tensor]:
+    def operate(self: Tensor, other: Any) -> Tensor:
+        with np.errstate(all="ignore"):
+            return Tensor(getattr(np.asarray(self.values), name)(plain(other)))
+
+    return operate
+
+
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "and", "or")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "radd", "rsub", "rmul", "rtruediv")
+for _name in (*COMPARISONS, *ARITHMETIC):
+    setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def plain(value: Any) -> Any:
+    """A value as numpy takes it."""
+    return value.values if isinstance(value, Tensor) else getattr(value, "value", value)
+
+
+class Shared:
+    """A ring or a tile in shared memory: a view of one array."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+
+    def index(self, slot: int) -> Shared:
+        return Shared(self.values[int(slot)])
+
+    def reshape(self, shape: list[Any]) -> Shared:
+        return Shared(self.values.reshape([plain(side) for side in shape]))
+
+    def permute(self, axes: tuple[int, ...]) -> Shared:
+        return Shared(self.values.transpose(axes))
+
+    def store(self, value: Tensor) -> None:
+        self.values[...] = value.values
+
+
+class Barrier:
+    """A barrier of a ring: its phase flips when all have arrived and all bytes have."""
+
+    def __init__(self, clock: threading.Condition) -> None:
+        self.clock, self.count, self.pending, self.bytes, self.phase = clock, 0, 0, 0, 0
+
+    def change(self, arrivals: int, size: int) -> None:
+        with self.clock:
+            self.pending -= arrivals
+            self.bytes += size
+            if self.pending < 0:
+                raise Stuck("more arrivals than a barrier expects")
+            if not self.pending and not self.bytes:
+                self.phase, self.pending = self.phase ^ 1, self.count
+                self.clock.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.clock:
+            if not self.clock.wait_for(lambda: self.phase != int(parity), PATIENCE_S):
+                raise Stuck("a tile or its room never came")
+
+
+class Turn:
+    """A named barrier of two groups, of which one waits."""
+
+    def __init__(self, clock: threading.Condition) -> None:
+        self.clock, self.arrived, self.round = clock, 0, 0
+
+    def arrive(self) -> int:
+        with self.clock:
+            ours = self.round
+            self.arrived += 1
+            if self.arrived == 2:
+                self.arrived, self.round = 0, self.round + 1
+                self.clock.notify_all()
+            return ours
+
+    def sync(self) -> None:
+        ours = self.arrive()
+        with self.clock:
+            if not self.clock.wait_for(lambda: self.round > ours, PATIENCE_S):
+                raise Stuck("a turn never came")
+
+
+class Descriptor:
+    """What the copy engine does for one descriptor, on a flat array in place of memory."""
+
+    def __init__(self, made: Any, memory: Array) -> None:
+        self.shape, self.strides, self.box = made.shape, made.strides, made.block_shape
+        self.memory, self.size = memory, made.base.element_size()
+
+    def places(self, coordinates: list[Any]) -> tuple[Array, Array]:
+        """Offsets of a box's elements in memory, and whether they lie within the tensor."""
+        offsets, inside = np.zeros(self.box, dtype=object), np.ones(self.box, dtype=bool)
+        for axis, (at, extent) in enumerate(zip(coordinates, self.shape, strict=True)):
+            sides = [1] * len(self.box)
+            sides[axis] = self.box[axis]
+            along = int(plain(at)) + np.arange(self.box[axis]).reshape(sides)
+            inside = inside & (along >= 0) & (along < extent)
+            offsets = offsets + along.astype(object) * self.strides[axis]
+        wrapped = offsets * self.size % ADDRESSES // self.size
+        return np.where(inside, wrapped, 0).astype(np.int64), inside
+
+
+class Pointer:
+    """An address in a flat array, or one for each element of a tensor."""
+
+    def __init__(self, memory: Array, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + plain(steps))
+
+    def write(self, value: Tensor, mask: Tensor) -> None:
+        self.memory[self.offset[mask.values]] = value.values[mask.values]
