@@ -1,0 +1,256 @@
+"""Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
+keeps a tile of queries and streams K and V.
+
+Computes     fp16, head dim 128, value head dim 128, causal: bottom_right
+With         packed, pages of 16, 8-bit keys and values, a scale for each page
+Config       block_m 64, block_n 64, 4 warps, 1 stages, two_phases True, decomposed False,
+             long_first True, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     forward_masked fad2ea3c82b0
+
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
+2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
+of a tile sees are not read.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike (of k
+                                    and v: between pages, heads and positions in a page)
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)
+BLOCK_N = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(128)
+VALUE_HEAD_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+PAGE_SIZE = tl.constexpr(16)
+SEARCHED = tl.constexpr(256)
+
+
+@triton.jit
+def forward_masked(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    k_scale,
+    v_scale,
+    cu_seqlens_q,
+    seqlens_kv,
+    block_table,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_k_scale_p,
+    stride_k_scale_h,
+    stride_v_scale_p,
+    stride_v_scale_h,
+    stride_table,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+    sequences,
+):
+    # Which tile of queries, of which head of which sequence.
+    all_queries = seqlen_q
+    tiles = seqlen_q // BLOCK_M + sequences
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    # The last tiles see the most keys: started first, they do not end last.
+    tile = tiles - 1 - tile
+    # Sequence b's tiles begin at cu_seqlens_q[b] // BLOCK_M + b: count the sequences that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    sequence = begun - 1
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    tile -= first_row // BLOCK_M + sequence
+    if tile * BLOCK_M >= seqlen_q:
+        return
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_128 = tl.arange(0, 128)
+
+    q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+    o_base = out + first_row.to(tl.int64) * stride_os + head * stride_oh
+    k_base = k + kv_head * stride_kh
+    v_base = v + kv_head * stride_vh
+    pages = block_table + sequence.to(tl.int64) * stride_table
+    seqlen_kv = tl.load(seqlens_kv + sequence)
+    k_scale_base = k_scale + kv_head * stride_k_scale_h
+    v_scale_base = v_scale + kv_head * stride_v_scale_h
+    # [BLOCK_M, 128]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = first_query + diagonal
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(places + 1, seqlen_kv)
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_end = tl.minimum(first_place + 1, seqlen_kv)
+    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    band_stop = last_end
+    # Blocks that every query of the tile sees whole.
+    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+
+    scale_log2 = scale * LOG2_E
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
+
+    for start in tl.range(0, open_stop, BLOCK_N):
+        keys = start + key_offsets
+        page = tl.load(pages + keys // PAGE_SIZE).to(tl.int64)
+        slots = keys % PAGE_SIZE
+        k_block = k_base + page * stride_kb
+        v_block = v_base + page * stride_vb
+        k_factor = tl.load(k_scale_base + page * stride_k_scale_p)
+        v_factor = tl.load(v_scale_base + page * stride_v_scale_p)
+        # [BLOCK_N, 128]
+        k_tile = tl.load(
+            k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
+        )
+        k_tile = k_tile.to(q.dtype.element_ty)
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= k_factor[None, :]
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        shift = new_max
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_block[:, None] + slots[:, None] * stride_vs + columns_128[None, :],
+        )
+        v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(open_stop, band_stop, BLOCK_N):
+        keys = start + key_offsets
+        page = tl.load(pages + keys // PAGE_SIZE, mask=keys < seqlen_kv, other=0).to(tl.int64)
+        slots = keys % PAGE_SIZE
+        k_block = k_base + page * stride_kb
+        v_block = v_base + page * stride_vb
+        k_factor = tl.load(k_scale_base + page * stride_k_scale_p)
+        v_factor = tl.load(v_scale_base + page * stride_v_scale_p)
+        # [BLOCK_N, 128]
+        k_tile = tl.load(
+            k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        k_tile = k_tile.to(q.dtype.element_ty)
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= k_factor[None, :]
+        seen = keys[None, :] < row_end[:, None]
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_block[:, None] + slots[:, None] * stride_vs + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + columns_128[None, :],
+        o_tile,
+        mask=query_exists[:, None],
+    )
+    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    tl.store(lse + head.to(tl.int64) * all_queries + first_row + queries, row_lse, mask=query_exists)
+
+
+def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    # Room for the tiles of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    grid = ((seqlen_q // 64 + sequences) * heads,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [
+        k_scale.stride(0),
+        k_scale.stride(1),
+        v_scale.stride(0),
+        v_scale.stride(1),
+        block_table.stride(0),
+    ]
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, sequences)
+
+
+def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
+    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+
+    q         [1, heads, all queries, head_dim]; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    k, v      [pages, kv_heads, 16, head dim]; seqlens_kv int32 [sequences] counts a sequence's keys,
+              block_table int32 [sequences, pages of the longest] says in which pages they lie
+    k_scale, v_scale   float32 [pages, kv_heads]: what stored keys and values are multiplied by
+
+    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
+    head dim, in float32.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    side = (k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table)
+    grid, _, integers = launch_plan(q, k, v, out, *side)
+    forward_masked[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *side,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, lse

@@ -1,0 +1,218 @@
+"""Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
+keeps a tile of queries and streams K and V.
+
+Computes     fp32, head dim 40, value head dim 24, causal: none
+With         chunk 64, softcap, ALiBi, additive bias
+Config       block_m 32, block_n 32, 4 warps, 1 stages, two_phases False, decomposed False,
+             long_first False, heads_inner False, register cap 0, products ieee
+Assumes      strides that are multiples of 1, 64-bit offsets
+Template     forward_masked fad2ea3c82b0
+
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
+2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
+of a tile sees are not read.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(32)
+HEAD_DIM = tl.constexpr(40)
+VALUE_HEAD_DIM = tl.constexpr(24)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def forward_masked(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    slopes,
+    bias,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_slopes_b,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_32 = tl.arange(0, 32)
+    columns_64 = tl.arange(0, 64)
+
+    q_base = q + sequence * stride_qb + head * stride_qh
+    o_base = out + sequence * stride_ob + head * stride_oh
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = first_query + diagonal
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
+    row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_start = tl.maximum(first_place, 0) // CHUNK * CHUNK
+    last_end = tl.minimum(seqlen_kv, tl.where(last_place < 0, 0, last_place // CHUNK * CHUNK + CHUNK))
+    band_stop = last_end
+    band_begin = first_start // BLOCK_N * BLOCK_N
+
+    bias_queries = tl.minimum(queries, seqlen_q - 1)
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
+    slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+    place_numbers = places.to(tl.float32)
+    key_numbers = key_offsets.to(tl.float32)
+    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
+    bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 32], tl.float32)
+
+    for start in tl.range(band_begin, band_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
+        logits -= slope_log2 * tl.abs(distance)
+        bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+        bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 32]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_32[None, :],
+            mask=(keys < seqlen_kv)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None], input_precision="ieee")
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + columns_32[None, :],
+        o_tile,
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+    )
+    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
+
+
+def launch_plan(q, k, v, out, slopes, bias):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 32) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+        bias.stride(0),
+        bias.stride(1),
+        bias.stride(2),
+    ]
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+
+
+def attention(q, k, v, scale=None, *, slopes, bias, softcap):
+    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+
+    q         [batch, heads, seqlen_q, head_dim]
+    k, v      [batch, kv_heads, seqlen_kv, head dim]
+    slopes    float32 [batch, heads]
+    bias      [batch, heads, seqlen_q, seqlen_kv]: added to the scores
+    softcap   scores s become softcap * tanh(s / softcap)
+
+    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
+    head dim, in float32.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    side = (slopes, bias)
+    grid, _, integers = launch_plan(q, k, v, out, *side)
+    forward_masked[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *side,
+        max(scale, 1e-30),
+        softcap,
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, lse

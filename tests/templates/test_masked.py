@@ -1,0 +1,212 @@
+"""The masked family: what it refuses, what it renders for every feature, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.compilation import compile_kernel, load_module
+from flashtune.features import Bias, Feature, KvDtype, KvScale
+from flashtune.kernel import Alignment, Kernel, Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.common.asked import FARTHEST, asked_of
+from flashtune.templates.forward_masked.family import FAMILY
+from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.templates.rendering import render
+
+H100, A100 = find_target("h100"), find_target("a100")
+PAGES = {"page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
+# One way to ask for each feature.
+ASKED: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 256, "window_right": 16},
+    "first_tokens": {"window_left": 256, "first_tokens": 4},
+    "chunk": {"chunk": 128},
+    "prefix": {"prefix": True},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "additive": {"bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "packed": {"packed": 1024},
+    "lengths": {"lengths": True},
+    "pages": {"page_size": 64},
+    "int8": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    "int8_pages": PAGES,
+    "e4m3": {"kv_dtype": KvDtype.E4M3},
+}
+CONFIG = MaskedConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+MAX_LINE = 120
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=4,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) -> Kernel:
+    return render(FAMILY, problem, config, Specialization(lse=lse))
+
+
+def test_it_computes_all_but_latent_values() -> None:
+    assert set(Feature) - FAMILY.features == {Feature.LATENT}
+    asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
+    assert asked == FAMILY.features
+    for changes in ASKED.values():
+        assert FAMILY.supports(a_problem(**changes), H100) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "is for masks"),
+        ({"sinks": True, "value_head_dim": 512}, "head dims up to 256"),
+        ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries of e4m3"),
+        ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
+        ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
+    ],
+)
+def test_what_it_refuses_it_names(changes: dict[str, Any], words: str) -> None:
+    assert words in (FAMILY.supports(a_problem(**changes), H100) or "")
+
+
+def test_older_gpus_do_not_convert_keys_of_e4m3() -> None:
+    problem = a_problem(kv_dtype=KvDtype.E4M3)
+    assert "from sm_89 on" in (FAMILY.supports(problem, A100) or "")
+    assert FAMILY.supports(problem, find_target("l4")) is None
+    assert FAMILY.supports(a_problem(kv_dtype=KvDtype.INT8), A100) is None
+
+
+def test_bounds_beyond_every_length_fit_integers() -> None:
+    asked = asked_of(a_problem(window_left=2**31 - 1, chunk=2**31 - 1, first_tokens=2**31 - 1))
+    assert (asked.window_left, asked.window_right, asked.chunk) == (FARTHEST, -1, FARTHEST)
+    assert 2 * FARTHEST + 1 < 2**31
+
+
+PAIRS = list(itertools.combinations(ASKED, 2))
+
+
+@pytest.mark.parametrize("causal", list(Causal))
+def test_every_pair_is_rendered_as_a_person_writes(causal: Causal) -> None:
+    for index, (one, other) in enumerate(PAIRS):
+        changes = {**ASKED[one], **ASKED[other]}
+        if changes.get("page_size") and changes.get("lengths"):
+            continue
+        problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64)
+        if FAMILY.supports(problem, H100) is None:
+            config = msgspec.structs.replace(
+                CONFIG,
+                two_phases=index % 2 == 0,
+                long_first=index % 4 == 0,
+                block_n=32 if index % 5 else 128,
+                decomposed=index % 7 == 0,
+            )
+            check_source(rendered(problem, config, lse=index % 3 > 0))
+
+
+def check_source(kernel: Kernel) -> None:
+    """It parses, says its arguments, sets no name for nothing, and has no long or ragged lines."""
+    tree = ast.parse(kernel.source)
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert set(found) == {FAMILY.name, "launch_plan", "attention"}
+    arguments = [argument.arg for argument in found[FAMILY.name].args.args]
+    assert arguments == [argument.name for argument in kernel.arguments]
+    side = [name for name in kernel.side if name != "softcap"]
+    assert [argument.arg for argument in found["launch_plan"].args.args] == ["q", "k", "v", "out", *side]
+    assert [argument.arg for argument in found["attention"].args.kwonlyargs] == list(kernel.side)
+    for function in found.values():
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        assert {node.id for node in names if isinstance(node.ctx, ast.Store)} - read <= {"_", "batch"}
+    lines = kernel.source.split("\n")
+    assert [line for line in lines if len(line) > MAX_LINE or line != line.rstrip()] == []
+    assert "\n\n\n\n" not in kernel.source
+
+
+def test_integers_of_a_launch_are_the_kernel_s() -> None:
+    problem = a_problem(packed=100, alibi=True, **PAGES)
+    kernel = rendered(problem)
+    q, k = torch.empty(1, 4, 100, 64, dtype=torch.bfloat16), torch.empty(9, 2, 16, 64, dtype=torch.int8)
+    scales = torch.empty(9, 2)
+    starts = torch.tensor([0, 30, 30, 100], dtype=torch.int32)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 7, dtype=torch.int32)
+    side = (scales, scales, torch.empty(3, 4), starts, lengths, table)
+    grid, workspaces, integers = load_module(kernel).launch_plan(q, k, k, q, *side)
+    assert (grid, workspaces) == (((100 // 64 + 3) * 4,), ())
+    names = [argument.name for argument in kernel.arguments][-len(integers) :]
+    given = dict(zip(names, integers, strict=True))
+    assert names[0] == "stride_qb"
+    assert (given["stride_kb"], given["stride_ks"], given["stride_k_scale_p"]) == (2048, 64, 2)
+    assert (given["stride_slopes_b"], given["stride_table"], given["sequences"]) == (4, 7, 3)
+    assert (given["seqlen_q"], given["group_size"]) == (100, 2)
+    # The bound that the grid keeps to is what the family counts.
+    assert FAMILY.programs(msgspec.structs.replace(problem, batch=3), CONFIG) == grid[0]
+
+
+def test_a_bias_has_wide_strides() -> None:
+    kernel = rendered(a_problem(bias=Bias.ADDITIVE))
+    types = {argument.name: argument.type for argument in kernel.arguments}
+    assert types["stride_bias_b"] == "i64"
+    assert (types["bias"], types["stride_qb"]) == ("*bf16", "i32")
+    assert {a.name: a.type for a in rendered(a_problem(bias=Bias.BOOLEAN)).arguments}["bias"] == "*i1"
+
+
+COMPILED: list[tuple[str, dict[str, Any]]] = [
+    ("window", {"window_left": 256, "first_tokens": 4, "sinks": True}),
+    ("scores", {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE}),
+    ("boolean", {"bias": Bias.BOOLEAN, "causal": Causal.NONE}),
+    ("packed", {"packed": 512, "chunk": 128}),
+    ("pages", {"page_size": 16, "packed": 512, "prefix": True}),
+    ("one_page", {"page_size": 256, "dtype": Dtype.FP16}),
+    ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "lengths": True}),
+    ("int8_pages", {**PAGES, "dtype": Dtype.FP16}),
+    ("e4m3_pages", {"page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE}),
+]
+
+
+@pytest.mark.parametrize("changes", [one[1] for one in COMPILED], ids=[one[0] for one in COMPILED])
+def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
+    problem = a_problem(**changes)
+    for config in (CONFIG, msgspec.structs.replace(CONFIG, num_stages=3, two_phases=False)):
+        binary = compile_kernel(rendered(problem, config), H100)
+        assert "wgmma" in binary.asm["ptx"]
+        items = FAMILY.sram_items(problem, config, H100, Specialization(lse=True))
+        assert 0.7 * binary.metadata.shared < sum(item.bytes for item in items) <= binary.metadata.shared
+
+
+def test_it_compiles_for_ampere_and_for_float32() -> None:
+    misaligned = Specialization(Alignment.ANY, 64, True)
+    for problem, specialization in (
+        (a_problem(window_left=64, **PAGES), Specialization()),
+        (a_problem(softcap=True, dtype=Dtype.FP32, head_dim=16, value_head_dim=16, packed=9), misaligned),
+    ):
+        config = msgspec.structs.replace(CONFIG, block_n=16)
+        binary = compile_kernel(render(FAMILY, problem, config, specialization), A100)
+        items = FAMILY.sram_items(problem, config, A100, specialization)
+        assert sum(item.bytes for item in items) <= binary.metadata.shared
+
+
+def test_defaults_are_points_that_fit() -> None:
+    for dtype, width in itertools.product((Dtype.BF16, Dtype.FP32), (64, 128, 256)):
+        for changes, target in itertools.product(ASKED.values(), (H100, A100, find_target("rtx-4090"))):
+            problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
+            if FAMILY.supports(problem, target) is None:
+                config = FAMILY.default(problem, target)
+                assert FAMILY.space(problem, target).contains(config)
+                items = FAMILY.sram_items(problem, config, target, Specialization())
+                assert sum(item.bytes for item in items) <= target.sram_per_block
