@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.compilation import load_module
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.launch import bind
@@ -264,3 +265,71 @@ def contradict(pair: tuple[str, str]) -> bool:
     both = {**one, **other}
     biased = "bias" in both and "packed" in both
     return clash or biased or ("page_size" in both and "lengths" in both)
+
+
+@pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 3000.0])
+def test_a_cap_keeps_the_digits_of_float32(cap: float) -> None:
+    """Scores from far below to far above the cap, both signs: the log-sum-exp of one key is its score."""
+    problem = a_problem(softcap=True, batch=1, heads=1, seqlen_q=64, seqlen_kv=1, head_dim=16)
+    sizes = cap * torch.logspace(-5, 1.5, 32)
+    q = torch.zeros(1, 1, 64, 16)
+    q[0, 0, :, 0] = torch.cat([sizes, -sizes])
+    k = torch.zeros(1, 1, 1, 16)
+    k[..., 0] = 1.0
+    out, lse = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
+    side = Side(softcap=cap)
+    kernel = render(FAMILY, problem, a_config("cap", two_phases=True), Specialization(lse=True))
+    bind(kernel, TARGET, q, k, k, out, side)(q, k, k, out, lse, 1.0, side)
+    expected = cap * torch.tanh(q[0, 0, :, 0].double() / cap)
+    # A few units in the last place, near zero as anywhere else.
+    assert ((lse[0, 0].double() - expected).abs() / expected.abs()).max() < 1e-6
+
+
+def test_more_sequences_than_one_step_searches_are_found() -> None:
+    """More sequences than one search step covers, most of them empty or of one query."""
+    torch.manual_seed(0)
+    lengths = [index % 3 if index % 40 else 35 for index in range(300)]
+    problem = a_problem(packed=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
+    packed = starts(lengths)
+    q, k, v = (torch.randn(1, 1, sum(lengths), 16) for _ in range(3))
+    side = Side(cu_seqlens_q=packed, cu_seqlens_kv=packed)
+    config = msgspec.structs.replace(a_config("many", two_phases=True), block_m=32, block_n=32)
+    check(problem, Call(q, k, v, side), config)
+
+
+@pytest.mark.parametrize("name", ["window_right", "packed", "e4m3_page", "additive", "softcap"])
+def test_the_rendered_file_works_alone(name: str) -> None:
+    """`attention` of the rendered module takes what it needs by name, and a negative scale."""
+    torch.manual_seed(0)
+    problem = combined(name, causal=Causal.TOP_LEFT)
+    assert problem is not None
+    q, k, v, side, _ = make_call(problem)
+    kernel = render(FAMILY, problem, a_config(name, two_phases=True), Specialization(lse=True))
+    given = {field: getattr(side, field) for field in kernel.side}
+    for scale in (None, -0.5):
+        out, lse = load_module(kernel).attention(q, k, v, scale, **given)
+        wanted = plain_attention(problem, q, k, v, side, problem.head_dim**-0.5 if scale is None else scale)
+        torch.testing.assert_close(out.double(), wanted[0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), wanted[1], atol=2e-5, rtol=1e-5)
+    empty, _ = load_module(kernel).attention(q[:, :, :0], k, v, **given)
+    assert empty.shape == (*q.shape[:2], 0, problem.value_head_dim)
+
+
+def test_plain_masks_agree_with_torch() -> None:
+    """What the kernels are held against, beside SDPA's own mask."""
+    torch.manual_seed(0)
+    problem = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=9, bias=Bias.BOOLEAN, heads=4, kv_heads=2)
+    q, k, v, side, scale = make_call(problem)
+    assert side.bias is not None
+    side.bias[..., 20:30] = True
+    place, key = torch.arange(35)[:, None] + 18, torch.arange(53)[None, :]
+    mask = side.bias & (key <= place) & (key >= place - 9)
+    out, lse = plain_attention(problem, q, k, v, side, scale)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    sees = mask.any(-1)
+    torch.testing.assert_close(out[sees], wanted[sees])
+    assert torch.equal(lse == -torch.inf, ~sees)
+    assert sees.any()
+    assert not sees.all()
