@@ -160,7 +160,10 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = a_small(Causal.BOTTOM_RIGHT, packed=1)
     kernel = kernel_of(packed, **SMALL)
     for right, wrong in (
-        ("FAR - this_seqlen_q + this_first", "FAR - TILE + this_first % TILE"),
+        (
+            "this_start + this_seqlen_q, this_head, FAR - this_seqlen_q",
+            "this_start + this_seqlen_q + 64, this_head, FAR - this_seqlen_q - 64",
+        ),
         ("mask=positions < this_seqlen_q", "mask=positions < tokens"),
     ):
         assert not worst_error(broken(kernel, right, wrong), packed, 2, EQUAL, spare=300) < 1e-3, wrong
