@@ -20,7 +20,7 @@ CALLED = {
     "bias": "attn_bias or attn_mask",
     "prefix": "prefix_lengths",
     "cu_seqlens_kv": "cu_seqlens_k",
-    "seqlens_kv": "the lengths of keys (seqlens_k or kv_lengths)",
+    "seqlens_kv": "seqlens_k or kv_lengths",
 }
 INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
 

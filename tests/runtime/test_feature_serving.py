@@ -1,0 +1,149 @@
+"""Who serves calls with features, without a GPU: kernels are rendered for one and never compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune import decision, dispatch, serving
+from flashtune.api import dense_call
+from flashtune.errors import FlashtuneError, KernelError, ProblemError
+from flashtune.feature_request import read_call
+from flashtune.features import Feature
+from flashtune.kernel import Kernel
+from flashtune.nearest import nearest_record, same_computation, tuned_alike
+from flashtune.problem import Causal
+from flashtune.side import Side
+from flashtune.templates.registry import find_family
+from flashtune.varlen import varlen_call
+from tests.features import agrees, paged, starts
+from tests.machine import Machine
+from tests.runtime.conftest import TARGET, MakeRecord
+
+HEADS = 4
+
+
+@dataclasses.dataclass
+class Bound:
+    """What was bound, in order, and how often a kernel was chosen."""
+
+    kernels: list[Kernel]
+    choices: int = 0
+
+
+@pytest.fixture
+def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
+    """Launches write ones."""
+    found = Bound([])
+    real = decision.decide
+
+    def bind(kernel: Kernel, target: object, *tensors: object, compiled: object) -> Callable[..., None]:
+        if not machine.compiles:
+            raise KernelError("PTXASError: out of registers")
+        found.kernels.append(kernel)
+        assert isinstance(tensors[4], Side)
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *rest: object) -> None:
+            out.fill_(1.0)
+
+        return launch
+
+    def decide(*given: Any) -> Any:
+        found.choices += 1
+        return real(*given)
+
+    monkeypatch.setattr(serving, "bind", bind)
+    monkeypatch.setattr(serving, "decide", decide)
+    return found
+
+
+def packed(*lengths: int) -> tuple[Any, ...]:
+    total = sum(lengths)
+    q, k = torch.randn(total, HEADS, 64).half(), torch.randn(total, 2, 64).half()
+    return q, k, k.clone(), starts(lengths), starts(lengths), max(lengths), max(lengths)
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_new_numbers_of_tokens_choose_no_kernel_again(bound: Bound, machine: Machine) -> None:
+    for lengths in ((70, 50), (71, 50), (90, 38)):
+        assert flashtune.attention_varlen(*packed(*lengths), causal=True).shape == (sum(lengths), HEADS, 64)
+    assert bound.choices == 1
+    assert len(machine.checked) == 1
+    assert len({kernel.digest for kernel in bound.kernels}) == 1
+    assert len(bound.kernels) == 3, "each number of tokens has its grid"
+    flashtune.attention_varlen(*packed(70, 50), causal=True)
+    assert len(bound.kernels) == 3
+    flashtune.attention_varlen(*packed(100, 50), causal=True)
+    assert bound.choices == 2, "another power of two"
+
+
+@pytest.mark.parametrize("wrong", ["right", "compiles"])
+def test_a_kernel_that_fails_gives_way_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
+    setattr(machine, wrong, False)
+    call = varlen_call(*packed(20, 7), return_lse=True, causal=True, window=(5, 0))
+    given = packed(20, 7)
+    given = (call.q, call.k, call.v, *given[3:])
+    with pytest.warns(flashtune.FlashtuneWarning, match="so the unfused computation serves"):
+        result = flashtune.attention_varlen(*given, return_lse=True, causal=True, window=(5, 0))
+    agrees(call, result, 2e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        token = torch.randn(2, HEADS, 32)
+        assert flashtune.attention_paged(token, *paged((20, 9))).shape == token.shape
+    with pytest.raises(FlashtuneError):
+        flashtune.attention_varlen(*given, causal=True, window=(5, 0), prefer="generated")
+
+
+def test_what_nobody_computes_names_what_to_leave_out(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lesser = [find_family("forward_q_outer"), find_family("forward_masked")]
+    real = type(lesser[1]).features
+    monkeypatch.setattr(type(lesser[1]), "features", real - {Feature.PAGES})
+    monkeypatch.setattr(dispatch, "families", lambda: lesser)
+    token = torch.randn(2, HEADS, 32)
+    for sinks in (None, torch.zeros(HEADS)):
+        with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200: leave out pages$"):
+            flashtune.attention_paged(token, *paged((20, 9)), sinks=sinks)
+    with pytest.raises(ProblemError, match="leave out pages"):
+        flashtune.explain_paged(token, *paged((20, 9)), window=(3, 0))
+
+
+def test_records_of_other_features_are_not_alike(make_record: MakeRecord) -> None:
+    q = torch.zeros(2, 8, 512, 64, dtype=torch.bfloat16)
+    k = q[:, :2]
+    plain, windowed, wider, sunk = (
+        read_call(dense_call(q, k, k, causal=True, return_lse=False, **options), False).problem
+        for options in ({}, {"window": (99, 0)}, {"window": (199, 0)}, {"sinks": torch.zeros(8)})
+    )
+    replace = msgspec.structs.replace
+    config = find_family("forward_masked").default(windowed, TARGET)
+    masked = replace(make_record(plain), family="forward_masked", config=config, kernel=None)
+    others = [replace(masked, problem=each) for each in (windowed, wider, sunk)]
+    records = [make_record(plain), *others]
+    for problem, record in zip((plain, windowed, wider, sunk), records, strict=True):
+        assert tuned_alike(problem, records) == [record]
+        assert nearest_record(problem, records) == record
+
+
+def test_names_of_masks_where_lengths_are_ragged() -> None:
+    longest = read_call(varlen_call(*packed(64, 3), return_lse=False, causal=True), False).problem
+    assert [same.causal for same in same_computation(longest)] == [Causal.BOTTOM_RIGHT]
+    single = read_call(varlen_call(*packed(1, 1), return_lse=False, causal=True), False).problem
+    assert {same.causal for same in same_computation(single)} == {Causal.BOTTOM_RIGHT, Causal.NONE}
+
+
+def test_windows_that_hold_nothing_back_are_served_as_plain_attention(machine: Machine) -> None:
+    q = torch.randn(1, HEADS, 64, 64).half()
+    with pytest.warns(flashtune.FlashtuneWarning, match="default config serves"):
+        out = flashtune.attention(q, q, q, causal=True, window=(64, 0), prefer="generated")
+    assert torch.equal(out, flashtune.attention(q, q, q, causal=True, prefer="generated"))
+    assert {kernel.family for kernel in machine.kernels} <= {"forward_q_outer", "forward_hopper"}
