@@ -71,8 +71,9 @@ def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfi
     """The points of a space with the same tiles, whose keys are split otherwise."""
     axes = {axis.name: axis.values for axis in space.axes}
     for splits in axes["splits"]:
+        assert isinstance(splits, int)
         # Programs that stand alone have nothing to combine.
         early = len(axes["early_combine"]) > 1 and splits != 1
-        other = msgspec.structs.replace(config, splits=int(splits), early_combine=early)
+        other = msgspec.structs.replace(config, splits=splits, early_combine=early)
         if space.contains(other):
             yield other

@@ -17,13 +17,14 @@ from flashtune.kernel import Specialization, specialization_of
 from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
-from flashtune.templates.decode_split_kv.family import FAMILY
 from flashtune.templates.decode_split_kv.space import DecodeConfig
+from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.interpreter.test_forward_masked import FEATURES, Call, make_call
 from tests.plain_masks import plain_attention
 
 TARGET = find_target("h200")
+FAMILY = find_family("decode_split_kv")
 LATENT = {"latent": True, "head_dim": 40, "value_head_dim": 32, "heads": 5, "kv_heads": 1}
 
 

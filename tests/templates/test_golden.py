@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from flashtune.compilation import compile_kernel
+from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
@@ -28,10 +29,12 @@ MAX_HOPPER_LINE = 130
 SPARE = {"earlier", "positions", "workspaces"}
 
 Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
+MASKED, DECODE = "forward_masked", "decode_split_kv"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
 WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
 DESCRIPTORS = {**WIDE, "loads": "descriptor"}
+PARTS = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 3, "splits": 16}
 GROUPS = {"groups": 2, "rows": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
@@ -84,12 +87,41 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         HOPPER, "fp16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, ROW_SUMS,
     ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
+    "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
+    "masked_fp16_d128_packed_pages": (
+        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "long_first": True}, ROW_SUMS,
+    ),
+    "masked_fp32_d40_scores": (MASKED, "fp32", (40, 24), "none", {**SMALL, "two_phases": False}, ANYWHERE),
+    "decode_bf16_d128": (
+        DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
+    ),
+    "decode_bf16_d64_packed_pages": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
+    ),
+    "decode_bf16_latent": (
+        DECODE, "bf16", (576, 512), "bottom_right",
+        {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
+    ),
+    "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "splits": 3}, ANYWHERE),
 }  # fmt: skip
 # What a problem asks for beside that.
-FEATURES: dict[str, dict[str, int]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
     "hopper_fp16_d64_packed_sequences": {"packed": 1},
-}
+    "masked_bf16_d64_window_sinks": {"window_left": 1024, "first_tokens": 4, "sinks": True},
+    "masked_fp16_d128_packed_pages": {
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
+    },
+    "decode_bf16_d64_packed_pages": {
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
+        "first_tokens": 4,
+    },
+    "decode_bf16_latent": {"page_size": 64, "latent": True},
+    "decode_fp32_d40_scores": {
+        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,
+    },
+    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64},
+}  # fmt: skip
 COMPILED = [
     "q_outer_bf16_d128_descriptors",
     "q_outer_fp16_d96_v80_decomposed",
@@ -97,6 +129,8 @@ COMPILED = [
     "hopper_bf16_d64_packed",
     "hopper_fp16_d96_v80_decomposed",
     "hopper_e4m3_d128",
+    "masked_bf16_d64_window_sinks",
+    "masked_fp16_d128_packed_pages",
 ]
 
 
@@ -192,6 +226,8 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
     kernel = kernel_of(name)
     found = functions(kernel.source)
     usable = {kernel.entry, "launch_plan", "attention"}
+    if kernel.epilogue is not None:
+        usable |= {kernel.epilogue.entry, "epilogue_plan"}
     if kernel.takes_descriptors:
         # Steps and roles are functions of their own.
         assert usable | {"descriptors", "produce", "consume"} <= set(found)
@@ -199,9 +235,9 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
         assert set(found) == usable
     parameters = [argument.arg for argument in found[kernel.entry].args.args]
     assert parameters == [argument.name for argument in kernel.arguments]
-    if kernel.prologue is not None:
-        parameters = [argument.arg for argument in found[kernel.prologue.entry].args.args]
-        assert parameters == [argument.name for argument in kernel.prologue.arguments]
+    for step in filter(None, (kernel.prologue, kernel.epilogue)):
+        parameters = [argument.arg for argument in found[step.entry].args.args]
+        assert parameters == [argument.name for argument in step.arguments]
 
 
 @pytest.mark.parametrize("compiled", COMPILED)

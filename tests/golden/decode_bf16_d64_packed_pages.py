@@ -1,0 +1,320 @@
+"""Attention of few queries over many keys: keys are split among programs, and what these found is combined.
+
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
+             and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
+Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, decomposed False, early_combine False
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     decode_split_kv b2489a969d3f
+
+The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
+r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
+combined by their log-sum-exps, as flash-decoding does (Dao et al., 2023), always in the same order.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+                                    (of pages: between pages, heads and keys of a page)
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  slots                             where the keys of a block lie; behind the last key its place is named again
+Tunables
+  BLOCK_M, BLOCK_N                  rows and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(16)
+BLOCK_N = tl.constexpr(128)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+WINDOW_LEFT = tl.constexpr(1024)
+FIRST_TOKENS = tl.constexpr(4)
+PAGE_SIZE = tl.constexpr(16)
+SEARCHED = tl.constexpr(256)
+# Sequences that a program looks at together when it searches for its own.
+SEARCHED = tl.constexpr(128)
+# Splits that are combined together, and columns of a program that does so.
+SPLIT_TILE = tl.constexpr(16)
+COMBINED = tl.constexpr(64)
+# Four stored bytes become four numbers in fp16.
+# An integer x makes the number 1024 + 128 + x, byte by byte: 0x64 above x with its sign turned.
+WIDEN = tl.constexpr(
+    "{ .reg .b32 turned, offset; xor.b32 turned, $2, 0x80808080; mov.b32 offset, 0x64806480; "
+    "prmt.b32 $0, turned, 0x64646464, 0x4140; prmt.b32 $1, turned, 0x64646464, 0x4342; "
+    "sub.rn.f16x2 $0, $0, offset; sub.rn.f16x2 $1, $1, offset; }"
+)
+
+
+@triton.jit
+def decode_split_kv(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    k_scale,
+    v_scale,
+    cu_seqlens_q,
+    seqlens_kv,
+    block_table,
+    partial_out,
+    partial_lse,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_k_scale_p,
+    stride_k_scale_h,
+    stride_v_scale_p,
+    stride_v_scale_h,
+    stride_table,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+    sequences,
+    splits,
+):
+    # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
+    # programs that read the same keys run together.
+    all_rows = all_heads * seqlen_q
+    tiles = seqlen_q * group_size // BLOCK_M + sequences
+    tile = tl.program_id(0) % tiles
+    split = tl.program_id(0) // tiles % splits
+    sequence_head = tl.program_id(0) // tiles // splits
+    kv_head = sequence_head
+    # Sequence b's tiles begin at cu_seqlens_q[b] * group_size // BLOCK_M + b: count those that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) * group_size // BLOCK_M + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    sequence = begun - 1
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    tile -= first_row * group_size // BLOCK_M + sequence
+    if tile * BLOCK_M >= seqlen_q * group_size:
+        return
+    row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_exists = row_offsets < seqlen_q * group_size
+    # Rows behind the last are the last once more, so that queries are loaded without a mask too.
+    row_offsets = tl.minimum(row_offsets, seqlen_q * group_size - 1)
+    queries = row_offsets // group_size
+    head = kv_head * group_size + row_offsets % group_size
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_64 = tl.arange(0, 64)
+
+    k_base = k + kv_head * stride_kh
+    v_base = v + kv_head * stride_vh
+    pages = block_table + sequence.to(tl.int64) * stride_table
+    seqlen_kv = tl.load(seqlens_kv + sequence)
+    k_scale_base = k_scale + kv_head * stride_k_scale_h
+    v_scale_base = v_scale + kv_head * stride_v_scale_h
+    tokens = first_row + queries
+    q_rows = q + head * stride_qh + tokens * stride_qs
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_rows[:, None] + columns_64[None, :],
+    )
+    largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)
+    # A power of two that takes the largest to 2^14 or a little more, and its inverse, by their exponents.
+    exponent = tl.minimum(268 - (largest.to(tl.int32, bitcast=True) >> 23), 253)
+    raised = (exponent << 23).to(tl.float32, bitcast=True)
+    q_factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    q_tile = (q_tile.to(tl.float32) * raised[:, None]).to(tl.float16)
+
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = tile * BLOCK_M // group_size + diagonal
+    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(places + 1, seqlen_kv)
+    row_lifted = tl.minimum(row_end, FIRST_TOKENS)
+    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    last_lifted = tl.minimum(last_end, FIRST_TOKENS)
+    band_stop = tl.maximum(last_end, last_lifted)
+    band_begin = first_start // BLOCK_N * BLOCK_N
+    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    # Blocks of the start of the sequence, and then those of the band: `skipped` keys lie between.
+    lifted_stop = tl.maximum(lifted_stop, 0)
+    skipped = band_begin - lifted_stop
+    blocks = tl.cdiv(tl.maximum(band_stop - skipped, lifted_stop), BLOCK_N)
+
+    scale_log2 = scale * LOG2_E
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+
+    first = split * blocks // splits * BLOCK_N
+    last = (split + 1) * blocks // splits * BLOCK_N
+    # Page numbers are loaded one block ahead: copies of keys do not wait for them.
+    ahead = tl.where(lifted_stop > first, first, skipped + first)
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
+    for step in tl.range(first, last, BLOCK_N):
+        start = tl.where(step < lifted_stop, step, step + skipped)
+        keys = start + key_offsets
+        # No load needs a mask: it costs every one of them more than a key that is read twice.
+        slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
+        k_block = k_base + page.to(tl.int64) * stride_kb
+        v_block = v_base + page.to(tl.int64) * stride_vb
+        k_factor = tl.load(k_scale_base + page.to(tl.int64) * stride_k_scale_p)
+        v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
+        ahead = tl.where(lifted_stop > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
+        next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_block[:, None] + slots[:, None] * stride_ks + columns_64[None, :],
+        )
+        k_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [k_tile], tl.float16, True, 4)
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= q_factor[:, None]
+        logits *= k_factor[None, :]
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        seen |= keys[None, :] < row_lifted[:, None]
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        weights *= v_factor[None, :]
+        weight_factor = tl.maximum(tl.max(weights, 1), 1e-30)
+        low_weights = (weights / weight_factor[:, None]).to(tl.float16)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_block[:, None] + slots[:, None] * stride_vs + columns_64[None, :],
+        )
+        v_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [v_tile], tl.float16, False, 4)
+        accumulator = accumulator * rescale[:, None] + tl.dot(low_weights, v_tile) * weight_factor[:, None]
+        page = next_page
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    row_lse = running_max + tl.log2(running_sum)
+    places_out = split * all_rows + tokens * heads + head
+    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
+    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    o_tile = accumulator / divisor[:, None]
+    tl.store(
+        o_rows[:, None] + columns_64[None, :],
+        o_tile,
+        mask=row_exists[:, None],
+    )
+
+
+@triton.jit
+def combine(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    seqlen_q,
+    rows,
+    splits,
+):
+    # One row of the output, of some columns: row r is head r % heads of token r // heads.
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * COMBINED + tl.arange(0, COMBINED)
+    head = row % heads
+    sequence = row // heads // seqlen_q
+    query = row // heads % seqlen_q
+    parts = tl.arange(0, SPLIT_TILE)
+    places = parts * rows + row
+    # [SPLIT_TILE]
+    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    # [SPLIT_TILE, COMBINED]
+    part_out = tl.load(
+        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    largest = tl.max(part_lse, 0)
+    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(part_lse - shift)
+    total = tl.sum(weights, 0)
+    combined = tl.sum(part_out * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    o_base = out + sequence * stride_ob + head * stride_oh + query * stride_os
+    tl.store(o_base + columns, combined.to(out.dtype.element_ty), mask=columns < VALUE_HEAD_DIM)
+    if tl.program_id(1) == 0:
+        tl.store(lse + (sequence * heads + head) * seqlen_q + query, (shift + tl.log2(total)) * LN_2)
+
+
+def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
+    group_size = heads // kv_heads
+    # Every sequence has room for its last tile, which need not be full.
+    sequences = cu_seqlens_q.shape[0] - 1
+    tiles = seqlen_q * group_size // 16 + sequences
+    grid = (tiles * kv_heads * 16,)
+    rows = batch * heads * seqlen_q
+    workspaces = ((16, rows, 64), (16, rows))
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [k_scale.stride(0), k_scale.stride(1), v_scale.stride(0), v_scale.stride(1), block_table.stride(0)]
+    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, sequences, 16)
+    return grid, workspaces, (*strides, *counts)
+
+
+def epilogue_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
+    """Grid of `combine`, and its arguments from `stride_ob` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    rows = batch * heads * seqlen_q
+    grid = (rows, 1)
+    return grid, (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 16)
+
+
+def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
+    """Attention of q over k and v, each with a contiguous last dimension.
+
+    q is [1, heads, tokens, head_dim], its sequences one behind the other.
+    k and v are [pages, kv_heads, 16, head_dim].
+    Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], 64, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    tensors = (q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table)
+    row_lse = out if lse is None else lse
+    grid, workspace_shapes, integers = launch_plan(*tensors)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
+    decode_split_kv[grid](
+        *tensors[:4],
+        row_lse,
+        *tensors[4:],
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=5,
+    )
+    grid, integers = epilogue_plan(*tensors)
+    combine[grid](out, row_lse, *workspaces, *integers, num_warps=4, num_stages=1)
+    return out, lse
