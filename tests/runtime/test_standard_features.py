@@ -72,8 +72,8 @@ def test_packed(options: dict[str, Any]) -> None:
 def test_pages(options: dict[str, Any]) -> None:
     check(paged_call(torch.randn(len(KEYS), 2, HEADS, 32), *paged(), return_lse=True, **options))
     q = torch.randn(sum(QUERIES), HEADS, 32)
-    both: dict[str, Any] = {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES)}
-    check(paged_call(q, *paged(layout="hnd"), return_lse=True, layout="hnd", **both, **options))
+    both = options | {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES), "layout": "hnd"}
+    check(paged_call(q, *paged(layout="hnd"), return_lse=True, **both))
 
 
 def test_pages_of_8_bits_and_latent_values() -> None:
