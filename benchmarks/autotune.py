@@ -36,12 +36,13 @@ from flashtune.target import Target, device_target
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope, demand, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
-from flashtune.tuner.finals import Tensors, make_tensors, run_finals
+from flashtune.tuner.finals import run_finals
 from flashtune.tuner.fitting import NOTHING, shipped_fit
 from flashtune.tuner.request import Budget, Experience, SearchRequest
 from flashtune.tuner.search import run_search
 from flashtune.tuner.selection import candidate_of
 from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.tensors import Tensors, make_tensors
 
 SHAPE = "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal"
 FAMILY = "forward_q_outer"

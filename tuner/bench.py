@@ -29,8 +29,8 @@ from flashtune.target import device_target
 from flashtune.tuner.bench_ceiling import clock_mhz
 from flashtune.tuner.bench_peers import PEERS, Call, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench_records import OURS, Bench, LeftOut, Row
-from flashtune.tuner.finals import Tensors, make_tensors
 from flashtune.tuner.measurement import Run, measure_interleaved
+from flashtune.tuner.tensors import Tensors, make_tensors
 from flashtune.versions import current_versions
 
 ROUNDS = 21
@@ -173,15 +173,15 @@ def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
 
 def _scales(tensors: Tensors) -> dict[str, Any]:
     """The scales of quantised inputs, as arguments; a call on other inputs names none."""
-    q, k, v = tensors.scales.scales
-    return {} if tensors.scales is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
+    q, k, v = tensors.side.scales
+    return {} if tensors.side is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:
     """Holds an output against the reference at sampled rows, the same for all contestants."""
     chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
     inputs = (tensors.q, tensors.k, tensors.v)
-    expected = expect(problem, *inputs, tensors.scale, chosen, tensors.scales)
+    expected = expect(problem, *inputs, tensors.scale, chosen, tensors.side)
     return functools.partial(error_of, chosen=chosen, expected=expected)
 
 

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_attention
-from flashtune.tuner.finals import BACKENDS, MEMORY_SHARE, SCORE_COPIES, Tensors, sdpa_call, sdpa_run
+from flashtune.tuner.finals import BACKENDS, MEMORY_SHARE, SCORE_COPIES, sdpa_call, sdpa_run
+from flashtune.tuner.tensors import Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

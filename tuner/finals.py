@@ -12,19 +12,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashtune.dtypes import TORCH_DTYPES
+from flashtune.features import Bias, Feature
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
 from flashtune.problem import Causal, Problem
-from flashtune.quantization import quantize
+from flashtune.proof.lengths import usual_lengths
+from flashtune.proof.visible import places, visible_keys
 from flashtune.record import Measurement, PeerTime
-from flashtune.side import NO_SIDE, Side
 from flashtune.standard import score_bytes, standard_attention
+from flashtune.standard_features import standard_features
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.measurement import Run, measure_interleaved
+from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 21
 BACKENDS = {
@@ -36,39 +38,8 @@ BACKENDS = {
 SCORE_COPIES = 3
 MEMORY_SHARE = 0.5
 MAX_MASK_ELEMENTS = 2**28
-
-
-class Tensors(msgspec.Struct, frozen=True):
-    """Random inputs of a problem and room for its output, contiguous [batch, heads, seqlen, head_dim].
-
-    `scales` are those of quantised inputs.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    scales: Side = NO_SIDE
-
-    @property
-    def scale(self) -> float:
-        """The usual softmax scale."""
-        return float(self.q.shape[-1] ** -0.5)
-
-
-def make_tensors(problem: Problem, device: torch.device) -> Tensors:
-    """Fresh random inputs, quantised with their own scales where the problem has such."""
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    shapes = ((*rows, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_head_dim))
-    out = torch.empty(*rows, problem.value_head_dim, dtype=TORCH_DTYPES[problem.out_dtype], device=device)
-    if problem.dtype.is_quantized:
-        make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
-        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
-        return Tensors(q, k, v, out, Side(q_scale, k_scale, v_scale))
-    make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
-    q, k, v = map(make, shapes)
-    return Tensors(q, k, v, out)
+# How tensors lie, or are stored, that no peer takes.
+LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
 
 
 def kernel_run(
@@ -84,17 +55,17 @@ def kernel_run(
         KernelError: It does not compile or load.
     """
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
-    launch = bind(kernel, target, tensors.q, tensors.k, tensors.v, tensors.out)
-    inputs = (tensors.q, tensors.k, tensors.v, tensors.out, None, tensors.scale, tensors.scales)
-    return functools.partial(launch, *inputs)
+    given = (tensors.q, tensors.k, tensors.v, tensors.out)
+    launch = bind(kernel, target, *given, tensors.side)
+    return functools.partial(launch, *given, None, tensors.scale, tensors.side)
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     """The other implementations that compute this problem here: SDPA's backends, the standard one.
 
-    None of them takes quantised inputs.
+    None of them takes quantised inputs, packed sequences or pages as they are.
     """
-    if problem.dtype.is_quantized:
+    if problem.dtype.is_quantized or problem.features & LAID_OUT:
         return
     for name, backend in BACKENDS.items():
         run = sdpa_run(problem, tensors, backend)
@@ -102,11 +73,16 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
             yield name, run
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
     if SCORE_COPIES * score_bytes(problem) < MEMORY_SHARE * free:
-        run = functools.partial(
-            standard_attention, tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=problem.causal
-        )
+        run = _standard_run(problem, tensors)
         if _works(run):
             yield "standard", run
+
+
+def _standard_run(problem: Problem, tensors: Tensors) -> Run:
+    given = (tensors.q, tensors.k, tensors.v)
+    if problem.features:
+        return functools.partial(standard_features, problem, *given, tensors.side, scale=tensors.scale)
+    return functools.partial(standard_attention, *given, scale=tensors.scale, causal=problem.causal)
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
@@ -123,28 +99,56 @@ def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | N
 
 
 def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None:
-    """SDPA by whichever backend is enabled when it is called; None where its mask would be too large.
+    """SDPA by whichever backend is enabled when it is called; None where it cannot, or its mask is too large.
 
-    SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal.
+    SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal. Whatever else
+    hides keys, or is added to scores, is a mask.
     """
+    if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
+        return None
     top_left = problem.causal is Causal.TOP_LEFT or problem.seqlen_q == problem.seqlen_kv
     causal = problem.causal is not Causal.NONE
-    mask = None
-    if causal and not top_left:
-        if problem.seqlen_q * problem.seqlen_kv > MAX_MASK_ELEMENTS:
-            return None
-        ones = torch.ones(problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool, device=tensors.q.device)
-        mask = ones.tril_(problem.diagonal)
+    masked = bool(problem.features) or (causal and not top_left)
+    if masked and _mask_elements(problem) > MAX_MASK_ELEMENTS:
+        return None
     return functools.partial(
         scaled_dot_product_attention,
         tensors.q,
         tensors.k,
         tensors.v,
-        attn_mask=mask,
-        is_causal=causal and top_left,
+        attn_mask=_mask(problem, tensors) if masked else None,
+        is_causal=causal and not masked,
         scale=tensors.scale,
         enable_gqa=problem.group_size > 1,
     )
+
+
+def _mask_elements(problem: Problem) -> int:
+    """Elements of the mask that SDPA would be given."""
+    heads = problem.heads if problem.features & {Feature.ALIBI, Feature.BIAS} else 1
+    batch = problem.batch if problem.features - {Feature.WINDOW, Feature.CHUNK, Feature.FIRST_TOKENS} else 1
+    return batch * heads * problem.seqlen_q * problem.seqlen_kv
+
+
+def _mask(problem: Problem, tensors: Tensors) -> Tensor:
+    """What is visible, or what is added to scores: [batch | 1, heads | 1, seqlen_q, seqlen_kv]."""
+    device, side = tensors.q.device, tensors.side
+    lengths, rows = usual_lengths(problem), torch.arange(problem.seqlen_q)
+    batch = torch.arange(problem.batch)
+    seen = visible_keys(problem, lengths, batch, rows, side, device)[:, None]
+    if problem.bias is Bias.BOOLEAN:
+        assert side.bias is not None
+        seen = seen & side.bias
+    if not problem.alibi and problem.bias is not Bias.ADDITIVE:
+        return seen
+    added = (
+        torch.zeros((), device=device) if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    )
+    if side.slopes is not None:
+        place = places(problem, lengths, batch, rows, device)[:, None]
+        distance = (place - torch.arange(problem.seqlen_kv, device=device)).abs()
+        added = added - side.slopes[:, :, None, None] * distance
+    return torch.where(seen, added, float("-inf")).to(tensors.q.dtype)
 
 
 def _works(run: Run) -> bool:

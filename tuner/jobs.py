@@ -26,8 +26,9 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import MAX_MESSAGE
 from flashtune.tuner.evaluation import Evaluation, lost_device
-from flashtune.tuner.finals import Tensors, kernel_run, make_tensors, run_finals
+from flashtune.tuner.finals import kernel_run, run_finals
 from flashtune.tuner.measurement import clock_probe, measure, once
+from flashtune.tuner.tensors import Tensors, make_tensors
 
 # Errors after which a CUDA context is of no more use, each with an exit code of its own.
 FATAL_ERRORS = (

@@ -22,7 +22,6 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import CompilePool
 from flashtune.tuner.evaluation import lost_device
-from flashtune.tuner.finals import Tensors, make_tensors
 from flashtune.tuner.measurement import Run, measure_interleaved, once, summarize
 from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.regret import (
@@ -35,6 +34,7 @@ from flashtune.tuner.regret import (
     thinned,
 )
 from flashtune.tuner.reports import write_report
+from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 15
 # What one launch shows to be so much slower than the best is timed no more closely, unless dispatch chose it.
@@ -160,9 +160,9 @@ def _measure(
 def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:
     kernel = _kernel(_static(problem), candidate)
     binary = _binary(kernel, target)
-    launch = bind(kernel, target, tensors.q, tensors.k, tensors.v, tensors.out, compiled=binary)
-    inputs = (tensors.q, tensors.k, tensors.v, tensors.out, None, tensors.scale)
-    return functools.partial(launch, *inputs)
+    given = (tensors.q, tensors.k, tensors.v, tensors.out)
+    launch = bind(kernel, target, *given, tensors.side, compiled=binary)
+    return functools.partial(launch, *given, None, tensors.scale, tensors.side)
 
 
 def _timed(candidate: Candidate, measured: Measurement | None, look: float) -> Timed:

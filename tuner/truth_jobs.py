@@ -20,10 +20,11 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import MAX_MESSAGE, Compiled, compile_candidate
 from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.finals import Tensors, kernel_run, make_tensors
+from flashtune.tuner.finals import kernel_run
 from flashtune.tuner.jobs import leave_if_broken, prepare
 from flashtune.tuner.measurement import Run, measure_interleaved
 from flashtune.tuner.sass import Loop, read_loop
+from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 9
 

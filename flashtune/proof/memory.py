@@ -143,7 +143,7 @@ def _fill(view: Tensor, values: Tensor, places: Places, *, whole: bool) -> None:
 
 def _key_shape(problem: Problem, lengths: Lengths, table: Table | None) -> tuple[int, int, int]:
     if table is not None:
-        return int(table.pages) + 2, problem.kv_heads, problem.page_size
+        return table.pages + 2, problem.kv_heads, problem.page_size
     if problem.packed:
         return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
     return problem.batch, problem.kv_heads, problem.seqlen_kv
@@ -217,7 +217,7 @@ def _cache_scale(
     floats: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Scales of a cache as kernels take them, [pages or batch, kv_heads], of the scale of each key."""
-    blocks = problem.batch if table is None else int(table.pages)
+    blocks = problem.batch if table is None else table.pages
     if problem.kv_scale is not KvScale.PAGE:
         shared = scale[:1, : 1 if problem.kv_scale is KvScale.TENSOR else None, 0]
         return floats(shared).expand(blocks, problem.kv_heads)

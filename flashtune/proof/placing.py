@@ -55,7 +55,7 @@ class Table(NamedTuple):
     """
 
     entries: Tensor
-    pages: Tensor | int
+    pages: int
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
@@ -101,7 +101,7 @@ def unused_entries(table: Table) -> tuple[int, ...]:
 
     Each is of a page of poison: the one before the pool, the one behind it, and one that nobody uses.
     """
-    pages = int(table.pages)
+    pages = table.pages
     free = sorted(set(range(pages)) - set(table.entries.flatten().tolist()))
     return -1, pages, free[0] if free else pages
 

@@ -32,7 +32,7 @@ from flashtune.tuner.bench_peers import (
 )
 from flashtune.tuner.bench_records import OURS, LeftOut
 from flashtune.tuner.cli.bench import PEERS as NAMED_PEERS
-from flashtune.tuner.finals import make_tensors
+from flashtune.tuner.tensors import make_tensors
 
 CPU = torch.device("cpu")
 Judged = tuple[Tensor, Sample, Expected]

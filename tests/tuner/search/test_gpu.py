@@ -22,10 +22,11 @@ from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner import worker
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.finals import make_tensors, peer_runs, run_finals
+from flashtune.tuner.finals import peer_runs, run_finals
 from flashtune.tuner.measurement import measure, measure_interleaved
 from flashtune.tuner.request import Budget, SearchRequest
 from flashtune.tuner.search import run_search
+from flashtune.tuner.tensors import make_tensors
 from flashtune.tuner.worker import GpuWorker
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem

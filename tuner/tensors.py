@@ -1,0 +1,174 @@
+"""Random tensors of a problem as its callers have them: what candidates and peers are timed on."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.dtypes import STORED_DTYPES, TORCH_DTYPES
+from flashtune.features import Bias, KvDtype, KvScale
+from flashtune.problem import Problem
+from flashtune.proof.lengths import Lengths, usual_lengths
+from flashtune.proof.placing import capacities, make_table, starts
+from flashtune.quantization import quantize
+from flashtune.side import NO_SIDE, Side
+
+# Which pages are whose: the same ones in every run.
+SEED = 20
+SOFTCAP = 30.0
+# A bias for each sequence up to so many elements; beyond, they share one.
+MAX_BIAS = 2**30
+# Of a boolean bias.
+VISIBLE_SHARE = 0.7
+# A quarter of the keys is the prefix.
+PREFIX_PART = 4
+# Standard deviation and largest magnitude of what is stored in 8 bits: nearly all of it is in range.
+STORED_SPREAD = {KvDtype.E4M3: 64.0, KvDtype.INT8: 32.0}
+LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """Random inputs of a problem and room for its output, as kernels see them: heads first.
+
+    Contiguous [batch, heads, seqlen, head_dim]; packed sequences and what goes with pages are views of
+    [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
+
+    Attributes:
+        q, k, v, out: The tensors.
+        side: What is read beside them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    side: Side = NO_SIDE
+
+    @property
+    def scale(self) -> float:
+        """The usual softmax scale."""
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def make_tensors(problem: Problem, device: torch.device) -> Tensors:
+    """Fresh random inputs, quantised with their own scales where the problem has such.
+
+    Lengths of sequences are `usual_lengths` of the problem, pages are shuffled: both are the same every time.
+    """
+    if problem.features:
+        return _with_features(problem, device)
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    shapes = ((*rows, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_head_dim))
+    out = torch.empty(*rows, problem.value_head_dim, dtype=TORCH_DTYPES[problem.out_dtype], device=device)
+    if problem.dtype.is_quantized:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
+        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
+        return Tensors(q, k, v, out, Side(q_scale, k_scale, v_scale))
+    make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
+    q, k, v = map(make, shapes)
+    return Tensors(q, k, v, out)
+
+
+def _with_features(problem: Problem, device: torch.device) -> Tensors:
+    lengths = usual_lengths(problem)
+    side = Side(
+        slopes=_slopes(problem).to(device) if problem.alibi else None,
+        bias=None if problem.bias is Bias.NONE else _bias(problem, device),
+        sinks=torch.zeros(problem.heads, device=device) if problem.sinks else None,
+        prefix=_integers([keys // PREFIX_PART for keys in lengths.keys], device) if problem.prefix else None,
+        softcap=SOFTCAP if problem.softcap else None,
+    )
+    side, keys = _located(problem, lengths, side, device)
+    rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    tokens_first = bool(problem.packed or problem.page_size)
+    final = TORCH_DTYPES[problem.out_dtype]
+    low = final if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
+    q = _random((rows[0], problem.heads, rows[1], problem.head_dim), low, tokens_first, device)
+    out = _shaped((*q.shape[:3], problem.value_head_dim), final, tokens_first, device)
+    k, k_scale = _stored((*keys, problem.head_dim), problem, tokens_first, device)
+    if problem.latent:
+        v, v_scale = k[..., : problem.value_head_dim], k_scale
+    else:
+        v, v_scale = _stored((*keys, problem.value_head_dim), problem, tokens_first, device)
+    if problem.dtype.is_quantized:
+        (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize, (q, k, v))
+        side = side._replace(q_scale=q_scale)
+    return Tensors(q, k, v, out, side._replace(k_scale=k_scale, v_scale=v_scale))
+
+
+def _located(
+    problem: Problem, lengths: Lengths, side: Side, device: torch.device
+) -> tuple[Side, tuple[int, int, int]]:
+    """Lengths and tables beside the rest, and the shape of keys without their width."""
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    if problem.packed:
+        rooms = capacities(problem, lengths)
+        keys = (1, problem.kv_heads, sum(rooms))
+        side = side._replace(cu_seqlens_q=starts(lengths.queries).to(device))
+        if not problem.page_size:
+            side = side._replace(cu_seqlens_kv=starts(rooms).to(device))
+    if problem.page_size or problem.lengths:
+        side = side._replace(seqlens_kv=_integers(lengths.keys, device))
+    if problem.page_size:
+        table = make_table(problem, lengths, torch.Generator().manual_seed(SEED))
+        keys = (table.pages, problem.kv_heads, problem.page_size)
+        side = side._replace(block_table=table.entries.to(device))
+    return side, keys
+
+
+def _stored(
+    shape: tuple[int, ...], problem: Problem, tokens_first: bool, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Keys or values, and their scales where they are in a cache's 8 bits."""
+    low = torch.bfloat16 if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
+    values = _random(shape, low, tokens_first, device)
+    kind = problem.kv_dtype
+    if kind is None:
+        return values, None
+    spread = STORED_SPREAD[kind]
+    limit = LARGEST_STORED[kind]
+    values = values.mul_(spread).clamp_(-limit, limit)
+    stored = (values.round_() if kind is KvDtype.INT8 else values).to(STORED_DTYPES[kind])
+    # Scales of their own where they are not one for all: a kernel reads them all.
+    own = {KvScale.TENSOR: (1, 1), KvScale.HEAD: (1, shape[1]), KvScale.PAGE: (shape[0], shape[1])}
+    blocks = shape[0] if problem.page_size else problem.batch
+    scales = torch.full(own[problem.kv_scale], 1 / spread, device=device)
+    return stored, scales.expand(blocks, shape[1])
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, device: torch.device) -> Tensor:
+    return _shaped(shape, dtype, tokens_first, device).normal_()
+
+
+def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, device: torch.device) -> Tensor:
+    """Room of a heads-first shape, with the tokens of a block one after the other where that is asked for."""
+    batch, heads, rows, width = shape
+    if not tokens_first:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(batch, rows, heads, width, dtype=dtype, device=device).transpose(1, 2)
+
+
+def _slopes(problem: Problem) -> Tensor:
+    """ALiBi's own, [batch, heads] in float32."""
+    slopes = 2.0 ** (-8.0 * (torch.arange(problem.heads, dtype=torch.float32) + 1) / problem.heads)
+    return slopes.expand(problem.batch, -1)
+
+
+def _bias(problem: Problem, device: torch.device) -> Tensor:
+    """[batch, heads, seqlen_q, seqlen_kv]; one for all sequences where each its own would be too large."""
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
+    elements = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    own = shape if elements <= MAX_BIAS else (1, *shape[1:])
+    if problem.bias is Bias.BOOLEAN:
+        bias = torch.empty(own, dtype=torch.bool, device=device).bernoulli_(VISIBLE_SHARE)
+    else:
+        bias = torch.randn(own, dtype=TORCH_DTYPES[problem.dtype], device=device)
+    return bias.expand(shape)
+
+
+def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
