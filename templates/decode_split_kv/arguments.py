@@ -30,4 +30,4 @@ def combine_step(problem: Problem, config: DecodeConfig, specialization: Special
         argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)
     }
     arguments = (*(plain[name] for name in COMBINED), Argument("rows", "i32"), Argument("splits", "i32"))
-    return Step("combine", arguments, combine_options(config))
+    return Step("combine", arguments, combine_options(problem, config))

@@ -118,9 +118,15 @@ def split_tile(config: DecodeConfig) -> int:
     return 1 << (config.splits - 1).bit_length()
 
 
-def combine_options(config: DecodeConfig) -> LaunchOptions:
+def combines_early(problem: Problem, config: DecodeConfig) -> bool:
+    """Whether the combining kernel waits by itself; Triton's interpreter, for float32 alone, cannot."""
+    return config.early_combine and problem.dtype is not Dtype.FP32
+
+
+def combine_options(problem: Problem, config: DecodeConfig) -> LaunchOptions:
     """What the compiler is told of the combining kernel."""
-    return LaunchOptions(COMBINE_WARPS, 1, early=True if config.early_combine else msgspec.UNSET)
+    early = combines_early(problem, config)
+    return LaunchOptions(COMBINE_WARPS, 1, early=True if early else msgspec.UNSET)
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:

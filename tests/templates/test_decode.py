@@ -181,6 +181,16 @@ HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def test_what_does_not_wait_is_not_launched_early() -> None:
+    """A combining kernel that came early and did not wait would read what nobody wrote yet."""
+    for dtype in (Dtype.BF16, Dtype.FP32):
+        kernel = render(FAMILY, a_problem(dtype=dtype), a_config(early_combine=True), Specialization())
+        assert kernel.last is not None
+        waits = "gdc_wait" in kernel.source
+        assert waits is (dtype is Dtype.BF16)
+        assert waits is (kernel.last.options.early is True)
+
+
 # Of these, kernels that may assume nothing of their tensors too.
 ANYWHERE = ("plain", "int8 pages", "fp32")
 BOTH = [(name, target) for name in CASES for target in ("h200", "a100")]
