@@ -4,6 +4,7 @@
 
     out = flashtune.attention(q, k, v, causal=True)
 
+`flashtune.attention_varlen` takes packed sequences and `flashtune.attention_paged` keys and values in pages.
 `flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it,
 `flashtune.quantize` makes 8-bit floats of inputs, `flashtune.PagedKVCache` keeps keys and values of growing
 sequences, `flashtune.record_calls` counts what a program calls, and `flashtune.table_hash` is what ranks

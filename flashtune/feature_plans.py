@@ -19,7 +19,7 @@ Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 class CallPlan(Generic[Planned_co]):
     """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
 
-    __slots__ = ("_call", "_key", "_serve", "_shared")
+    __slots__ = ("_key", "_options", "_scale", "_serve", "_shared", "_softcap")
 
     def __init__(self, call: Call, shared_prefix: int = 0) -> None:
         """Selects, compiles, loads, checks where needed, and runs it once.
@@ -29,7 +29,8 @@ class CallPlan(Generic[Planned_co]):
             KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
             VerificationError: Only generated kernels may serve and they are wrong on this GPU.
         """
-        self._call = call
+        # Of the call no tensor is kept.
+        self._options, self._scale, self._softcap = call.options, call.scale, call.side.softcap
         self._shared = shared_prefix
         self._key = key_of_call(call)
         if not shared_prefix:
@@ -57,7 +58,7 @@ class CallPlan(Generic[Planned_co]):
 
     def _with(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Call:
         """The planned call with other tensors."""
-        return self._call._replace(q=q, k=k, v=v, side=side._replace(softcap=self._call.side.softcap))
+        return Call(q, k, v, self._scale, self._options, side._replace(softcap=self._softcap))
 
 
 class DensePlan(CallPlan[Planned_co]):

@@ -75,7 +75,8 @@ class Plan(Generic[Planned_co]):
         if self._features is not None:
             return self._features(q, k, v, k_scale=k_scale, v_scale=v_scale, **side)
         scales = given_scales(q_scale, k_scale, v_scale)
-        if side or call_key(q, k, v, *self._options, scales) != self._key:
+        given = any(value is not None for value in side.values()) if side else False
+        if given or call_key(q, k, v, *self._options, scales) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: call flashtune.plan(...) with them"

@@ -259,7 +259,9 @@ def test_gradients() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
         found = gradients(flashtune.attention)
+        by_operator = gradients(compiled(flashtune.attention))
     assert len(found) == 4
+    torch.testing.assert_close(by_operator, found)
     right = gradients(in_float64)
     for gradient, wanted in zip(found, right, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
