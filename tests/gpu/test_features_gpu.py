@@ -1,0 +1,105 @@
+"""Serving features on a GPU: random problems over all of them and their pairs, and the search's full proof.
+
+`FLASHTUNE_SAMPLES` says how many random problems (120), `FLASHTUNE_SEED` which ones (1).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import click
+import pytest
+import torch
+
+from flashtune.features import Bias, KvDtype, KvScale
+from flashtune.kernel import Specialization
+from flashtune.launch import compile_binary
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof.cases import Level
+from flashtune.proof.check import check_rendered
+from flashtune.target import device_target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import families
+from flashtune.templates.rendering import render
+from tests.gpu.random_checks import check_all
+from tests.gpu.random_problems import trials
+
+pytestmark = pytest.mark.gpu
+
+SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
+SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
+# What a self-check may take beyond compiling, with torch's own kernels loaded.
+QUICK_SECONDS = 0.3
+TUNED: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 1024},
+    "window, cap, sinks": {"window_left": 127, "softcap": True, "sinks": True},
+    "chunk": {"chunk": 1000},
+    "alibi and prefix": {"alibi": True, "prefix": True},
+    "additive": {"bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "packed": {"packed": 9000, "batch": 12},
+    "packed pages": {"packed": 4000, "page_size": 16, "batch": 12},
+    "decode": {"seqlen_q": 1, "seqlen_kv": 4096, "batch": 9},
+    "decode pages": {"seqlen_q": 1, "seqlen_kv": 8192, "page_size": 64, "batch": 9},
+    "decode scaled": {
+        "seqlen_q": 2,
+        "seqlen_kv": 4096,
+        "page_size": 16,
+        "kv_dtype": KvDtype.E4M3,
+        "kv_scale": KvScale.PAGE,
+    },
+    "latent": {
+        "seqlen_q": 1,
+        "seqlen_kv": 4096,
+        "page_size": 64,
+        "latent": True,
+        "head_dim": 576,
+        "value_head_dim": 512,
+        "heads": 16,
+        "kv_heads": 1,
+    },
+}
+
+
+def tuned(name: str) -> Problem:
+    plain: dict[str, Any] = {
+        "dtype": Dtype.BF16,
+        "head_dim": 128,
+        "value_head_dim": 128,
+        "heads": 8,
+        "kv_heads": 2,
+        "batch": 2,
+        "seqlen_q": 2048,
+        "seqlen_kv": 2048,
+        "causal": Causal.BOTTOM_RIGHT,
+    }
+    return Problem(**{**plain, **TUNED[name]})
+
+
+def test_random_problems_are_right() -> None:
+    target = device_target()
+    report = check_all(list(trials(SAMPLES, SEED, target)), target, SEED, click.echo)
+    assert not report.wrong, report.wrong
+    assert report.summary.problems >= 0.9 * SAMPLES, report.summary.unfit
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_defaults_pass_in_full_and_self_checks_are_short(name: str) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    specialization = Specialization(lse=True)
+    able = [one for one in families() if why_not(one, problem, target, specialization) is None]
+    assert able
+    for family in able:
+        config = family.default(problem, target)
+        kernel = render(family, problem, config, specialization)
+        binary = compile_binary(kernel, target)
+        given = (kernel, problem, config, target, device)
+        verdict = check_rendered(*given, Level.FULL, compiled=binary)
+        assert verdict.passed, f"{family.name}: {verdict.failed}"
+        check_rendered(*given, Level.QUICK, compiled=binary)
+        start = time.perf_counter()
+        assert check_rendered(*given, Level.QUICK, compiled=binary).passed
+        seconds = time.perf_counter() - start
+        assert seconds < QUICK_SECONDS, f"{family.name}: its self-check took {seconds:.2f} s"
