@@ -21,7 +21,7 @@ class Sequence(NamedTuple):
     """One sequence of a call, in float64.
 
     Attributes:
-        index: Its number in the call.
+        number: Which of the call it is.
         batch: Where its rows are in q and out, along the first dimension.
         first_row: Likewise along the third.
         q: [heads, queries, head_dim].
@@ -29,7 +29,7 @@ class Sequence(NamedTuple):
         v: [kv_heads, keys, value_head_dim], likewise.
     """
 
-    index: int
+    number: int
     batch: int
     first_row: int
     q: Tensor
@@ -130,7 +130,7 @@ def _attend(problem: Problem, one: Sequence, side: Side, scale: float) -> tuple[
     keys = one.k.shape[1]
     group = heads // one.k.shape[0]
     k, v = (tensor.repeat_interleave(group, 0) for tensor in (one.k, one.v))
-    prefix = 0 if side.prefix is None else int(side.prefix[one.index])
+    prefix = 0 if side.prefix is None else int(side.prefix[one.number])
     seen = visible(problem, queries, keys, prefix).expand(heads, queries, keys)
     scores = scale * one.q @ k.mT
     if problem.softcap:
@@ -139,9 +139,9 @@ def _attend(problem: Problem, one: Sequence, side: Side, scale: float) -> tuple[
     if side.slopes is not None:
         diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
         distance = torch.arange(queries)[:, None] + diagonal - torch.arange(keys)[None, :]
-        scores = scores - side.slopes[one.index].double()[:, None, None] * distance.abs()
+        scores = scores - side.slopes[one.number].double()[:, None, None] * distance.abs()
     if side.bias is not None:
-        laid = side.bias[one.index, :, :queries, :keys]
+        laid = side.bias[one.number, :, :queries, :keys]
         if problem.bias is Bias.BOOLEAN:
             seen = seen & laid
         else:

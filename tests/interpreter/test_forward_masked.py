@@ -18,12 +18,13 @@ from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.side import Side
 from flashtune.target import find_target
-from flashtune.templates.forward_masked.family import FAMILY
 from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.plain_masks import plain_attention
 
 TARGET = find_target("h200")
+FAMILY = find_family("forward_masked")
 # Queries and keys of sequences that are packed or of lengths of their own: empty ones, and on borders.
 LENGTHS = ((19, 40), (0, 12), (7, 0), (16, 33), (33, 17))
 

@@ -16,11 +16,12 @@ from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
 from flashtune.templates.common.asked import FARTHEST, asked_of
-from flashtune.templates.forward_masked.family import FAMILY
 from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 
 H100, A100 = find_target("h100"), find_target("a100")
+FAMILY = find_family("forward_masked")
 PAGES = {"page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
 # One way to ask for each feature.
 ASKED: dict[str, dict[str, Any]] = {
