@@ -41,7 +41,7 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
     if request.problem.features:
-        return _with_side(launch, request)
+        return _with_side(launch, request, q)
     if request.return_lse:
         lse_shape = request.lse_shape
 
@@ -70,13 +70,14 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     return serve
 
 
-def _with_side(launch: Launch, request: Request) -> Serve:
+def _with_side(launch: Launch, request: Request, q: Tensor) -> Serve:
     """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
     shape, default_scale = request.out_shape, request.default_scale
     lse_shape = request.lse_shape if request.return_lse else None
+    alike = q.shape == shape and q.is_contiguous()
 
     def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
-        out = q.new_empty(shape)
+        out = torch.empty_like(q) if alike else q.new_empty(shape)
         lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=torch.float32)
         launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)

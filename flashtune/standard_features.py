@@ -160,15 +160,12 @@ def _averages(scores: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     """Softmax-weighted values and the log-sum-exp; no NaN, in gradients neither, where all is hidden."""
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     lowest = scores.new_full((batch, heads, seqlen_q, 1), -torch.inf)
+    sink = lowest if sinks is None else sinks.view(1, heads, 1, 1).expand_as(lowest)
     largest = torch.maximum(lowest, scores.detach().amax(-1, keepdim=True)) if seqlen_kv else lowest
-    if sinks is not None:
-        sink = sinks.view(1, heads, 1, 1).expand(batch, heads, seqlen_q, 1)
-        largest = torch.maximum(largest, sink.detach())
+    largest = torch.maximum(largest, sink.detach())
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     weights = torch.exp(scores - largest)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - largest)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - largest)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     kv_heads, rows = v.shape[1], heads // v.shape[1] * seqlen_q

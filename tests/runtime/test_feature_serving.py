@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from torch import Tensor
 import flashtune
 from flashtune import decision, dispatch, serving
 from flashtune.api import dense_call
+from flashtune.call_counts import read_counts
 from flashtune.errors import FlashtuneError, KernelError, ProblemError
 from flashtune.feature_request import read_call
 from flashtune.features import Feature
@@ -147,3 +149,25 @@ def test_windows_that_hold_nothing_back_are_served_as_plain_attention(machine: M
         out = flashtune.attention(q, q, q, causal=True, window=(64, 0), prefer="generated")
     assert torch.equal(out, flashtune.attention(q, q, q, causal=True, prefer="generated"))
     assert {kernel.family for kernel in machine.kernels} <= {"forward_q_outer", "forward_hopper"}
+
+
+def test_few_queries_are_decoded_and_many_are_not(machine: Machine) -> None:
+    def family(queries: int) -> str:
+        q = torch.randn(2, queries, HEADS, 64).half()
+        given = paged((2048, 900), widths=(64, 64))
+        pages = given.k_cache.half(), given.v_cache.half(), *given[2:]
+        told = flashtune.explain_paged(q, *pages)
+        assert told.selection is not None
+        return told.selection.record.family
+
+    assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 2 + ["forward_masked"]
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_packed_calls_are_recorded_as_one_problem(bound: Bound, tmp_path: Path) -> None:
+    with flashtune.record_calls(tmp_path / "calls.jsonl"):
+        for lengths in ((70, 50), (71, 50), (71, 50)):
+            flashtune.attention_varlen(*packed(*lengths), causal=True)
+    [count] = read_counts(tmp_path / "calls.jsonl")
+    assert count.calls == 3
+    assert (count.problem.packed, count.problem.seqlen_q) == (128, 128)
