@@ -1,7 +1,7 @@
-"""Where tokens lie: side by side, packed one sequence behind the other, or in pages; there and back.
+"""Where tokens lie: side by side, packed one sequence behind the other, or in pages.
 
 Values are made for sequences that lie side by side, [batch, heads, seqlen, width], each as long as the
-longest. Here they are put where a kernel looks for them, and read from there.
+longest. Here they are put where a kernel looks for them.
 """
 
 from __future__ import annotations
@@ -143,22 +143,6 @@ def put(memory: Tensor, dense: Tensor, places: Places) -> None:
     """
     there = places.to(memory.device)
     _rows(memory)[there.block, there.slot] = _rows(dense)[there.sequence, there.row]
-
-
-def gather(memory: Tensor, places: Places, shape: tuple[int, int]) -> Tensor:
-    """Rows of sequences from where they lie, zeros where there are none: [batch, heads, rows, width].
-
-    Args:
-        memory: [blocks, heads, slots, width].
-        places: Of each row.
-        shape: Sequences, and rows of the longest.
-    """
-    there = places.to(memory.device)
-    dense = torch.zeros(
-        shape[0], memory.shape[1], shape[1], memory.shape[3], dtype=memory.dtype, device=memory.device
-    )
-    _rows(dense)[there.sequence, there.row] = _rows(memory)[there.block, there.slot]
-    return dense
 
 
 def _rows(tensor: Tensor) -> Tensor:

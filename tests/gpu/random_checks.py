@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -12,7 +12,7 @@ import torch
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.launch import Binary, compile_binary
-from flashtune.proof.findings import findings_of
+from flashtune.proof.findings import Finding, findings_of
 from flashtune.proof.prepared import prepare
 from flashtune.record import Outcome
 from flashtune.target import Target
@@ -26,6 +26,8 @@ from tests.gpu.random_problems import Subject, Trial
 DEVICE = torch.device("cuda", 0)
 # Figures are read so many problems at a time: each reading waits for the device.
 AT_ONCE = 16
+# Seeds of the inputs of one run.
+INPUTS = 100_000
 
 
 class Wrong(msgspec.Struct, frozen=True):
@@ -65,6 +67,9 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
         target: The GPU.
         seed: Of their inputs.
         tell: Is given a line for everything that is wrong, at once.
+
+    Raises:
+        RuntimeError: A launch failed, and with it the GPU's context; says which trials it was among.
     """
     started = time.monotonic()
     subjects = tuple(dict.fromkeys(trial.subject for trial in trials))
@@ -74,43 +79,20 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
     compiled = time.monotonic()
     wrong: list[Wrong] = []
     worst: dict[str, float] = {}
-    # All problems of one kernel in a row: its binary is loaded once.
-    order = [
-        (number, trial)
-        for subject in subjects
-        if subject not in unfit
-        for number, trial in enumerate(trials)
-        if trial.subject == subject
-    ]
-    loaded: tuple[Subject, Kernel, Binary] | None = None
-    for start in range(0, len(order), AT_ONCE):
-        figures = []
-        for number, trial in order[start : start + AT_ONCE]:
-            subject, case = trial
-            if loaded is None or loaded[0] != subject:
-                kernel = render(
-                    find_family(subject.family), subject.problem, subject.config, subject.specialization
-                )
-                loaded = (subject, kernel, compile_binary(kernel, target))
-            prepared = prepare(case, subject.specialization.alignment, DEVICE, 100_000 * seed + number)
-            try:
-                found = tuple(findings_of(*loaded[1:], case, prepared, target, 0))
-            except (KernelError, RuntimeError) as error:
-                raise RuntimeError(f"{subject.family} {subject.config.label()} at {case.label}") from error
-            figures += [(trial, finding) for finding in found]
-        numbers = torch.stack([finding.figure.double() for _, finding in figures]).tolist()
-        for (trial, finding), number in zip(figures, numbers, strict=True):
-            family = trial.subject.family
-            if finding.limit:
-                worst[family] = max(worst.get(family, 0.0), number)
-            if not number <= finding.limit:
-                wrong.append(_wrong(trial, f"{finding.what}: {number:.4g} of {finding.limit:g} allowed"))
-                tell(f"WRONG {family} {wrong[-1].problem} {wrong[-1].config}\n      {wrong[-1].what}")
-    counts = Counter(trial.subject.family for _, trial in order)
+    for trial, finding, number in _figures(
+        trials, [one for one in subjects if one not in unfit], target, seed
+    ):
+        family = trial.subject.family
+        if finding.limit:
+            worst[family] = max(worst.get(family, 0.0), number)
+        if not number <= finding.limit:
+            wrong.append(_wrong(trial, f"{finding.what}: {number:.4g} of {finding.limit:g} allowed"))
+            tell(f"WRONG {family} {wrong[-1].problem} {wrong[-1].config}\n      {wrong[-1].what}")
+    counts = Counter(trial.subject.family for trial in trials if trial.subject not in unfit)
     return Report(
         tuple(wrong),
         Summary(
-            problems=len(order),
+            problems=counts.total(),
             kernels=len(subjects) - len(unfit),
             by_family=dict(counts),
             worst_by_family={family: round(ratio, 3) for family, ratio in worst.items()},
@@ -120,6 +102,35 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
             check_s=round(time.monotonic() - compiled, 1),
         ),
     )
+
+
+def _figures(
+    trials: Sequence[Trial], subjects: Sequence[Subject], target: Target, seed: int
+) -> Iterator[tuple[Trial, Finding, float]]:
+    """Every figure that decides, kernel by kernel: a binary is loaded once."""
+    for subject in subjects:
+        kernel = render(find_family(subject.family), subject.problem, subject.config, subject.specialization)
+        binary = compile_binary(kernel, target)
+        own = [(number, trial) for number, trial in enumerate(trials) if trial.subject == subject]
+        for start in range(0, len(own), AT_ONCE):
+            some = own[start : start + AT_ONCE]
+            try:
+                found = [
+                    (trial, finding)
+                    for number, trial in some
+                    for finding in _findings(kernel, binary, trial, target, INPUTS * seed + number)
+                ]
+                numbers = torch.stack([finding.figure.double() for _, finding in found]).tolist()
+            except (KernelError, RuntimeError) as error:
+                among = "; ".join(_wrong(trial, trial.case.label).problem for _, trial in some)
+                raise RuntimeError(f"{subject.family} {subject.config.label()} among {among}") from error
+            yield from ((*one, number) for one, number in zip(found, numbers, strict=True))
+
+
+def _findings(kernel: Kernel, binary: Binary, trial: Trial, target: Target, seed: int) -> Iterator[Finding]:
+    case = trial.case
+    prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
+    return findings_of(kernel, binary, case, prepared, target, 0)
 
 
 def _wrong(trial: Trial, what: str) -> Wrong:
