@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and chunk 64, prefix, softcap, ALiBi, boolean bias, sinks
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv 0bd8b1a921f1
+Template     decode_split_kv b33dbfe3101a
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -137,8 +137,8 @@ def decode_split_kv(
     bias_rows = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + queries * stride_bias_s
     # One of the parts counts the sink.
     sink_log2 = tl.where(split == 0, sink_log2, float("-inf"))
-    running_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
-    running_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 32], tl.float32)
 
     first = split * blocks // splits * BLOCK_N
@@ -187,12 +187,18 @@ def decode_split_kv(
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None], input_precision="ieee")
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    largest = tl.maximum(running_max, sink_log2)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    kept = tl.exp2(running_max - shift)
+    running_sum = running_sum * kept + tl.exp2(sink_log2 - shift)
+    running_max = largest
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
     places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
     tl.store(partial_lse + places_out, row_lse, mask=row_exists)
     o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
-    o_tile = accumulator / divisor[:, None]
+    o_tile = accumulator * kept[:, None] / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_32[None, :],
         o_tile,

@@ -6,7 +6,7 @@ With         window 1024:-1, first tokens 4, sinks
 Config       block_m 128, block_n 64, 8 warps, 3 stages, two_phases True, decomposed False,
              long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked fad2ea3c82b0
+Template     forward_masked 9755ba24478d
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -108,8 +108,8 @@ def forward_masked(
 
     scale_log2 = scale * LOG2_E
     sink_log2 = tl.load(sinks + head) * LOG2_E
-    running_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
-    running_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
 
     for start in tl.range(open_begin, open_stop, BLOCK_N):
@@ -168,9 +168,15 @@ def forward_masked(
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
 
+    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    largest = tl.maximum(running_max, sink_log2)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    kept = tl.exp2(running_max - shift)
+    running_sum = running_sum * kept + tl.exp2(sink_log2 - shift)
+    running_max = largest
     # Rows that saw no key have the sink's weight alone: their output is zero and their log-sum-exp the sink.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+    o_tile = (accumulator * kept[:, None] / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile,
