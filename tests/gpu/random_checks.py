@@ -1,42 +1,29 @@
-"""Compiles the kernels of random problems on all cores and holds each against the reference on the GPU."""
+"""Compiles the kernels of random problems on all cores and holds each against the reference on the GPU.
+
+As before it serves, a kernel passes its self-check first; what that refuses is counted and computes nothing
+more. The GPU is used by a process of its own, which another replaces where a kernel breaks its context.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
+import pebble
 
-from flashtune.errors import KernelError
-from flashtune.kernel import Kernel
-from flashtune.launch import Binary, compile_binary
-from flashtune.proof.findings import Finding, findings_of
-from flashtune.proof.prepared import prepare
 from flashtune.record import Outcome
 from flashtune.target import Target
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import CompilePool
 from flashtune.tuner.processes import usable_cores
 from tests.gpu.random_problems import Subject, Trial
+from tests.gpu.random_subject import Result, Wrong, check_subject, refusal, wrong_at
 
-DEVICE = torch.device("cuda", 0)
-# Figures are read so many problems at a time: each reading waits for the device.
-AT_ONCE = 16
-# Seeds of the inputs of one run.
-INPUTS = 100_000
-
-
-class Wrong(msgspec.Struct, frozen=True):
-    """A problem at which a kernel is wrong."""
-
-    family: str
-    problem: str
-    config: str
-    what: str
+# Of all problems of one kernel: what takes longer hangs.
+SECONDS = 60
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -44,103 +31,83 @@ class Summary(msgspec.Struct, frozen=True):
 
     problems: int
     kernels: int
+    refused: list[str]
+    unfit: list[str]
     by_family: dict[str, int]
     worst_by_family: dict[str, float]
-    unfit: list[str]
     wrong: list[Wrong]
     compile_s: float
     check_s: float
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What was wrong, and the run in figures."""
-
-    wrong: tuple[Wrong, ...]
-    summary: Summary
-
-
-def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable[[str], object]) -> Report:
-    """Compiles every kernel once, and checks every trial.
+def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable[[str], object]) -> Summary:
+    """Compiles every kernel once, and checks every trial of those that pass their self-check.
 
     Args:
         trials: The problems.
         target: The GPU.
         seed: Of their inputs.
         tell: Is given a line for everything that is wrong, at once.
-
-    Raises:
-        RuntimeError: A launch failed, and with it the GPU's context; says which trials it was among.
     """
     started = time.monotonic()
-    subjects = tuple(dict.fromkeys(trial.subject for trial in trials))
-    unfit = _unfit(subjects, target)
+    own: defaultdict[Subject, list[tuple[int, Trial]]] = defaultdict(list)
+    for number, trial in enumerate(trials):
+        own[trial.subject].append((number, trial))
+    unfit = _unfit(tuple(own), target)
     for subject, message in unfit.items():
-        tell(f"UNFIT {subject.family} {subject.config.label()} {subject.problem.key}: {message}")
+        tell(f"UNFIT {_named(subject)}: {message}")
     compiled = time.monotonic()
-    wrong: list[Wrong] = []
-    worst: dict[str, float] = {}
-    for trial, finding, number in _figures(
-        trials, [one for one in subjects if one not in unfit], target, seed
-    ):
-        family = trial.subject.family
-        if finding.limit:
-            worst[family] = max(worst.get(family, 0.0), number)
-        if not number <= finding.limit:
-            wrong.append(_wrong(trial, f"{finding.what}: {number:.4g} of {finding.limit:g} allowed"))
-            tell(f"WRONG {family} {wrong[-1].problem} {wrong[-1].config}\n      {wrong[-1].what}")
-    counts = Counter(trial.subject.family for trial in trials if trial.subject not in unfit)
-    return Report(
-        tuple(wrong),
-        Summary(
-            problems=counts.total(),
-            kernels=len(subjects) - len(unfit),
-            by_family=dict(counts),
-            worst_by_family={family: round(ratio, 3) for family, ratio in worst.items()},
-            unfit=[f"{subject.family} {subject.problem.key}" for subject in unfit],
-            wrong=wrong,
-            compile_s=round(compiled - started, 1),
-            check_s=round(time.monotonic() - compiled, 1),
-        ),
-    )
-
-
-def _figures(
-    trials: Sequence[Trial], subjects: Sequence[Subject], target: Target, seed: int
-) -> Iterator[tuple[Trial, Finding, float]]:
-    """Every figure that decides, kernel by kernel: a binary is loaded once."""
-    for subject in subjects:
-        kernel = render(find_family(subject.family), subject.problem, subject.config, subject.specialization)
-        binary = compile_binary(kernel, target)
-        own = [(number, trial) for number, trial in enumerate(trials) if trial.subject == subject]
-        for start in range(0, len(own), AT_ONCE):
-            some = own[start : start + AT_ONCE]
+    results: dict[Subject, Result] = {}
+    refused: list[str] = []
+    with pebble.ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
+        for subject in own.keys() - unfit.keys():
             try:
-                found = [
-                    (trial, finding)
-                    for number, trial in some
-                    for finding in _findings(kernel, binary, trial, target, INPUTS * seed + number)
-                ]
-                numbers = torch.stack([finding.figure.double() for _, finding in found]).tolist()
-            except (KernelError, RuntimeError) as error:
-                among = "; ".join(_wrong(trial, trial.case.label).problem for _, trial in some)
-                raise RuntimeError(f"{subject.family} {subject.config.label()} among {among}") from error
-            yield from ((*one, number) for one, number in zip(found, numbers, strict=True))
+                reason = pool.schedule(refusal, (subject, target), timeout=SECONDS).result()
+            except (pebble.ProcessExpired, TimeoutError) as error:
+                reason = f"its process ended: {error}"
+            if reason:
+                refused.append(_named(subject))
+                tell(f"REFUSED {_named(subject)}: {reason}")
+                continue
+            try:
+                job = pool.schedule(check_subject, (own[subject], target, seed), timeout=SECONDS)
+                results[subject] = job.result()
+            except (pebble.ProcessExpired, TimeoutError) as error:
+                ended = wrong_at(own[subject][0][1], f"its process ended: {error}")
+                results[subject] = Result((ended,), float("inf"))
+            for one in results[subject].wrong:
+                tell(f"WRONG {one.family} {one.problem} {one.config}\n      {one.what}")
+    return _summary(own, results, refused, unfit, compiled - started, time.monotonic() - compiled)
 
 
-def _findings(kernel: Kernel, binary: Binary, trial: Trial, target: Target, seed: int) -> Iterator[Finding]:
-    case = trial.case
-    prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
-    return findings_of(kernel, binary, case, prepared, target, 0)
-
-
-def _wrong(trial: Trial, what: str) -> Wrong:
-    subject, case = trial
-    specialization = subject.specialization
-    lies = (
-        f"alignment={specialization.alignment:d} index={specialization.index_bits} lse={specialization.lse}"
+def _summary(
+    own: dict[Subject, list[tuple[int, Trial]]],
+    results: dict[Subject, Result],
+    refused: list[str],
+    unfit: dict[Subject, str],
+    compile_s: float,
+    check_s: float,
+) -> Summary:
+    counts: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    for subject, result in results.items():
+        counts[subject.family] += len(own[subject])
+        worst[subject.family] = max(worst.get(subject.family, 0.0), round(result.worst, 3))
+    return Summary(
+        problems=counts.total(),
+        kernels=len(results),
+        refused=refused,
+        unfit=[_named(subject) for subject in unfit],
+        by_family=dict(counts),
+        worst_by_family=worst,
+        wrong=[one for result in results.values() for one in result.wrong],
+        compile_s=round(compile_s, 1),
+        check_s=round(check_s, 1),
     )
-    problem = f"{case.problem.key} {lies}"
-    return Wrong(subject.family, problem, subject.config.label(), what)
+
+
+def _named(subject: Subject) -> str:
+    return f"{subject.family} {subject.problem.key} {subject.config.label()}"
 
 
 def _unfit(subjects: Sequence[Subject], target: Target) -> dict[Subject, str]:

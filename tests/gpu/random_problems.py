@@ -179,11 +179,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     target = device_target(0)
-    report = check_all(
+    summary = check_all(
         list(trials(arguments.count, arguments.seed, target)), target, arguments.seed, click.echo
     )
-    click.echo(msgspec.json.format(msgspec.json.encode(report.summary)).decode())
-    return 1 if report.wrong else 0
+    click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    return 1 if summary.wrong else 0
 
 
 if __name__ == "__main__":
