@@ -60,7 +60,7 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
     results: dict[Subject, Result] = {}
     refused: list[str] = []
     with pebble.ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
-        for subject in own.keys() - unfit.keys():
+        for subject in (one for one in own if one not in unfit):
             try:
                 reason = pool.schedule(refusal, (subject, target), timeout=SECONDS).result()
             except (pebble.ProcessExpired, TimeoutError) as error:
