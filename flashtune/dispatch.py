@@ -15,7 +15,7 @@ from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
 from flashtune.leaving_out import without
-from flashtune.nearest import same_computation
+from flashtune.nearest import is_far, same_computation
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
 from flashtune.standard import score_bytes
@@ -64,11 +64,16 @@ def select(
             return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
     tuned = (record for record in tables.effective() if record.config)
     expected = forecast(problem, tuned, target, serves)
-    if expected is not None:
+    if expected is not None and not _is_new_decoding(problem, expected[1].nearest.problem):
         record, why = expected
         standing = _standing(record, Standing.VERIFIED)
         return Selection(record=record, standing=standing, source="nearest", forecast=why)
     return default_selection(problem, target, specialization)
+
+
+def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
+    """Whether queries are few and were many wherever they were timed: that says nothing of decoding."""
+    return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
 
 
 def of_nearest(selection: Selection) -> Selection | None:

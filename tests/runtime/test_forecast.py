@@ -13,7 +13,7 @@ import pytest
 import flashtune
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
-from flashtune.dispatch import of_nearest, select
+from flashtune.dispatch import DECODING_FAMILY, FEW_QUERIES, of_nearest, select
 from flashtune.forecast import forecast
 from flashtune.kernel import Alignment, Specialization
 from flashtune.nearest import distance, nearest_record, tuned_alike
@@ -155,10 +155,22 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
 
 def test_the_heads_of_a_group_share_a_tile_where_queries_are_few(records: tuple[Record, ...]) -> None:
     # Nobody tuned a shape of few queries: the families' defaults are considered too.
-    problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=1, seqlen_kv=9000)
+    problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
     assert selection.record.config.pack == problem.group_size
+
+
+def test_times_of_many_queries_say_nothing_of_decoding(records: tuple[Record, ...]) -> None:
+    problem = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=9000)
+    many = [record for record in records if record.problem.seqlen_q > FEW_QUERIES]
+    selection = select(problem, TARGET, _tables(tuple(many)), Specialization(), generated=True)
+    assert (selection.source, selection.record.family) == ("default", DECODING_FAMILY)
+    decoded = msgspec.structs.replace(problem, seqlen_kv=8192)
+    config = find_family(DECODING_FAMILY).default(decoded, TARGET)
+    timed = msgspec.structs.replace(many[0], problem=decoded, family=DECODING_FAMILY, config=config)
+    selection = select(problem, TARGET, _tables((*many, timed)), Specialization(), generated=True)
+    assert (selection.source, selection.record.family) == ("nearest", DECODING_FAMILY)
 
 
 def test_a_first_call_waits_for_no_model(records: tuple[Record, ...]) -> None:

@@ -29,7 +29,7 @@ MAX_HOPPER_LINE = 130
 SPARE = {"earlier", "positions", "workspaces"}
 
 Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
-MASKED, DECODE = "forward_masked", "decode_split_kv"
+MASKED, DECODE, LATENT = "forward_masked", "decode_split_kv", "decode_latent_hopper"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
 WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
@@ -103,6 +103,14 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
     ),
     "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "splits": 3}, ANYWHERE),
+    "hopper_bf16_latent_pages": (
+        LATENT, "bf16", (576, 512), "bottom_right",
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+    ),
+    "hopper_fp16_latent_parts": (
+        LATENT, "fp16", (576, 512), "bottom_right",
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, ROW_SUMS,
+    ),
 }  # fmt: skip
 # What a problem asks for beside that.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -117,6 +125,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "first_tokens": 4,
     },
     "decode_bf16_latent": {"page_size": 64, "latent": True},
+    "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
+    "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
     "decode_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,
     },
@@ -201,9 +211,12 @@ def test_the_header_says_what_it_is(name: str) -> None:
     header = ast.get_docstring(ast.parse(kernel.source)) or ""
     _, dtype, widths, causal, values, _ = COMBINATIONS[name]
     assert f"{dtype}, head dim {widths[0]}, value head dim {widths[1]}, causal: {causal}" in header
-    tile = "{groups} groups of {rows} rows" if kernel.family == HOPPER else "block_m {block_m}"
-    rest = "{num_stages} stages" if kernel.family == HOPPER else "{num_warps} warps"
-    assert f"{tile}, block_n {{block_n}}, {rest}".format(**values) in header
+    said = {
+        HOPPER: "{groups} groups of {rows} rows, block_n {block_n}, {num_stages} stages",
+        LATENT: "{queries} queries and {heads} heads a tile, {num_stages} stages, {splits} parts",
+    }
+    told = said.get(kernel.family, "block_m {block_m}, block_n {block_n}, {num_warps} warps")
+    assert told.format(**values, heads=64 // values.get("queries", 1)) in header
     assert kernel.family in header
 
 
@@ -212,7 +225,10 @@ def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name.startswith("hopper"):
-        assert imported == ["torch", "triton", "triton.language"][: 3 if "e4m3" in name else 2]
+        portable_steps = "e4m3" in name or "parts" in name
+        # Nobody rounds up where places for tiles are counted by starts.
+        steps = ["triton", "triton.language"] if portable_steps else [] if "sequences" in name else ["triton"]
+        assert imported == ["torch", *steps]
         assert all(
             str(source).startswith("triton.experimental.gluon") or source == "triton.experimental"
             for source in sources
