@@ -84,7 +84,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         source: The rendered Python file.
         arguments: Run-time arguments in order: q, k, v, out, lse, side inputs (by their names in `Side`),
             workspaces, scale, softcap where there is one, integers; descriptors instead of q, k, v, out and
-            workspaces.
+            what a prologue wrote.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.
         prologue: What is launched before it, if anything.

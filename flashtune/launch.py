@@ -129,11 +129,11 @@ def bind(
     arguments = None
     if kernel.takes_descriptors:
         # The kernel reads what the prologue wrote of v.
-        values = typed(allocate_workspace(workspaces[0], torch.device("meta")), v) if workspaces else v
+        values = typed(allocate_workspace(workspaces[0], torch.device("meta")), v) if prologue else v
         patterns = module.descriptors(*map(without_memory, (q, k, values, out)))
         arguments = DescriptorArguments(patterns, binary.kernel.metadata.tensordesc_meta)
         if q.dtype is not E4M3:
-            return DescriptorLaunch(queue, arguments, kernel.side)
+            return DescriptorLaunch(queue, arguments, kernel.side, epilogue, workspaces, allocate)
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
 
 

@@ -113,20 +113,25 @@ class DeviceLaunch:
 
 
 class DescriptorLaunch:
-    """The binary of a kernel whose tensors are passed as descriptors, and side inputs by address."""
+    """The binary of a kernel whose tensors are passed as descriptors; all else goes by address."""
 
-    __slots__ = ("_arguments", "_names", "_queue")
+    __slots__ = ("_allocate", "_arguments", "_epilogue", "_names", "_queue", "_workspaces")
 
     def __init__(
         self,
         queue: Callable[[tuple[Any, ...]], None],
         arguments: DescriptorArguments,
         names: tuple[str, ...] = (),
+        epilogue: Callable[[tuple[Any, ...]], None] | None = None,
+        workspaces: tuple[tuple[int, ...], ...] = (),
+        allocate: Allocate = allocate_workspace,
     ) -> None:
         """`names` are those of the side tensors that the kernel takes."""
         self._queue = queue
         self._arguments = arguments
         self._names = names
+        self._epilogue = epilogue
+        self._workspaces, self._allocate = workspaces, allocate
 
     def __call__(
         self,
@@ -138,11 +143,18 @@ class DescriptorLaunch:
         scale: float,
         side: Side = NO_SIDE,
     ) -> None:
-        """Queues the kernel on its device's current stream."""
+        """Queues the kernel, and its epilogue if it has one, on their device's current stream."""
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         beside = [getattr(side, name).data_ptr() for name in self._names]
-        self._queue((*self._arguments((q, k, v, out)), row_lse, *beside, scale))
+        tensors = self._arguments((q, k, v, out))
+        if self._epilogue is None:
+            self._queue((*tensors, row_lse, *beside, scale))
+            return
+        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
+        pointers = [workspace.data_ptr() for workspace in workspaces]
+        self._queue((*tensors, row_lse, *beside, *pointers, scale))
+        self._epilogue((out.data_ptr(), row_lse, *pointers))
 
 
 class SideLaunch:

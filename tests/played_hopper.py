@@ -17,12 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from flashtune.compilation import load_module
 from flashtune.kernel import Kernel
 from tests.played_parts import Array, Barrier, Descriptor, Pointer, Shared, Tensor, Turn, plain
 
-ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "consume"}
+ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
 
 
 class Program:
@@ -31,12 +32,17 @@ class Program:
     def __init__(self, number: int, programs: int, module: Any) -> None:
         self.clock = threading.Condition()
         self.number, self.programs, self.module = number, programs, module
-        self.turns = [Turn(self.clock) for _ in range(module.GROUPS.value)]
+        self.turns = [Turn(self.clock) for _ in range(self.groups)]
         self.grown: dict[int, bool] = {}
+
+    @property
+    def groups(self) -> int:
+        """Consumer groups that take turns; kernels without turns do not say."""
+        return int(self.module.GROUPS.value) if hasattr(self.module, "GROUPS") else 0
 
     def names(self) -> dict[str, Any]:
         """Globals of the rendered functions."""
-        count = self.module.GROUPS.value
+        count = self.groups
         constants = {
             name: getattr(one, "value", one) for name, one in vars(self.module).items() if name.isupper()
         }
@@ -94,6 +100,7 @@ class Program:
             num_programs=lambda _: self.programs,
             arange=lambda start, end, _: Tensor(np.arange(start, plain(end))),
             zeros=lambda shape, *_: Tensor(np.zeros([plain(side) for side in shape])),
+            full=lambda shape, value, *_: Tensor(np.full([plain(side) for side in shape], value)),
             where=where,
             minimum=of_two(np.minimum),
             maximum=of_two(np.maximum),
@@ -101,7 +108,7 @@ class Program:
             sum=of_one(np.sum),
             exp2=of_one(np.exp2),
             log2=of_one(np.log2),
-            load=lambda pointer: int(pointer.memory[pointer.offset]),
+            load=lambda pointer, mask=True, other=0: int(pointer.memory[pointer.offset] if mask else other),
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
             convert_layout=lambda value, _: value,
@@ -167,6 +174,7 @@ def play(
     lse: Array,
     scale: float,
     programs: int,
+    workspaces: tuple[Array, ...] = (),
 ) -> None:
     """Runs a kernel on arrays.
 
@@ -178,11 +186,12 @@ def play(
         lse: Flat; written.
         scale: Of the scores.
         programs: How many there are.
+        workspaces: Flat; written.
     """
     module = load_module(kernel)
     made = module.descriptors(*tensors)
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
-    starts = [SimpleNamespace(shape=one.shape) for one in beside]
+    starts = [torch.empty(one.shape, device="meta") for one in beside]
     integers = module.launch_plan(*tensors, *starts)[2]
     source = _counted(kernel)
     with _small_steps():
@@ -190,7 +199,7 @@ def play(
             program = Program(number, programs, module)
             names = program.names()
             exec(compile(source, kernel.entry, "exec"), names)
-            pointers = [Pointer(one) for one in beside]
+            pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *integers)
 
 

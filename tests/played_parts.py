@@ -52,7 +52,7 @@ def _operator(name: str) -> Callable[..., Tensor]:
     return operate
 
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "and", "or")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or")
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "radd", "rsub", "rmul", "rtruediv")
 for _name in (*COMPARISONS, *ARITHMETIC):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
@@ -80,6 +80,9 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         self.values[...] = value.values
+
+    def load(self, layout: object) -> Tensor:
+        return Tensor(self.values.copy())
 
 
 class Barrier:
@@ -156,4 +159,5 @@ class Pointer:
         return Pointer(self.memory, self.offset + plain(steps))
 
     def write(self, value: Tensor, mask: Tensor) -> None:
-        self.memory[self.offset[mask.values]] = value.values[mask.values]
+        written, offset = np.broadcast_arrays(mask.values, self.offset)
+        self.memory[offset[written]] = value.values[written]

@@ -1,0 +1,59 @@
+"""Run-time arguments of the kernel, descriptors among them, and of the one that combines parts."""
+
+from __future__ import annotations
+
+from flashtune.config import LaunchOptions
+from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
+from flashtune.problem import Problem
+from flashtune.templates.common.arguments import forward_arguments, pointer_type
+from flashtune.templates.common.side import side_tensors
+from flashtune.templates.decode_latent_hopper.space import BLOCK_N, COMBINE_WARPS, ROWS, LatentConfig
+
+# What every program found of its keys: outputs, and log-sum-exps in units of log2.
+WORKSPACES = ("partial_out", "partial_lse")
+COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
+# The copy engine's widest row that keeps banks of shared memory apart, in bytes.
+WIDEST_SWIZZLE = 128
+
+
+def latent_arguments(
+    problem: Problem, config: LatentConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """Descriptors of q and k, and of out where it is written at once; lse, side tensors, parts, numbers."""
+    half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
+    queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, BLOCK_N)
+    many = config.splits > 1
+    counts = ("heads", "all_heads", "seqlen_q", "seqlen_kv")
+    return (
+        _descriptor("q_desc", problem, (*queries, half)),
+        _descriptor("q_rest_desc", problem, (*queries, rest)),
+        _descriptor("k_desc", problem, (*keys, half)),
+        _descriptor("k_rest_desc", problem, (*keys, rest)),
+        *(() if many else (_descriptor("o_desc", problem, (*queries, half)),)),
+        # A kernel that writes no log-sum-exp is given `out` in its place and never touches it.
+        Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
+        *side_tensors(problem),
+        *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in WORKSPACES if many),
+        Argument("scale", "fp32"),
+        *(Argument(name, "i32") for name in counts),
+        *((Argument("stride_table", f"i{specialization.index_bits}"),) if problem.page_size else ()),
+        *((Argument("splits", "i32"),) if many else ()),
+    )
+
+
+def combine_step(problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
+    """What is launched after it, where keys are split."""
+    if config.splits == 1:
+        return None
+    plain = {
+        argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)
+    }
+    arguments = (*(plain[name] for name in COMBINED), Argument("rows", "i32"), Argument("splits", "i32"))
+    return Step("combine", arguments, LaunchOptions(COMBINE_WARPS, 1))
+
+
+def _descriptor(name: str, problem: Problem, box: tuple[int, ...]) -> Argument:
+    swizzle = min(WIDEST_SWIZZLE, box[-1] * problem.dtype.itemsize)
+    layout = f"NVMMASharedLayout({swizzle}, {8 * problem.dtype.itemsize}, {len(box)})"
+    sides = ", ".join(str(side) for side in box)
+    return Argument(name, f"tensordesc<{pointer_type(problem.dtype)[1:]}[{sides}],{layout}>")

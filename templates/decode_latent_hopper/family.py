@@ -1,0 +1,188 @@
+"""Attention over latent keys (DeepSeek's MLA) in Gluon, of few queries: for sm_90 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Feature
+from flashtune.kernel import Argument, Specialization, Step
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import power_of_two
+from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
+from flashtune.templates.decode_latent_hopper.space import (
+    BLOCK_N,
+    COMBINE_WARPS,
+    CONSUMER_REGISTERS,
+    GROUP_WARPS,
+    PRODUCER_REGISTERS,
+    LatentConfig,
+    latent_space,
+    row_tiles,
+    split_tile,
+)
+from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
+from flashtune.templates.decode_latent_hopper.sram import latent_items
+from flashtune.templates.family import Context, TrafficItem
+from flashtune.visibility import distinct_keys
+
+HOPPER = 90
+DTYPES = (Dtype.BF16, Dtype.FP16)
+LEAST_VALUES, MOST_VALUES = 128, 512
+LEAST_REST, MOST_REST = 16, 64
+# The share of products and softmax that runs side by side: the second group multiplies meanwhile.
+OVERLAP = 0.5
+
+
+class LatentContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    half: int
+    rest: int
+    queries: int
+    num_stages: int
+    splits: int
+    late_values: bool
+    split_tile: int
+    combine_warps: int
+    consumer_registers: int
+    producer_registers: int
+    lengths: bool
+    page_size: int
+    lse: bool
+
+
+class DecodeLatentHopper:
+    """The family; it holds no state."""
+
+    name = "decode_latent_hopper"
+    config_type = LatentConfig
+    features = frozenset({Feature.LATENT, Feature.LENGTHS, Feature.PAGES})
+    interpreted = False
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if not target.is_nvidia or target.capability != HOPPER:
+            return f"decode_latent_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
+        if not problem.latent:
+            return "decode_latent_hopper takes values that are columns of the keys alone"
+        if problem.dtype not in DTYPES:
+            return f"decode_latent_hopper takes bf16 and fp16, not {problem.dtype}"
+        if problem.kv_heads != 1:
+            return "decode_latent_hopper takes one KV head"
+        values, rest = problem.value_head_dim, problem.head_dim - problem.value_head_dim
+        if power_of_two(values) != values or not LEAST_VALUES <= values <= MOST_VALUES:
+            return (
+                f"decode_latent_hopper takes value head dims from {LEAST_VALUES} to {MOST_VALUES} "
+                "that are powers of two"
+            )
+        if not LEAST_REST <= rest <= MOST_REST or power_of_two(rest) != rest:
+            return (
+                "decode_latent_hopper takes keys that are wider than their values by "
+                f"{LEAST_REST}, 32 or {MOST_REST} columns"
+            )
+        if problem.page_size and problem.page_size < BLOCK_N:
+            return f"decode_latent_hopper takes pages of {BLOCK_N} keys and more"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return specialization.takes_descriptors(dtype)
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return latent_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """So many parts that the multiprocessors are busy."""
+        space = latent_space(problem, target)
+        usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, late_values=True)
+        spread = splits_otherwise(usual, space)
+        return min(spread, key=lambda config: (latent_span(problem, config, target), config.splits))
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        assert isinstance(config, LatentConfig)
+        return latent_arguments(problem, config, specialization)
+
+    def options(self, config: Config) -> LaunchOptions:
+        return LaunchOptions(config.num_warps, config.num_stages)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return None
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        assert isinstance(config, LatentConfig)
+        return combine_step(problem, config, specialization)
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, LatentConfig)
+        return latent_items(problem, config)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, LatentConfig)
+        return row_tiles(problem, config) * problem.batch * config.splits
+
+    def overlap(self, config: Config) -> float | None:
+        return OVERLAP
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, LatentConfig)
+        return latent_span(problem, config, target)
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        assert isinstance(config, LatentConfig)
+        return splits_otherwise(config, latent_space(problem, target))
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, LatentConfig)
+        rows = problem.batch * problem.seqlen_q * problem.heads
+        tiles = row_tiles(problem, config)
+        keys = problem.batch * distinct_keys(problem.sight) * problem.head_dim * problem.kv_itemsize
+        queries = rows * problem.head_dim * problem.dtype.itemsize
+        # Tiles of one sequence run side by side, and a cache holds what all of them read.
+        name = "k read once" if tiles == 1 or target else "k read for every tile of rows"
+        items = [
+            TrafficItem("q read by every part", config.splits * queries),
+            TrafficItem(name, keys * (1 if target else tiles)),
+        ]
+        if config.splits > 1:
+            partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
+            items.append(TrafficItem("parts written and read", 2 * partial))
+        written = rows * problem.value_head_dim * problem.out_dtype.itemsize
+        return (*items, TrafficItem("out written once", written))
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> LatentContext:
+        assert isinstance(config, LatentConfig)
+        return LatentContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            half=problem.value_head_dim // 2,
+            rest=problem.head_dim - problem.value_head_dim,
+            queries=config.queries,
+            num_stages=config.num_stages,
+            splits=config.splits,
+            late_values=config.late_values,
+            split_tile=split_tile(config),
+            combine_warps=COMBINE_WARPS,
+            consumer_registers=CONSUMER_REGISTERS,
+            producer_registers=PRODUCER_REGISTERS,
+            lengths=problem.lengths or problem.page_size > 0,
+            page_size=problem.page_size,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = DecodeLatentHopper()

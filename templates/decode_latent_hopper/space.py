@@ -1,0 +1,93 @@
+"""The space of the latent Hopper family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from flashtune.config import Axis, Config, Space
+from flashtune.problem import Problem
+from flashtune.target import Target
+from flashtune.visibility import distinct_keys
+
+Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
+Queries = Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+GROUP_WARPS = 4
+# Rows of one matrix instruction of a group, and keys of a block.
+ROWS = 64
+BLOCK_N = 64
+# Registers of a thread: what the multiprocessor has, shared among two groups and the producer's four warps.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+QUERIES = (1, 2, 4, 8, 16)
+# Programs that a multiprocessor is given at the most, one after the other, where keys are split.
+PROGRAMS_PER_SM = 8
+# Halves of values this wide leave room for two blocks of keys; of narrower ones there is room for more.
+WIDEST_HALF = 256
+COMBINE_WARPS = 4
+
+
+class LatentConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space. `num_stages` blocks of keys are in flight.
+
+    Attributes:
+        queries: Queries of a tile of 64 rows; the others are heads.
+        splits: Parts of the keys of a sequence, each a program's.
+        late_values: The second group multiplies a block while the first one weighs the next, not before.
+    """
+
+    queries: Queries = 1
+    splits: Splits = 1
+    late_values: bool = False
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile."""
+        return ROWS
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a block."""
+        return BLOCK_N
+
+
+def latent_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying."""
+    fewest = math.ceil(problem.seqlen_q * problem.heads / ROWS) * problem.batch
+    most = min(
+        max(1, math.ceil(distinct_keys(problem.sight) / BLOCK_N)),
+        max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
+    )
+    # Besides, so many as fill every multiprocessor with one program, two and three.
+    filling = (waves * target.sm_count // max(1, fewest) for waves in (1, 2, 3))
+    splits = tuple(count for count in sorted({*SPLITS, *filling}) if 1 <= count <= min(most, SPLITS[-1]))
+    narrow = problem.value_head_dim < 2 * WIDEST_HALF
+    axes = (
+        Axis("num_warps", (GROUP_WARPS,)),
+        Axis("num_stages", (2, 3, 4) if narrow else (2,)),
+        Axis("queries", tuple(count for count in QUERIES if count < 2 * problem.seqlen_q) or (1,)),
+        Axis("splits", splits),
+        Axis("late_values", (False, True)),
+    )
+    return Space(LatentConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def row_tiles(problem: Problem, config: LatentConfig) -> int:
+    """Tiles of rows of one sequence."""
+    return math.ceil(problem.heads * config.queries / ROWS) * math.ceil(problem.seqlen_q / config.queries)
+
+
+def split_tile(config: LatentConfig) -> int:
+    """The least power of two that holds all parts."""
+    return 1 << (config.splits - 1).bit_length()
+
+
+def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether the parts are not too many."""
+    assert isinstance(config, LatentConfig)
+    programs = row_tiles(problem, config) * problem.batch * config.splits
+    return config.splits == 1 or programs <= PROGRAMS_PER_SM * target.sm_count

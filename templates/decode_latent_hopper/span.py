@@ -1,0 +1,57 @@
+"""What a launch over split latent keys takes by its schedule, and which splits are worth trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from flashtune.config import Space
+from flashtune.problem import Problem
+from flashtune.target import Target
+from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig, row_tiles
+from flashtune.visibility import distinct_keys
+
+# In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
+# kernel that combines parts.
+LAUNCH = 4.0
+PROGRAM = 3.0
+COMBINE = 2.2
+# What the matrix units give, over their peak, and HBM over the datasheet's bandwidth.
+RATE = 0.65
+BANDWIDTH_SHARE = 0.9
+FLOAT32 = 4
+
+
+def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float:
+    """Time of a launch by its schedule, in ms."""
+    keys = distinct_keys(problem.sight)
+    programs = row_tiles(problem, config) * problem.batch * config.splits
+    if not programs or not keys:
+        return LAUNCH / 1e3
+    blocks = math.ceil(math.ceil(keys / BLOCK_N) / config.splits)
+    rounds = math.ceil(programs / target.sm_count)
+    products = 2 * ROWS * BLOCK_N * (problem.head_dim + problem.value_head_dim)
+    block = products / (target.peak.half * 1e6 / target.sm_count * RATE)
+    bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
+    busy = max(rounds * (blocks * block + PROGRAM), problem.minimal_bytes() / bandwidth + PROGRAM)
+    return (LAUNCH + busy + _combining(problem, config, bandwidth)) / 1e3
+
+
+def _combining(problem: Problem, config: LatentConfig, bandwidth: float) -> float:
+    """Time of writing parts, reading them and combining them, in µs."""
+    if config.splits == 1:
+        return 0.0
+    rows = problem.batch * problem.seqlen_q * problem.heads
+    return COMBINE + 2 * config.splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+
+
+def splits_otherwise(config: LatentConfig, space: Space) -> Iterator[LatentConfig]:
+    """The points of a space that differ in how keys are split, or in how many queries share a tile."""
+    axes = {axis.name: axis.values for axis in space.axes}
+    for queries in axes["queries"]:
+        for splits in axes["splits"]:
+            other = msgspec.structs.replace(config, queries=queries, splits=splits)
+            if space.contains(other):
+                yield other

@@ -1,0 +1,32 @@
+"""The SRAM of the latent Hopper family: it allocates its tiles itself, so the model is a sum."""
+
+from __future__ import annotations
+
+from flashtune.problem import Problem
+from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig
+from flashtune.templates.family import TrafficItem
+
+BARRIER_BYTES = 8
+FLOAT32 = 4
+# Blocks of weights on their way from one group to the other.
+SLOTS = 2
+# Those of halves, of the rest, of weights; of queries, and of the end.
+BARRIERS_A_STAGE = 4
+OTHER_BARRIERS = 2 + 2 * SLOTS + 2
+
+
+def latent_items(problem: Problem, config: LatentConfig) -> tuple[TrafficItem, ...]:
+    """All allocations of a program, in bytes."""
+    size = problem.dtype.itemsize
+    rest = problem.head_dim - problem.value_head_dim
+    barriers = BARRIERS_A_STAGE * config.num_stages + OTHER_BARRIERS
+    return (
+        TrafficItem("q", ROWS * problem.head_dim * size),
+        TrafficItem(
+            f"k, {config.num_stages} in flight",
+            BLOCK_N * (config.num_stages * problem.value_head_dim + rest) * size,
+        ),
+        TrafficItem("weights", SLOTS * ROWS * BLOCK_N * size),
+        TrafficItem("factors of rows", (SLOTS + 1) * ROWS * FLOAT32),
+        TrafficItem("barriers", barriers * BARRIER_BYTES),
+    )
