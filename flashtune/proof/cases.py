@@ -90,7 +90,8 @@ def lengths_of(case: Case) -> Lengths:
 
 def splits_of(config: Config) -> int:
     """Parts that a decoding kernel cuts keys into, at least 1; 0 of a kernel that does not decode."""
-    return max(1, int(config.splits)) if hasattr(config, "splits") else 0
+    splits: int | None = getattr(config, "splits", None)
+    return 0 if splits is None else max(1, splits)
 
 
 def tile_of(config: Config) -> tuple[int, int]:
