@@ -52,6 +52,28 @@ def test_side_inputs_follow_the_log_sum_exp(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
+def test_an_epilogue_is_given_the_workspaces_that_the_kernel_wrote(gpu: Driver) -> None:
+    q, k, v, out = (a_tensor() for _ in range(4))
+    lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)
+    # Of what is not passed as a descriptor there is none.
+    arguments = DescriptorArguments([[pattern(q)], [pattern(k)] * 2, [], []], [NOTES] * 3)
+    kernel, epilogue = Noted(), Noted()
+    kept: list[Tensor] = []
+
+    def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
+        kept.append(torch.empty(shape, device=device))
+        return kept[-1]
+
+    launch = DescriptorLaunch(kernel, arguments, ("seqlens_kv",), epilogue, ((3, 8, 64), (3, 8)), allocate)
+    launch(q, k, v, out, lse, 0.5, Side(seqlens_kv=lengths))
+    assert [tuple(one.shape) for one in kept] == [(3, 8, 64), (3, 8)]
+    pointers = [one.data_ptr() for one in kept]
+    described = arguments((q, k, v, out))
+    assert kernel.values == [(*described, lse.data_ptr(), lengths.data_ptr(), *pointers, 0.5)]
+    assert epilogue.values == [(out.data_ptr(), lse.data_ptr(), *pointers)]
+    assert len(gpu.filled) == 3
+
+
 def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> None:
     q, k, v = (torch.zeros(2, 4, 128, 64).to(E4M3) for _ in range(3))
     out, ones = a_tensor(2, 4, 128, 64), torch.ones(8)
