@@ -30,6 +30,10 @@ DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer", "forward_masked")
 # Who comes before them where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
 FEW_QUERIES = 16
+# Who comes before both where keys are latent and its tiles of 64 rows take a quarter of the multiprocessors or
+# more; with fewer tiles, what splits keys finer was measured as faster.
+LATENT_FAMILY = "decode_latent_hopper"
+LATENT_ROWS = 64
 
 # SDPA must win by more than two runs of one measurement differ.
 NOISE = 0.02
@@ -113,7 +117,7 @@ def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
     """The default configs of all families that compute a problem for such tensors, best guess first."""
-    for family in sorted(families(), key=lambda family: _default_rank(family, problem)):
+    for family in sorted(families(), key=lambda family: _default_rank(family, problem, target)):
         if _why_not(family, problem, target, specialization) is None:
             record = Record(
                 problem=problem,
@@ -140,7 +144,10 @@ def _advice(problem: Problem, target: Target, specialization: Specialization) ->
     return "no part of it is computed here either"
 
 
-def _default_rank(family: Family, problem: Problem) -> tuple[bool, int, str]:
+def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, int, str]:
+    if family.name == LATENT_FAMILY:
+        tiles = problem.batch * math.ceil(problem.group_size * problem.seqlen_q / LATENT_ROWS)
+        return False, -2 if 4 * tiles >= target.sm_count else 0, family.name
     if family.name == DECODING_FAMILY and problem.seqlen_q <= FEW_QUERIES:
         return False, -1, family.name
     known = family.name in DEFAULT_FAMILIES

@@ -14,7 +14,13 @@ from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.traffic import streamed_items
 from flashtune.templates.family import Context, TrafficItem
-from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, Products, masked_space
+from flashtune.templates.forward_masked.space import (
+    HOPPER,
+    MaskedConfig,
+    Products,
+    masked_space,
+    value_chunks,
+)
 from flashtune.templates.forward_masked.sram import masked_columns, masked_items
 
 SMALL_SRAM = 128 * 1024
@@ -166,7 +172,7 @@ class ForwardMasked:
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> MaskedContext:
         assert isinstance(config, MaskedConfig)
         qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        v_chunks = value_chunks(problem, config)
         return MaskedContext(
             dtype=problem.dtype,
             causal=problem.causal,

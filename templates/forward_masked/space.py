@@ -7,7 +7,7 @@ import enum
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.tiles import columns, head_chunks, is_exact
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
 
 
 class Products(enum.StrEnum):
@@ -44,6 +44,9 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 # Under this many queries of a sequence small tiles are worth trying.
 FEW_QUERIES = 128
 HOPPER = 90
+# With 16-bit tiles of V that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop where
+# wgmma looks for the tile's address.
+LEAST_WIDTH = 64
 MOST_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest, bounds and biases among it.
 SPARE_REGISTERS = 24
@@ -53,19 +56,35 @@ def masked_space(problem: Problem, target: Target) -> Space:
     """All configs worth trying."""
     wide = problem.dtype is Dtype.FP32
     few = problem.seqlen_q < FEW_QUERIES or wide
-    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    splits = _may_split(problem)
     axes = (
         Axis("block_m", (16, 32, 64, 128) if few else (64, 128)),
         Axis("block_n", (16, 32, 64) if wide else (16, 32, 64, 128)),
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
         Axis("two_phases", (True, False), False),
-        Axis("decomposed", (False, True) if odd_width else (False,)),
+        Axis("decomposed", (False, True) if splits else (False,)),
         Axis("long_first", (False, True) if _ends_differ(problem) else (False,)),
         Axis("heads_inner", (False, True)),
         Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
     )
     return Space(MaskedConfig, axes, lambda config: _fits_registers(problem, config, target))
+
+
+def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
+    """The tiles of V's columns."""
+    chunks = head_chunks(problem.value_head_dim, config.decomposed)
+    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
+        return chunks
+    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
+
+
+def _may_split(problem: Problem) -> bool:
+    """Whether a head dim that is no power of two may be several tiles, none of them too narrow."""
+    widths = problem.head_dim, problem.value_head_dim
+    least = 0 if problem.dtype is Dtype.FP32 else LEAST_WIDTH
+    chunks = [chunk for width in widths for chunk in head_chunks(width, decomposed=True)]
+    return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
 
 
 def _ends_differ(problem: Problem) -> bool:
@@ -80,7 +99,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     if config.num_warps * 16 > max(config.block_m, 64):
         return False
     threads = config.num_warps * 32
-    accumulator = config.block_m * columns(head_chunks(problem.value_head_dim, config.decomposed)) // threads
+    accumulator = config.block_m * columns(value_chunks(problem, config)) // threads
     scores = config.block_m * config.block_n // threads
     room = min(MOST_REGISTERS, target.registers_per_sm // threads)
     if target.capability == HOPPER and problem.dtype is not Dtype.FP32:

@@ -11,7 +11,7 @@ from flashtune.templates.common.sram import Engine, Tiles, engine_of
 from flashtune.templates.common.stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.tiles import head_chunks
 from flashtune.templates.family import TrafficItem
-from flashtune.templates.forward_masked.space import MaskedConfig, Products
+from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
 
 # Where the numbers of pages are loaded in the loop too, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
@@ -50,7 +50,7 @@ def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | No
         block_m=config.block_m,
         block_n=config.block_n,
         qk_chunks=head_chunks(problem.head_dim, config.decomposed),
-        v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+        v_chunks=value_chunks(problem, config),
         itemsize=problem.dtype.itemsize,
         warps=config.num_warps,
         warp_size=target.warp_size,

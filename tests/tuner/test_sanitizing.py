@@ -67,7 +67,7 @@ def test_every_shipped_kernel_and_samples_of_every_family(listed: tuple[Subject,
     assert len({subject.digest for subject in shipped}) == len(shipped) > 40
     drawn = [subject.candidate.family for subject in listed if not subject.shipped]
     assert {name: drawn.count(name) for name in drawn} == dict.fromkeys(drawn, 8)
-    assert set(drawn) == {"forward_hopper", "forward_kv_outer", "forward_q_outer"}
+    assert set(drawn) == {"forward_hopper", "forward_kv_outer", "forward_masked", "forward_q_outer"}
     assert subjects(TARGET, 4, 1, busy=True) == listed
     quiet = subjects(TARGET, 4, 1, busy=False)
     assert [subject.digest for subject in quiet] == [subject.digest for subject in listed]
