@@ -92,7 +92,30 @@ class LayeredPool(NamedTuple):
             self.scales[:, targets] = self.scales[:, sources]
 
 
-def make_pool(
+def make_pools(
+    extents: Extents,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: PageLayout,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    page_scales: bool,
+) -> tuple[LayeredPool, LayeredPool]:
+    """Keys and values of zeros: kernels that weigh unwritten rows by zero meet no NaN in them.
+
+    Raises:
+        ProblemError: The type or the scales are not supported.
+    """
+    keys = _make_pool(extents, extents.head_dim, dtype, device, layout, k_scale, page_scales)
+    if not extents.value_head_dim and v_scale is not None:
+        raise ProblemError("v_scale is given and values are columns of the keys: k_scale is theirs too")
+    values = _make_pool(extents, extents.value_head_dim, dtype, device, layout, v_scale, page_scales)
+    if not extents.value_head_dim:
+        values = values._replace(scales=keys.scales, kind=keys.kind)
+    return keys, values
+
+
+def _make_pool(
     extents: Extents,
     width: int,
     dtype: torch.dtype,
@@ -101,11 +124,6 @@ def make_pool(
     scale: Tensor | float | None,
     page_scales: bool,
 ) -> LayeredPool:
-    """A pool of zeros: kernels that weigh unwritten rows by zero meet no NaN in them.
-
-    Raises:
-        ProblemError: The type or the scales are not supported.
-    """
     if dtype not in DTYPES:
         names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
         raise ProblemError(f"a cache of {dtype} is not supported: make it one of {names}")
@@ -127,7 +145,7 @@ def _read_scales(
     if page_scales:
         if given is not None:
             raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
-        return torch.full(shape, LEAST_SCALE, device=device), KvScale.PAGE
+        return torch.full(shape, LEAST_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
     scale = torch.as_tensor(1.0 if given is None else given, dtype=torch.float32, device=device)
     if not scale.dim():
         scale = scale[None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.append import append_rows, check_rows, check_slots
-from flashtune.cache_layout import Extents, PageLayout, make_pool
+from flashtune.cache_layout import Extents, PageLayout, make_pools
 from flashtune.cache_tables import check_out, delivered, lengths_of, listed, slots_of, table_of
 from flashtune.errors import ProblemError
 from flashtune.features import KvScale
@@ -35,7 +35,7 @@ class PagedKVCache:
         values: Likewise, of `value_head_dim`.
         k_scales: Float32 [layers, pages, kv_heads] of a quantised cache, whatever shares a scale: elements
             times their scale are the keys. None of others.
-        v_scales: Likewise.
+        v_scales: Likewise; the keys' own where values are columns of them.
         kv_scale: What shares a scale; None where nothing is quantised.
     """
 
@@ -70,7 +70,7 @@ class PagedKVCache:
             k_scale: What keys of a quantised cache are divided by, 1 if not given: a number or float32 of
                 shape [1] or [kv_heads], or for each layer [layers, 1] or [layers, kv_heads]. Quotients
                 beyond the type's range (448, or 127 of int8) are clamped.
-            v_scale: Likewise of values.
+            v_scale: Likewise of values; not where they are columns of the keys.
             page_scales: Whether each head has a scale in each page instead, which follows the rows that are
                 appended: it begins with what the page's first rows ask for and grows by powers of two.
 
@@ -85,8 +85,7 @@ class PagedKVCache:
         place = torch.get_default_device() if device is None else torch.device(device)
         self._ledger = Ledger(pages, page_size)
         common = (dtype, place, PageLayout(layout))
-        self._keys = make_pool(self._extents, head_dim, *common, k_scale, page_scales)
-        self._values = make_pool(self._extents, width, *common, v_scale, page_scales)
+        self._keys, self._values = make_pools(self._extents, *common, k_scale, v_scale, page_scales)
         self.keys, self.values = self._keys.elements, self._values.elements
         self.k_scales, self.v_scales = self._keys.scales, self._values.scales
         kinds = self._keys.kind, self._values.kind

@@ -81,6 +81,7 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
 
     Args:
         k_scale: One number; one for each head; or one for each page (of a dense cache: sequence) and head.
+            Pages that are expanded from one share it.
         v_scale: Likewise.
         paged: Whether the cache is in pages.
         places: How many pages or sequences there are.
@@ -96,7 +97,7 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
         elif scale.shape == (kv_heads,):
             kinds.append(KvScale.HEAD)
         elif scale.shape == (places, kv_heads):
-            kinds.append(KvScale.PAGE if paged else KvScale.HEAD)
+            kinds.append(KvScale.PAGE if paged and scale.stride(0) else KvScale.HEAD)
         else:
             what = "page" if paged else "sequence"
             raise ProblemError(

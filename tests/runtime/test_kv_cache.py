@@ -23,6 +23,7 @@ from flashtune import PagedKVCache
 from flashtune.append import Encoding, quantized
 from flashtune.errors import CacheFullError, FlashtuneError, ProblemError, UsageError
 from flashtune.features import KvScale
+from flashtune.side_inputs import scale_kind
 
 E4M3 = torch.float8_e4m3fn
 HEADS, WIDTH, VALUE_WIDTH, LAYERS = 2, 8, 4, 2
@@ -322,6 +323,30 @@ def test_scales_of_pages_follow_their_rows(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("scales", [{"k_scale": torch.tensor([0.5, 2.0])}, {"page_scales": True}])
+def test_values_that_are_columns_of_the_keys_have_their_scales(scales: dict[str, Any]) -> None:
+    cache = make(dtype=E4M3, value_head_dim=0, **scales)
+    kind = KvScale.PAGE if "page_scales" in scales else KvScale.HEAD
+    one = cache.add()
+    for layer, slots in enumerate([cache.extend(one, 3)] * LAYERS):
+        cache.append(rows(3, WIDTH, torch.float32) * (layer + 1), None, slots, layer=layer)
+    assert cache.kv_scale is kind
+    assert cache.k_scales is not None
+    assert cache.v_scales is cache.k_scales
+    assert cache.k_scales.dtype is torch.float32
+    assert scale_kind(cache.k_scales[1], cache.v_scales[1], True, 12, HEADS) is kind
+
+
+def test_scales_are_of_32_bits_whatever_torch_makes_by_default() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        cache = make(dtype=torch.int8, page_scales=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cache.k_scales is not None
+    assert cache.k_scales.dtype is torch.float32
+
+
 def test_a_page_of_zeros_waits_for_numbers() -> None:
     cache = PagedKVCache(2, 16, 1, 2, dtype=torch.int8, device="cpu", page_scales=True)
     one = cache.add()
@@ -343,6 +368,7 @@ def test_a_page_of_zeros_waits_for_numbers() -> None:
         ({"page_scales": True}, "scales belong to caches of"),
         ({"dtype": E4M3, "page_scales": True, "v_scale": 1.0}, "leave k_scale and v_scale out"),
         ({"dtype": E4M3, "k_scale": torch.ones(3)}, r"a scale of shape \[3\] .*: pass one of \[1\], \[2\]"),
+        ({"dtype": E4M3, "value_head_dim": 0, "v_scale": 2.0}, "k_scale is theirs too"),
         ({"dtype": E4M3, "k_scale": 0.0}, "not a positive number"),
         ({"dtype": E4M3, "k_scale": torch.tensor([1.0, torch.nan])}, "not a positive number"),
     ],
