@@ -6,8 +6,8 @@ under a lock beside the file, and puts a whole new file in the place of the old 
 
 from __future__ import annotations
 
-import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -118,12 +118,14 @@ def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Readers see the old file or the new one, which may be read by whom the old one could be."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with fresh.open("xb") as file:
             file.write(content)
-        Path(name).replace(path)
+        if path.exists():
+            fresh.chmod(stat.S_IMODE(path.stat().st_mode))
+        fresh.replace(path)
     except OSError:
-        Path(name).unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
         raise

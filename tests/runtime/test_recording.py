@@ -130,6 +130,18 @@ def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: P
     assert [count.calls for count in read_counts(other)] == [1]
 
 
+def test_who_may_read_a_file_stays_as_it_was(problem: Problem, file: Path) -> None:
+    count = CallCount(problem, Specialization(), 1)
+    usual = file.with_name("usual")
+    usual.touch()
+    add_counts(file, [count])
+    assert file.stat().st_mode == usual.stat().st_mode
+    file.chmod(0o640)
+    add_counts(file, [count])
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in file.parent.iterdir()} <= {"usual", file.name, f"{file.name}.lock"}
+
+
 def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file: Path) -> None:
     def program() -> None:
         flashtune.attention(*inputs(problem), causal=True)
