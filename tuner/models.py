@@ -16,7 +16,7 @@ from flashtune.tuner.model_sizes import (
     ModelSizes,
     Phase,
 )
-from flashtune.tuner.shape_values import Value, parse_values
+from flashtune.tuner.shape_values import MAX_LENGTH, Value, parse_values
 from flashtune.tuner.shapes import expand
 
 
@@ -154,8 +154,15 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
 
 # Of calls that meet ever new numbers of tokens and pages, dispatch names the next powers of two.
 def rounded_up(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, number - 1).bit_length()
+    """The next power of two.
+
+    Raises:
+        UsageError: It is more than a problem may have.
+    """
+    found = 1 << max(0, number - 1).bit_length()
+    if found > MAX_LENGTH:
+        raise UsageError(f"{number} tokens are rounded up to {found}, beyond {MAX_LENGTH:,}: make it fewer")
+    return found
 
 
 def _packed(problem: Problem) -> Problem:

@@ -85,7 +85,8 @@ def make_table(
     counts = [-(-keys // size) for keys in lengths.keys]
     used = sum(counts)
     pages = used + used // 4 + SPARE_PAGES
-    shuffled = torch.randperm(pages, generator=generator).to(torch.int32)
+    # Page 0 is nobody's: what is masked without care is masked to it.
+    shuffled = 1 + torch.randperm(pages - 1, generator=generator).to(torch.int32)
     width = -(-problem.seqlen_kv // size)
     entries = torch.tensor(list(itertools.islice(itertools.cycle(beyond), len(counts) * width)))
     entries = entries.to(torch.int32).reshape(len(counts), width)

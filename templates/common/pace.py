@@ -67,7 +67,7 @@ def traffic_us(
         programs: Programs that run at once; those of one KV head read its keys together.
         target: The GPU.
     """
-    both = (problem.head_dim + problem.value_head_dim) * problem.dtype.itemsize
+    both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     once = problem.batch * problem.kv_heads * problem.seqlen_kv * both
     if heads_at_once * keys_at_once(problem, 1) * both > CACHE_SHARE * target.l2_bytes:
         together = max(1.0, programs / max(1.0, min(heads_at_once, programs)))

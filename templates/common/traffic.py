@@ -101,7 +101,7 @@ def streamed_items(
         target: The GPU; None has no cache.
     """
     size = problem.dtype.itemsize
-    both = (problem.head_dim + problem.value_head_dim) * size
+    both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     all_heads = problem.batch * problem.heads
     rows = all_heads * problem.seqlen_q
     streamed = all_heads * streamed_keys(problem, block_m, block_n) * both

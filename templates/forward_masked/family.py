@@ -12,7 +12,7 @@ from flashtune.target import Target
 from flashtune.templates.common.asked import Asked, asked_arguments, asked_of
 from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items
+from flashtune.templates.common.traffic import streamed_items, unpacked
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_masked.space import (
     HOPPER,
@@ -148,7 +148,7 @@ class ForwardMasked:
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, MaskedConfig)
         return portable_span(
-            problem,
+            unpacked(problem),
             config.block_m,
             config.block_n,
             target,
@@ -163,6 +163,7 @@ class ForwardMasked:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, MaskedConfig)
+        problem = unpacked(problem)
         programs = target.sm_count if target else 1
         tiles = max(1, -(-problem.seqlen_q // config.block_m))
         heads = programs if config.heads_inner else -(-programs // tiles) + 1

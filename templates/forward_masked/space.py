@@ -44,8 +44,8 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 # Under this many queries of a sequence small tiles are worth trying.
 FEW_QUERIES = 128
 HOPPER = 90
-# With 16-bit tiles of V that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop where
-# wgmma looks for the tile's address.
+# With 16-bit tiles of V that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
+# registers where wgmma looks for the tile's address.
 LEAST_WIDTH = 64
 MOST_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest, bounds and biases among it.

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv b33dbfe3101a
+Template     decode_split_kv b12307d57a83
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -34,8 +34,6 @@ WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
 PAGE_SIZE = tl.constexpr(16)
 SEARCHED = tl.constexpr(256)
-# Sequences that a program looks at together when it searches for its own.
-SEARCHED = tl.constexpr(128)
 # Splits that are combined together, and columns of a program that does so.
 SPLIT_TILE = tl.constexpr(16)
 COMBINED = tl.constexpr(64)
@@ -102,6 +100,8 @@ def decode_split_kv(
         others = start + tl.arange(0, SEARCHED)
         begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) * group_size // BLOCK_M + others
         begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
     sequence = begun - 1
     first_row = tl.load(cu_seqlens_q + sequence)
     seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row

@@ -6,7 +6,7 @@ With         packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 64, block_n 64, 4 warps, 1 stages, two_phases True, decomposed False,
              long_first True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 9755ba24478d
+Template     forward_masked b5a6260be185
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -86,6 +86,8 @@ def forward_masked(
         others = start + tl.arange(0, SEARCHED)
         begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
         begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
     sequence = begun - 1
     first_row = tl.load(cu_seqlens_q + sequence)
     seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
@@ -161,7 +163,8 @@ def forward_masked(
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
     for start in tl.range(open_stop, band_stop, BLOCK_N):
         keys = start + key_offsets
-        page = tl.load(pages + keys // PAGE_SIZE, mask=keys < seqlen_kv, other=0).to(tl.int64)
+        # Behind the last key its page once more: of another one the scales may be anything.
+        page = tl.load(pages + tl.minimum(keys, seqlen_kv - 1) // PAGE_SIZE).to(tl.int64)
         slots = keys % PAGE_SIZE
         k_block = k_base + page * stride_kb
         v_block = v_base + page * stride_vb
