@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtune.dtypes import DTYPES
+from flashtune.dtypes import DTYPES, KV_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.layouts import Layout
@@ -14,7 +14,6 @@ from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
 from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors
 from flashtune.side_inputs import check_kinds, check_shapes, scale_kind, side_views
 
-KV_DTYPES = {torch.float8_e4m3fn: KvDtype.E4M3, torch.int8: KvDtype.INT8}
 ORDERS = {
     Layout.BHSD: "[batch, heads, seqlen, head_dim]",
     Layout.BSHD: "[batch, seqlen, heads, head_dim]",

@@ -65,7 +65,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         entry: Name of the jitted function in the source.
         arguments: Run-time arguments in order. A prologue's: v, workspace, integers. An epilogue's: out, lse,
-            workspaces, side inputs that it reads too, integers.
+            workspaces, integers.
         options: Launch options of the compiler.
     """
 

@@ -112,7 +112,10 @@ def bind(
     tensors = (q, k, v, out, *(getattr(side, name) for name in planned))
     grid, workspaces, integers = module.launch_plan(*tensors)
     if interpreting():
-        return _interpreted(kernel, module, tensors, allocate)
+        queue = _interpreted(module, kernel.entry, grid, integers)
+        last = kernel.epilogue
+        epilogue = _interpreted(module, last.entry, *module.epilogue_plan(*tensors)) if last else None
+        return InterpreterLaunch(queue, epilogue, kernel.side, workspaces, allocate)
     binary = compiled or compile_binary(kernel, target)
     queue = Queue(binary.kernel, grid, integers, q.device)
     prologue = epilogue = None
@@ -137,15 +140,9 @@ def bind(
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
 
 
-def _interpreted(kernel: Kernel, module: Any, tensors: tuple[Tensor, ...], allocate: Allocate) -> Launch:
-    """The launch of a kernel and its epilogue by Triton's interpreter."""
-
-    def runs(entry: str, grid: tuple[int, ...], integers: tuple[int, ...]) -> Callable[..., None]:
-        launch = getattr(module, entry)[grid]
-        return lambda *arguments: launch(*arguments, *integers)
-
-    grid, workspaces, integers = module.launch_plan(*tensors)
-    queue = runs(kernel.entry, grid, integers)
-    last = kernel.epilogue
-    epilogue = runs(last.entry, *module.epilogue_plan(*tensors)) if last else None
-    return InterpreterLaunch(queue, epilogue, kernel.side, workspaces, allocate)
+def _interpreted(
+    module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
+) -> Callable[..., None]:
+    """A kernel or its epilogue, run by Triton's interpreter."""
+    launch = getattr(module, entry)[grid]
+    return lambda *arguments: launch(*arguments, *integers)

@@ -40,10 +40,11 @@ def merge_attention(
             f"outputs are {list(out_a.shape)} and {list(out_b.shape)}, log-sum-exps {list(lse_a.shape)} and "
             f"{list(lse_b.shape)}: pass two parts of one call in layout {layout!r}"
         )
-    lse = torch.logaddexp(lse_a, lse_b)
-    # A row that sees nothing in either part has no shares: its zeros stay zeros.
-    base = lse.masked_fill(lse == -torch.inf, 0.0)
+    # A row that sees nothing in either part has no shares: its zeros stay zeros, and so do its gradients.
+    hidden = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    base = torch.logaddexp(lse_a.masked_fill(hidden, 0.0), lse_b.masked_fill(hidden, 0.0))
     shares = [torch.exp(part - base) for part in (lse_a, lse_b)]
+    lse = base.masked_fill(hidden, -torch.inf)
     if order in (Layout.BSHD, Layout.THD):
         shares = [share.transpose(-1, -2) for share in shares]
     out = out_a.float() * shares[0].unsqueeze(-1) + out_b.float() * shares[1].unsqueeze(-1)

@@ -19,6 +19,8 @@ from flashtune.side import Side
 from flashtune.standard import scaled_scores
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from flashtune.problem import Problem
 
 
@@ -62,14 +64,14 @@ class _Sequence(NamedTuple):
     side: Side
 
 
-def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> list[_Sequence]:
+def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[_Sequence]:
+    """One sequence after the other: copies of all at once would take the memory of a second cache."""
     everything = slice(None)
     if side.cu_seqlens_q is None:
         places = [(slice(b, b + 1), everything, everything) for b in range(q.shape[0])]
     else:
         ends = side.cu_seqlens_q.tolist()
         places = [(everything, everything, slice(start, end)) for start, end in itertools.pairwise(ends)]
-    found = []
     for b, at in enumerate(places):
         if side.block_table is None:
             assert side.cu_seqlens_kv is not None
@@ -88,8 +90,7 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) ->
             prefix=None if side.prefix is None else side.prefix[b : b + 1],
             softcap=side.softcap,
         )
-        found.append(_Sequence(at, keys, values, alone))
-    return found
+        yield _Sequence(at, keys, values, alone)
 
 
 def _numbers(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,16 @@ class Sight(NamedTuple):
 
 def visible_pairs(sight: Sight) -> int:
     """(query, key) pairs that are seen."""
-    ends = _sum_of_ends(sight, sight.seqlen_kv)
-    return ends - _sum_of_starts(sight, sight.seqlen_kv) + _seen_at_the_start(sight)
+    first = min(sight.first, sight.seqlen_kv)
+    if sight.right is None:
+        at_the_start = sight.seqlen_q * first
+    else:
+        at_the_start = _ramp(sight.seqlen_q, sight.diagonal + sight.right + 1, first)
+    if not sight.chunk:
+        behind = _seen_between(sight, sight.seqlen_q, sight.diagonal, first, sight.seqlen_kv)
+    else:
+        behind = _seen_in_chunks(sight, first)
+    return at_the_start + behind
 
 
 def distinct_keys(sight: Sight) -> int:
@@ -32,48 +40,42 @@ def distinct_keys(sight: Sight) -> int:
     if not sight.seqlen_q:
         return 0
     last = sight.diagonal + sight.seqlen_q - 1
-    end = sight.seqlen_kv if sight.right is None else _clamp(last + sight.right + 1, sight.seqlen_kv)
-    start = _start(sight, sight.diagonal, sight.seqlen_kv)
-    return max(0, end - start) + min(sight.first, start)
+    reach = sight.seqlen_kv if sight.right is None else _clamp(last + sight.right + 1, sight.seqlen_kv)
+    end = reach
+    if sight.chunk:
+        end = _clamp((last // sight.chunk + 1) * sight.chunk, reach)
+    windowed = 0 if sight.left is None else sight.diagonal - sight.left
+    chunked = sight.diagonal // sight.chunk * sight.chunk if sight.chunk else 0
+    start = _clamp(max(windowed, chunked), sight.seqlen_kv)
+    first = min(sight.first, reach)
+    return max(0, end - start) + min(first, start) + max(0, first - max(start, end))
 
 
-def _start(sight: Sight, place: int, most: int) -> int:
-    """The first key that a query at a place sees, but for the first ones."""
-    windowed = 0 if sight.left is None else place - sight.left
-    chunked = place // sight.chunk * sight.chunk if sight.chunk else 0
-    return _clamp(max(windowed, chunked), most)
-
-
-def _sum_of_ends(sight: Sight, most: int) -> int:
-    if sight.right is None:
-        return sight.seqlen_q * most
-    return _ramp(sight.seqlen_q, sight.diagonal + sight.right + 1, most)
-
-
-def _sum_of_starts(sight: Sight, most: int) -> int:
-    """Keys before the first that is seen, over all rows, of the first `most` ones."""
-    if not sight.chunk:
-        return 0 if sight.left is None else _ramp(sight.seqlen_q, sight.diagonal - sight.left, most)
-    total, row = 0, 0
-    while row < sight.seqlen_q:
-        place = row + sight.diagonal
-        border = place // sight.chunk * sight.chunk
-        rows = min(sight.seqlen_q - row, border + sight.chunk - place)
-        total += rows * _clamp(border, most)
-        if sight.left is not None:
-            # Where the window begins later than the chunk: what it takes off beyond the chunk's border.
-            total += _ramp(rows, place - sight.left, most) - _ramp(
-                rows, place - sight.left, _clamp(border, most)
-            )
-        row += rows
-    return total
-
-
-def _seen_at_the_start(sight: Sight) -> int:
-    """Pairs with the first keys that the window or the chunk would hide."""
-    if not sight.first:
+def _seen_in_chunks(sight: Sight, first: int) -> int:
+    """Pairs with keys of the query's own chunk from key `first` on."""
+    size, keys = sight.chunk, sight.seqlen_kv
+    if not sight.seqlen_q:
         return 0
-    return _sum_of_starts(sight, min(sight.first, sight.seqlen_kv))
+    top, bottom = (place // size for place in (sight.diagonal, sight.diagonal + sight.seqlen_q - 1))
+
+    def of_chunk(chunk: int) -> int:
+        border = chunk * size
+        place = max(border, sight.diagonal)
+        rows = min(border + size, sight.diagonal + sight.seqlen_q) - place
+        return _seen_between(sight, rows, place, max(first, border), min(keys, border + size))
+
+    # Chunks with all their queries and all their keys are alike; of the others these alone have any pairs.
+    whole = range(max(top + 1, -(-first // size)), min(bottom, keys // size))
+    others = {chunk for chunk in (top, bottom, first // size, keys // size) if top <= chunk <= bottom}
+    alike = len(whole) * of_chunk(whole[0]) if whole else 0
+    return alike + sum(of_chunk(chunk) for chunk in others if chunk not in whole)
+
+
+def _seen_between(sight: Sight, rows: int, place: int, start: int, end: int) -> int:
+    """Pairs of queries from a place on with the keys start..end - 1 of their windows."""
+    keys = max(0, end - start)
+    ends = rows * keys if sight.right is None else _ramp(rows, place + sight.right + 1 - start, keys)
+    return ends - (0 if sight.left is None else _ramp(rows, place - sight.left - start, keys))
 
 
 def _ramp(rows: int, start: int, most: int) -> int:

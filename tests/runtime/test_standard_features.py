@@ -103,6 +103,20 @@ def test_merging(layout: str) -> None:
         merge_attention(*one, other[0][..., :3], other[1], layout=layout)
 
 
+def test_gradients_of_rows_that_see_nothing_merge_to_zeros() -> None:
+    lse = [torch.tensor([[[0.5, -torch.inf]]], requires_grad=True) for _ in range(2)]
+    out = [torch.ones(1, 1, 2, 4, requires_grad=True) for _ in range(2)]
+    merged, both = merge_attention(out[0], lse[0], out[1], lse[1])
+    assert both[0, 0, 1] == -torch.inf
+    (merged.sum() + both[0, 0, 0]).backward()
+    for given in lse:
+        torch.testing.assert_close(given.grad, torch.tensor([[[0.5, 0.0]]]))
+    for values in out:
+        torch.testing.assert_close(
+            values.grad, torch.tensor([0.5, 0.0])[None, None, :, None].expand(1, 1, 2, 4)
+        )
+
+
 def _part(scores: Tensor, values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     out, lse = scores.softmax(-1).nan_to_num() @ values, scores.logsumexp(-1)
     out, lse = out.float(), lse.float()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flashtune.errors import ProblemError
 from flashtune.problem import Causal, Dtype, Problem
+from flashtune.visibility import Sight, distinct_keys, visible_pairs
 
 PROBLEMS = st.builds(
     Problem,
@@ -32,6 +33,42 @@ def counted_pairs(problem: Problem) -> int:
 @given(PROBLEMS)
 def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
     assert problem.visible_pairs() == counted_pairs(problem)
+
+
+SIGHTS = st.builds(
+    Sight,
+    seqlen_q=st.integers(0, 24),
+    seqlen_kv=st.integers(0, 24),
+    diagonal=st.integers(-24, 24),
+    left=st.none() | st.integers(0, 24),
+    right=st.none() | st.integers(0, 24),
+    first=st.integers(0, 24),
+    chunk=st.integers(0, 9),
+)
+
+
+def seen_keys(sight: Sight, query: int) -> set[int]:
+    place, seen = query + sight.diagonal, set()
+    for key in range(sight.seqlen_kv):
+        windowed = sight.left is None or key >= place - sight.left
+        own = not sight.chunk or key // sight.chunk == place // sight.chunk
+        reached = sight.right is None or key <= place + sight.right
+        if reached and (key < sight.first or (windowed and own)):
+            seen.add(key)
+    return seen
+
+
+@given(SIGHTS)
+def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: Sight) -> None:
+    rows = [seen_keys(sight, query) for query in range(sight.seqlen_q)]
+    assert visible_pairs(sight) == sum(map(len, rows))
+    assert distinct_keys(sight) == len(set().union(*rows))
+
+
+def test_chunks_are_counted_and_not_walked() -> None:
+    long = 2**31 - 1
+    assert visible_pairs(Sight(long, long, 0, None, None, 0, 1)) == long
+    assert visible_pairs(Sight(8, 8, 0, None, None, 0, 4)) == 32
 
 
 @given(PROBLEMS)
