@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.feature_calls import key_of_call, server_of_call, unsigned
-from flashtune.options import Call
+from flashtune.options import Call, read_bias
 from flashtune.serving import Result
-from flashtune.shared_prefix import attend_shared
+from flashtune.shared_prefix import attend_shared, shared_calls
 from flashtune.side import Side
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
@@ -19,7 +19,7 @@ Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 class CallPlan(Generic[Planned_co]):
     """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
 
-    __slots__ = ("_key", "_options", "_scale", "_serve", "_shared", "_softcap")
+    __slots__ = ("_key", "_options", "_parts", "_scale", "_serve", "_shared", "_softcap")
 
     def __init__(self, call: Call, shared_prefix: int = 0) -> None:
         """Selects, compiles, loads, checks where needed, and runs it once.
@@ -33,7 +33,10 @@ class CallPlan(Generic[Planned_co]):
         self._options, self._scale, self._softcap = call.options, call.scale, call.side.softcap
         self._shared = shared_prefix
         self._key = key_of_call(call)
-        if not shared_prefix:
+        self._parts: list[CallPlan[Result]] = []
+        if shared_prefix:
+            self._parts = [CallPlan(part) for part in shared_calls(call, shared_prefix)]
+        else:
             # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
             served = unsigned(call)
             self._serve = server_of_call(key_of_call(served), served)
@@ -52,7 +55,7 @@ class CallPlan(Generic[Planned_co]):
                 "grad or which are given: plan with tensors like them"
             )
         if self._shared:
-            return cast("Planned_co", attend_shared(call, self._shared))
+            return cast("Planned_co", attend_shared(call, self._shared, [part._run for part in self._parts]))
         call = unsigned(call)
         return cast("Planned_co", self._serve(call.q, call.k, call.v, call.scale, call.side))
 
@@ -72,6 +75,7 @@ class DensePlan(CallPlan[Planned_co]):
         k: Tensor,
         v: Tensor,
         *,
+        q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
@@ -87,10 +91,11 @@ class DensePlan(CallPlan[Planned_co]):
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
         side = Side(
+            q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
             slopes=alibi_slopes,
-            bias=attn_bias if attn_mask is None else attn_mask,
+            bias=read_bias(attn_bias, attn_mask),
             sinks=sinks,
             prefix=prefix_lengths,
             seqlens_kv=kv_lengths,
@@ -159,6 +164,10 @@ class PagedPlan(CallPlan[Planned_co]):
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
+        if (v_cache is None) != bool(self._options.latent):
+            raise ProblemError(
+                "v_cache is None where the plan has a tensor, or the other way round: call it as planned"
+            )
         side = Side(
             k_scale=k_scale,
             v_scale=v_scale,

@@ -150,6 +150,9 @@ def paged_call(
             "values are either a tensor or the first value_head_dim columns of the keys: pass one of v_cache "
             "and value_head_dim"
         )
+    latent = read_count("value_head_dim", value_head_dim or 0, "how many columns of the keys are values")
+    if value_head_dim is not None and not latent:
+        raise ProblemError("value_head_dim is 0: pass how many columns of the keys are values")
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         raise ProblemError("cu_seqlens_q and max_seqlen_q belong together: pass both for packed queries")
     options = Options(
@@ -162,7 +165,7 @@ def paged_call(
         read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
         read_count("max_seqlen_q", max_seqlen_q or 0, "the queries of the longest sequence"),
-        latent=read_count("value_head_dim", value_head_dim or 0, "how many columns of the keys are values"),
+        latent=latent,
     )
     side = Side(
         k_scale=k_scale,

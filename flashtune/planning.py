@@ -73,7 +73,7 @@ class Plan(Generic[Planned_co]):
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
         if self._features is not None:
-            return self._features(q, k, v, k_scale=k_scale, v_scale=v_scale, **side)
+            return self._features(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **side)
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
         if given or call_key(q, k, v, *self._options, scales) != self._key:

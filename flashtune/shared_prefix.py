@@ -6,6 +6,7 @@ All queries attend to the prefix as to one sequence, each to its own suffix, and
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,29 +16,48 @@ from flashtune.feature_ops import attend
 from flashtune.layouts import Layout
 from flashtune.merging import merge_attention
 from flashtune.options import NO_WINDOW, Call, read_count
+from flashtune.request import require_tensors
 from flashtune.serving import Result
 from flashtune.side import Side
+from flashtune.side_inputs import check_kinds
 
 
-def attend_shared(call: Call, tokens: int) -> Result:
+def attend_shared(
+    call: Call, tokens: int, attends: Sequence[Callable[[Call], Result]] = (attend, attend)
+) -> Result:
     """A paged call whose sequences share their first tokens.
 
     Args:
         call: The call.
         tokens: How many they share: whole pages, all before the first query.
+        attends: What serves each of `shared_calls`.
 
     Raises:
         ProblemError: What is asked for does not come apart, or as `attention_paged`.
     """
-    pages = _shared_pages(call, tokens)
-    prefix, suffix = prefix_call(call, tokens, pages), suffix_call(call, tokens, pages)
-    seen, weight = attend(prefix)
+    results = [serve(part) for serve, part in zip(attends, shared_calls(call, tokens), strict=False)]
+    if len(results) == 1:
+        return results[0]
+    (seen, weight), (out, lse) = results
     layout = Layout(call.options.layout)
-    out, lse = attend(suffix)
     out, lse = merge_attention(
         *_as_suffix(seen, weight, layout, call.q.shape[0]), out, lse, layout=call.options.layout
     )
     return (out, lse) if call.options.return_lse else out
+
+
+def shared_calls(call: Call, tokens: int) -> tuple[Call, ...]:
+    """The calls that a call comes apart into: to the prefix and behind it; of no sequences the call itself.
+
+    Raises:
+        ProblemError: It does not come apart.
+    """
+    require_tensors(call.q, call.k, call.v)
+    check_kinds(call.side, call.q.device)
+    pages = _shared_pages(call, tokens)
+    if call.side.block_table is not None and not call.side.block_table.shape[0]:
+        return (call,)
+    return prefix_call(call, tokens, pages), suffix_call(call, tokens, pages)
 
 
 def prefix_call(call: Call, tokens: int, pages: int) -> Call:

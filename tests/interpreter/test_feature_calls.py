@@ -211,6 +211,29 @@ def test_a_prefix_that_all_sequences_share() -> None:
         flashtune.attention_paged(q[:3], *cache, shared_prefix=20)
     with pytest.raises(ProblemError, match="shared_prefix does not go with window"):
         flashtune.attention_paged(q[:3], *cache, shared_prefix=16, window=(40, 0))
+    for place in (2, 3):
+        listed: list[Any] = list(cache)
+        listed[place] = listed[place].tolist()
+        with pytest.raises(ProblemError, match="is a list: pass a torch tensor"):
+            flashtune.attention_paged(q[:3], *listed, shared_prefix=32)
+    none = k_cache, v_cache, table[:0], lengths[:0]
+    for q in (torch.randn(0, HEADS, WIDTH), torch.randn(0, 2, HEADS, WIDTH)):
+        out, lse = flashtune.attention_paged(q, *none, shared_prefix=32, return_lse=True)
+        assert out.shape == q.shape
+        assert torch.equal(lse, flashtune.attention_paged(q, *none, return_lse=True)[1])
+        assert flashtune.plan_paged(q, *none, shared_prefix=32)(q, *none).shape == q.shape
+
+
+def test_a_plan_with_a_shared_prefix_keeps_what_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = paged((40, 33))
+    cache.block_table[1, :1] = cache.block_table[0, :1]
+    q = torch.randn(2, HEADS, WIDTH)
+    plan = flashtune.plan_paged(q, *cache, shared_prefix=16, scale=-0.2, return_lse=True)
+    out, lse = plan(q, *cache)
+    agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
+    forget_servers()
+    monkeypatch.delattr("flashtune.feature_calls.remembered")
+    assert torch.equal(plan(q, *cache)[0], out)
 
 
 def test_plans() -> None:
@@ -225,6 +248,12 @@ def test_plans() -> None:
     plain = flashtune.plan(q, k, v)
     with pytest.raises(ProblemError, match="differ from the planned ones"):
         plain(q, k, v, sinks=sinks)
+    with pytest.raises(ProblemError, match="differ from the planned ones"):
+        plan(q, k, v, sinks=sinks, q_scale=torch.ones(1))
+    bias, mask = torch.randn(len(q), 1, 1, k.shape[2]), torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
+    masked = flashtune.plan(q, k, v, attn_mask=mask)
+    with pytest.raises(ProblemError, match="attn_bias and attn_mask are both given"):
+        masked(q, k, v, attn_mask=mask, attn_bias=bias)
 
     given = packed()
     ragged = flashtune.plan_varlen(*given, causal=True)
@@ -237,6 +266,11 @@ def test_plans() -> None:
     agrees(paged_call(token, *cache, return_lse=True), decoding(token, *cache))
     shorter = cache._replace(seqlens_k=cache.seqlens_k // 2)
     agrees(paged_call(token, *shorter, return_lse=True), decoding(token, *shorter))
+    with pytest.raises(ProblemError, match="v_cache is None where the plan has a tensor"):
+        decoding(token, cache.k_cache, None, *cache[2:])
+    latent = flashtune.plan_paged(token, cache.k_cache, None, *cache[2:], value_head_dim=WIDTH // 2)
+    with pytest.raises(ProblemError, match="or the other way round"):
+        latent(token, *cache)
 
 
 def test_explanations() -> None:

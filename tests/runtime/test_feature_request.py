@@ -95,6 +95,14 @@ def test_quantised_caches(shape: tuple[int, ...], kind: KvScale) -> None:
     assert (problem.kv_dtype, problem.kv_scale) == (KvDtype.E4M3, kind)
 
 
+def test_pages_that_share_scales_have_none_of_their_own() -> None:
+    shared = {name: torch.ones(2).expand(9, 2) for name in ("k_scale", "v_scale")}
+    given = cache(9, 16, 2, 32, dtype=torch.int8)
+    assert pages(torch.zeros(3, 4, 32), *given, **shared).problem.kv_scale is KvScale.HEAD
+    mixed = {**shared, "v_scale": torch.ones(9, 2)}
+    assert pages(torch.zeros(3, 4, 32), *given, **mixed).problem.kv_scale is KvScale.PAGE
+
+
 TOKEN = torch.zeros(3, 4, 32)
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: dense(window=5), r"window cannot be 5: pass \(left, right\)"),
@@ -130,6 +138,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: pages(TOKEN, *cache(), layout="dhn"), "layout cannot be 'dhn': pass 'nhd' or 'hnd'"),
     (lambda: pages(TOKEN, *cache(), max_seqlen_q=3), "cu_seqlens_q and max_seqlen_q belong together"),
     (lambda: pages(TOKEN, *cache(), value_head_dim=16), "pass one of v_cache and value_head_dim"),
+    (
+        lambda: pages(TOKEN, cache()[0], None, *cache()[2:], value_head_dim=0),
+        "value_head_dim is 0: pass how many columns",
+    ),
     (lambda: pages(TOKEN[:2]), r"seqlens_k or kv_lengths has shape \[3\]: pass \[2\]"),
     (
         lambda: pages(TOKEN, *cache()[:2], torch.zeros(2, 5, dtype=INT), torch.zeros(3, dtype=INT)),
