@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and chunk 64, prefix, softcap, ALiBi, boolean bias, sinks
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv b12307d57a83
+Template     decode_split_kv e117224354a7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -283,8 +283,8 @@ def attention(q, k, v, scale=None, *, slopes, bias, sinks, prefix, softcap):
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], 24, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.copy_(sinks[:, None].expand_as(lse))
     tensors = (q, k, v, out, slopes, bias, sinks, prefix)
     row_lse = out if lse is None else lse
     grid, workspace_shapes, integers = launch_plan(*tensors)
