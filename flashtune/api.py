@@ -18,6 +18,7 @@ from flashtune.options import (
     Options,
     PreferOption,
     Window,
+    is_plain,
     read_bias,
     read_count,
     read_softcap,
@@ -130,31 +131,31 @@ def attention(
         and not chunk
         and (scales is NO_SIDE or getattr(q, "dtype", E4M3) is E4M3)
     ):
-        return attend(
-            dense_call(
-                q,
-                k,
-                v,
-                return_lse=return_lse,
-                causal=causal,
-                window=window,
-                softcap=softcap,
-                alibi_slopes=alibi_slopes,
-                attn_bias=attn_bias,
-                attn_mask=attn_mask,
-                sinks=sinks,
-                sink_tokens=sink_tokens,
-                prefix_lengths=prefix_lengths,
-                chunk=chunk,
-                kv_lengths=kv_lengths,
-                scale=scale,
-                layout=layout,
-                prefer=prefer,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+        call = dense_call(
+            q,
+            k,
+            v,
+            return_lse=return_lse,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            attn_bias=attn_bias,
+            attn_mask=attn_mask,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            prefix_lengths=prefix_lengths,
+            chunk=chunk,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            layout=layout,
+            prefer=prefer,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
+        if not is_plain(call):
+            return attend(call)
     if is_compiling():
         return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
     if type(q) is type(k) is type(v) is Tensor and not (

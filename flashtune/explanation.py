@@ -83,8 +83,9 @@ def explain(
         StoreError: The user's database cannot be read.
     """
     require_tensors(q, k, v)
-    if not is_plain(q, options):
-        return explain_call(dense_call(q, k, v, return_lse=return_lse, **options))
+    call = dense_call(q, k, v, return_lse=return_lse, **options)
+    if not is_plain(call):
+        return explain_call(call)
     scales = given_scales(options.get("q_scale"), options.get("k_scale"), options.get("v_scale"))
     request = read_request(
         q,

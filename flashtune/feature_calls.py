@@ -16,6 +16,7 @@ from flashtune.feature_request import read_call, rounded_up
 from flashtune.quantization import negated
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve
+from flashtune.side_inputs import check_kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,12 +29,20 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
     Of the lengths of packed sequences the longest counts, and of it only the next power of two.
+
+    Raises:
+        ProblemError: A side input is no tensor.
     """
     q, k, v, _, options, side = call
     if options.max_seqlen_q or options.max_seqlen_k:
         options = options._replace(
             max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
         )
+    try:
+        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side[:-1])
+    except AttributeError:
+        check_kinds(side, q.device)
+        raise
     return (
         q.shape,
         k.shape,
@@ -49,7 +58,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         k.device,
         v.device,
         options,
-        *[None if beside is None else _kind(beside) for beside in side[:-1]],
+        *beside,
         side.softcap is None,
         torch.is_grad_enabled() and requires_grad(q, k, v, side),
     )

@@ -11,7 +11,7 @@ from flashtune.layouts import Layout
 from flashtune.normal_form import normal_form
 from flashtune.options import Call
 from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
-from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors
+from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors, scales_wanted
 from flashtune.side_inputs import check_kinds, check_shapes, scale_kind, side_views
 
 ORDERS = {
@@ -52,7 +52,9 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     page_size = k.shape[2] if paged else 0
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if packed:
-        seqlen_q, seqlen_kv = rounded_up(options.max_seqlen_q), rounded_up(options.max_seqlen_k)
+        seqlen_q = rounded_up(options.max_seqlen_q)
+        # Where no sequence has keys there is nothing to attend to, whatever the longest was said to have.
+        seqlen_kv = rounded_up(options.max_seqlen_k) if seqlen_kv else 0
     if side.block_table is not None:
         # What has not two dimensions is told below.
         seqlen_kv = page_size * (rounded_up(side.block_table.shape[-1]) if side.block_table.numel() else 0)
@@ -118,10 +120,7 @@ def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, 
     if kv_dtype is None:
         return KvScale.TENSOR
     if k_scale is None or v_scale is None:
-        raise ProblemError(
-            f"k and v are {call.k.dtype} and q is {call.q.dtype}: pass k_scale and v_scale, float32 tensors "
-            "of what their elements are to be multiplied with"
-        )
+        raise ProblemError(scales_wanted(call.q, call.k))
     return scale_kind(k_scale, v_scale, paged, places, kv_heads)
 
 

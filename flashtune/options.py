@@ -177,11 +177,15 @@ def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | No
     return attn_mask
 
 
-def is_plain(q: Tensor, options: DenseOptions) -> bool:
-    """Whether options of `attention` ask for nothing beyond shapes, types and causality."""
-    given = {name: value for name, value in options.items() if value is not None}
-    asked = {"window", "alibi_slopes", "attn_bias", "attn_mask", "sinks", "prefix_lengths", "kv_lengths"}
-    numbers = ("softcap", "sink_tokens", "chunk")
-    if asked & given.keys() or any(given.get(name, 0) != 0 for name in numbers):
+def is_plain(call: Call) -> bool:
+    """Whether a call of `attention` asks for nothing beyond shapes, types and causality.
+
+    First tokens that no window and no chunk hides stay visible anyway.
+    """
+    left, right = call.options.window
+    if not (left is None and right is None) or call.options.chunk:
         return False
-    return q.dtype is torch.float8_e4m3fn or not {"q_scale", "k_scale", "v_scale"} & given.keys()
+    if any(value is not None for value in call.side[len(call.side.scales) :]):
+        return False
+    given = any(scale is not None for scale in call.side.scales)
+    return not given or (isinstance(call.q, Tensor) and call.q.dtype is torch.float8_e4m3fn)

@@ -121,9 +121,9 @@ def plan(
         VerificationError: As `attention`.
     """
     require_tensors(q, k, v)
-    if is_plain(q, options):
-        return _plain_plan(q, k, v, return_lse, options)
     call = dense_call(q, k, v, return_lse=return_lse, **options)
+    if is_plain(call):
+        return _plain_plan(q, k, v, return_lse, options)
     features: DensePlan[Result] = DensePlan(call)
     return Plan(_unused, (), ("none", "bhsd", return_lse, "fastest"), call.scale, features)
 

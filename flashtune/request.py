@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.dtypes import DTYPES, TORCH_DTYPES
+from flashtune.dtypes import DTYPES, KV_DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.layouts import DENSE_LAYOUTS, Layout
 from flashtune.problem import MAX_HEAD_DIM, Causal, Problem
@@ -113,6 +113,8 @@ def read_request(
     """
     require_tensors(q, k, v)
     order = read_option("layout", layout, DENSE_LAYOUTS)
+    if k.dtype is v.dtype and k.dtype in KV_DTYPES and q.dtype in DTYPES and not DTYPES[q.dtype].is_quantized:
+        raise ProblemError(scales_wanted(q, k))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, order)
     _check_alike(q, k, v)
@@ -135,6 +137,14 @@ def read_request(
     if problem.dtype.is_quantized:
         preference = Prefer.GENERATED  # nobody else computes it
     return Request(problem, q.device, order, bool(return_lse), preference, needs_grad)
+
+
+def scales_wanted(q: Tensor, k: Tensor) -> str:
+    """The sentence for quantised keys and values whose scales are not given."""
+    return (
+        f"k and v are {k.dtype} and q is {q.dtype}: pass k_scale and v_scale, float32 tensors of what their "
+        "elements are to be multiplied with"
+    )
 
 
 def require_tensors(q: object, k: object, v: object) -> None:

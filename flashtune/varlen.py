@@ -6,6 +6,7 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
+from flashtune.errors import ProblemError
 from flashtune.feature_ops import attend
 from flashtune.feature_plans import VarlenPlan
 from flashtune.options import (
@@ -131,6 +132,11 @@ def varlen_call(
     v_scale: Tensor | None = None,
 ) -> Call:
     """The record of a call of `attention_varlen`; arguments and errors are its own."""
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts is None:
+            raise ProblemError(
+                f"{name} is None: pass where sequences begin and the last ends, int32 [batch + 1]"
+            )
     options = Options(
         causal,
         "thd",

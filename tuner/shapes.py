@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from flashtune.errors import UsageError
 from flashtune.features import Bias, KvDtype, KvScale
+from flashtune.normal_form import normal_form
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.shape_values import ALONE, KEYS, Value, Window, parse_values
 
@@ -71,7 +72,7 @@ def _build(given: dict[str, Value]) -> Problem:
     window, kv_dtype = _window(given), given.get("kv_dtype")
     if "kv_scale" in given and "kv_dtype" not in given:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
-    return Problem(
+    posed = Problem(
         dtype=_word(given.get("dtype"), Dtype.BF16),
         head_dim=numbers["head_dim"],
         value_head_dim=numbers.get("value_head_dim", numbers["head_dim"]),
@@ -98,6 +99,8 @@ def _build(given: dict[str, Value]) -> Problem:
         lengths=given.get("lengths") is True,
         latent=given.get("latent") is True,
     )
+    # As calls name it: what is recorded under another name would never be found.
+    return normal_form(posed)
 
 
 def _word(value: Value, default: Word) -> Word:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import flashtune
+from flashtune.api import dense_call
 from flashtune.errors import ProblemError
+from flashtune.feature_request import read_call
+from flashtune.options import is_plain
 from flashtune.problem import Causal, Dtype
 from flashtune.request import read_causal, read_request
+from flashtune.varlen import varlen_call
 
 
 def tensors(
@@ -90,6 +96,59 @@ def test_mixed_and_unsupported_tensors() -> None:
         read_request(q.double(), k.double(), v.double(), False, "bhsd", False, "fastest")
     with pytest.raises(ProblemError, match="q is a list"):
         flashtune.attention([[1.0]], k, v)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_keys_want_their_scales(dtype: torch.dtype) -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match="pass k_scale and v_scale"):
+        flashtune.explain(q, k.to(dtype), v.to(dtype))
+
+
+def test_side_inputs_of_calls_are_tensors() -> None:
+    with pytest.raises(ProblemError, match="sinks is a list: pass a torch tensor"):
+        flashtune.attention(*tensors(), sinks=[0.0] * 8)  # type: ignore[call-overload]
+    with pytest.raises(ProblemError, match="sinks is a list: pass a torch tensor"):
+        flashtune.plan(*tensors(), sinks=[0.0] * 8)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_packed_sequences_need_to_be_told_apart(missing: int) -> None:
+    q, starts = torch.zeros(4, 2, 32), [torch.tensor([0, 4], dtype=torch.int32)] * 2
+    starts[missing] = None  # type: ignore[call-overload]
+    with pytest.raises(ProblemError, match=r"cu_seqlens_[qk] is None: pass where sequences begin"):
+        flashtune.attention_varlen(q, q, q, *starts, 4, 4)  # type: ignore[call-overload]
+
+
+def test_packed_sequences_without_keys_are_empty() -> None:
+    q, starts = torch.zeros(4, 2, 32), torch.tensor([0, 4], dtype=torch.int32)
+    call = varlen_call(q, q[:0], q[:0], starts, torch.zeros_like(starts), 4, 0, return_lse=True)
+    assert read_call(call, False).is_empty
+    assert not read_call(varlen_call(q, q, q, starts, starts, 4, 4, return_lse=True), False).is_empty
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({"window": (-1, -1)}, True),
+        ({"softcap": 0.0}, True),
+        ({"window": (None, -1), "chunk": 0, "sink_tokens": 4}, True),
+        ({"window": (8, -1)}, False),
+        ({"softcap": 2.0}, False),
+        ({"chunk": 8}, False),
+        ({"sinks": torch.zeros(8)}, False),
+    ],
+)
+def test_what_asks_for_nothing_is_a_plain_call(options: dict[str, Any], plain: bool) -> None:
+    q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
+    scales = {"k_scale": torch.ones(2, 2)}
+    assert is_plain(dense_call(q, k, v, return_lse=False, **options, **scales)) is plain
+    assert not is_plain(dense_call(*tensors(), return_lse=False, **options, **scales))
+    # A plain call comes as far as asking for a GPU; 8-bit queries take no features.
+    message = "is computed on a GPU alone" if plain else "with masks, packed sequences, pages"
+    for call in (flashtune.attention, flashtune.plan, flashtune.explain):
+        with pytest.raises(ProblemError, match=message):
+            call(q, k, v, **options, **scales)
 
 
 def test_a_strided_last_dimension_names_contiguous() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashtune.errors import UsageError
 from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
+from flashtune.normal_form import normal_form
 from flashtune.notices import search_command
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.shape_values import KEYS
@@ -62,7 +63,7 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem) -> None:
     program, command, option, shape = shlex.split(search_command(problem))
     assert (program, command, option) == ("flashtune", "search", "--shape")
-    assert parse_shape(shape) == (problem,)
+    assert parse_shape(shape) == (normal_form(problem),)
 
 
 @given(problems())
@@ -70,7 +71,7 @@ def test_a_line_of_json_names_the_problem_that_it_was_made_of(problem: Problem) 
     row = msgspec.json.decode(msgspec.json.encode(problem))
     del row["direction"]
     shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
-    assert parse_shape(shape) == (problem,)
+    assert parse_shape(shape) == (normal_form(problem),)
 
 
 words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3", "1:0", ":"])
@@ -110,6 +111,11 @@ def test_the_documented_shape() -> None:
         seqlen_kv=4096,
         causal=Causal.BOTTOM_RIGHT,
     )
+
+
+def test_bounds_that_bound_nothing_are_left_out_as_calls_leave_them_out() -> None:
+    (problem,) = parse_shape("heads=4,seqlen=1024,head_dim=64,causal,window=4096")
+    assert problem == parse_shape("heads=4,seqlen=1024,head_dim=64,causal")[0]
 
 
 def test_what_is_left_out_has_defaults() -> None:
@@ -246,18 +252,19 @@ def test_quantized_inputs_are_named_like_other_types() -> None:
 
 
 def test_a_window_bounds_one_side_or_both() -> None:
-    found = parse_shape("heads=1,seqlen=64,head_dim=64,window=1023|127:0|:0|0")
-    assert [(problem.window_left, problem.window_right) for problem in found] == [
-        (1023, None),
-        (127, 0),
-        (None, 0),
-        (0, None),
+    found = parse_shape("heads=1,seqlen=2048,head_dim=64,window=1023|127:1|127:0|:9|0")
+    assert [(problem.window_left, problem.window_right, problem.causal) for problem in found] == [
+        (1023, None, Causal.NONE),
+        (127, 1, Causal.NONE),
+        (127, None, Causal.BOTTOM_RIGHT),
+        (None, 9, Causal.NONE),
+        (0, None, Causal.NONE),
     ]
 
 
 def test_every_feature_has_a_key() -> None:
     text = (
-        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=8192,"
+        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=2048,"
         "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent"
     )
     (problem,) = parse_shape(text)
