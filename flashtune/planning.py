@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import Tensor
 
@@ -36,25 +36,8 @@ class SideTensors(TypedDict, total=False):
     kv_lengths: Tensor | None
 
 
-class Plan(Generic[Planned_co]):
+class Plan(Protocol[Planned_co]):
     """Attention of tensors like those it was planned for; cheap, and safe to capture in a CUDA graph."""
-
-    __slots__ = ("_features", "_key", "_negated", "_options", "_scale", "_serve")
-
-    def __init__(
-        self,
-        serve: Serve,
-        key: tuple[object, ...],
-        options: tuple[CausalOption, LayoutOption, bool, PreferOption],
-        scale: float | None,
-        features: DensePlan[Planned_co] | None = None,
-    ) -> None:
-        self._serve = serve
-        self._key = key
-        self._options = options
-        self._negated = scale is not None and scale < 0
-        self._scale = -scale if scale is not None and scale < 0 else scale
-        self._features = features
 
     def __call__(
         self,
@@ -72,8 +55,38 @@ class Plan(Generic[Planned_co]):
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        if self._features is not None:
-            return self._features(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **side)
+
+
+class PlainPlan(Generic[Planned_co]):
+    """What `plan` gives for a call without masks, lengths or a quantised cache."""
+
+    __slots__ = ("_key", "_negated", "_options", "_scale", "_serve")
+
+    def __init__(
+        self,
+        serve: Serve,
+        key: tuple[object, ...],
+        options: tuple[CausalOption, LayoutOption, bool, PreferOption],
+        scale: float | None,
+    ) -> None:
+        self._serve = serve
+        self._key = key
+        self._options = options
+        self._negated = scale is not None and scale < 0
+        self._scale = -scale if scale is not None and scale < 0 else scale
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        **side: Unpack[SideTensors],
+    ) -> Planned_co:
+        """As `Plan`; of tensors beside these there are none."""
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
         if given or call_key(q, k, v, *self._options, scales) != self._key:
@@ -124,12 +137,8 @@ def plan(
     call = dense_call(q, k, v, return_lse=return_lse, **options)
     if is_plain(call):
         return _plain_plan(q, k, v, return_lse, options)
-    features: DensePlan[Result] = DensePlan(call)
-    return Plan(_unused, (), ("none", "bhsd", return_lse, "fastest"), call.scale, features)
-
-
-def _unused(*_: object) -> Result:
-    raise AssertionError("a plan with features serves by them")
+    planned: DensePlan[Result] = DensePlan(call)
+    return planned
 
 
 def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseOptions) -> Plan[Result]:
@@ -145,7 +154,7 @@ def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseO
     # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
     served = negated(q) if scale is not None and scale < 0 else q
     server = server_of(call_key(served, k, v, *options, scales), served, k, v, *options, scales)
-    planned: Plan[Result] = Plan(server, key, options, scale)
+    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
     planned(q, k, v, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
     return planned
