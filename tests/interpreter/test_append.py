@@ -40,7 +40,7 @@ def cache_pools(dtype: torch.dtype, growing: bool, layout: str, widths: tuple[in
         device="cpu",
         layout=layout,
         k_scale=torch.tensor([0.3, 1.0, 7.0]) if quantized and not growing else None,
-        v_scale=0.7 if quantized and not growing else None,
+        v_scale=0.7 if quantized and not growing and widths[1] else None,
         page_scales=growing,
     )
     return cache._keys.layer(1), cache._values.layer(1)
