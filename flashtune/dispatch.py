@@ -30,8 +30,8 @@ DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer", "forward_masked")
 # Who comes before them where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
 FEW_QUERIES = 16
-# Who comes before both where keys are latent and its tiles of 64 rows take a quarter of the multiprocessors or
-# more; with fewer tiles, what splits keys finer was measured as faster.
+# Who comes before both where keys are latent and its tiles of 64 rows take a quarter of the multiprocessors;
+# with fewer tiles, what splits keys finer was measured as faster.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
 

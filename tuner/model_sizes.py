@@ -39,4 +39,5 @@ class ModelSizes(NamedTuple):
     @property
     def any_size(self) -> bool:
         """Whether the user named a size, which goes with a model alone."""
-        return self.packed or any(size is not None for size in self[1:5])
+        named = any(size is not None for size in self[1:5])
+        return named or self.packed or self.phase is not Phase.PREFILL

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from flashtune.dtypes import TORCH_DTYPES
+from flashtune.features import Bias
 from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side, store
 from flashtune.proof.cases import Case, lengths_of
@@ -79,7 +80,10 @@ def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, see
     once = msgspec.structs.replace(case, repeats=1)
     if case.far is not None:
         return prepare(once, alignment, device, seed)
-    elements = case.problem.minimal_bytes() // case.problem.dtype.itemsize
+    problem = case.problem
+    elements = problem.minimal_bytes() // problem.dtype.itemsize
+    if problem.bias is not Bias.NONE:
+        elements += problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
     if elements > LARGE_ELEMENTS:
         return _large(once, alignment, device, seed)
     return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed)

@@ -95,6 +95,17 @@ def test_the_command_takes_the_first_of_them(file: Path, capsys: pytest.CaptureF
     assert len(search._with_recorded((), file, None, H200)) == 3
 
 
+def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calls.jsonl"
+    wide = shape(512, head_dim=512, value_head_dim=512)
+    add_counts(path, (CallCount(problem=wide, specialization=ALIGNED, calls=9),))
+    with pytest.raises(UsageError, match="no kernel family computes any problem"):
+        search._with_recorded((), path, None, H200)
+    add_counts(path, (CallCount(problem=shape(512), specialization=ALIGNED, calls=1),))
+    assert search._with_recorded((), path, None, H200) == (shape(512),)
+    assert "1 recorded problems are left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

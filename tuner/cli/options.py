@@ -85,8 +85,8 @@ def gather_problems(
     attentions = gather_models(models, hf_configs)
     if not attentions and sizes.any_size:
         raise UsageError(
-            "--seqlen, --batch, --dtype, --page-size and --packed go with --model or --hf-config: write them "
-            "into the --shape"
+            "--phase, --seqlen, --batch, --dtype, --page-size and --packed go with --model or --hf-config: "
+            "write what they say into the --shape"
         )
     for attention in attentions:
         found.extend(model_problems(attention, sizes))

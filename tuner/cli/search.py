@@ -138,10 +138,27 @@ def _with_recorded(
         return problems
     from flashtune.tuner.recorded import read_weighed, summary
 
-    weighed = read_weighed(path, target)
+    recorded = read_weighed(path, target)
+    # What a program called and nobody generates was served by torch.
+    weighed = tuple(found for found in recorded if _is_computed(found.problem, target))
+    if not weighed:
+        raise UsageError(
+            f"no kernel family computes any problem of {path} on {target.name}: record other calls"
+        )
+    if len(weighed) < len(recorded):
+        note(f"{len(recorded) - len(weighed)} recorded problems are left out: no kernel family computes them")
     top = top or DEFAULT_TOP
     note(summary(weighed, top))
     return tuple(dict.fromkeys((*problems, *(found.problem for found in weighed[:top]))))
+
+
+def _is_computed(problem: Problem, target: Target) -> bool:
+    """Whether some family computes a problem, for the best of tensors."""
+    from flashtune.kernel import Specialization
+    from flashtune.templates.family import why_not
+    from flashtune.templates.registry import families
+
+    return any(why_not(family, problem, target, Specialization()) is None for family in families())
 
 
 def _refuse_failures(results: list[SearchResult]) -> None:
