@@ -48,13 +48,19 @@ class Plan(Protocol[Planned_co]):
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-        **side: Unpack[SideTensors],
+        alibi_slopes: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
     ) -> Planned_co:
         """The output, and the log-sum-exp where the plan returns one; as `attention`.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
+        ...
 
 
 class PlainPlan(Generic[Planned_co]):
