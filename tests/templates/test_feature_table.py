@@ -12,6 +12,8 @@ from flashtune.templates.registry import families
 from flashtune.tuner.shapes import parse_shape
 
 README = Path(__file__).parents[2] / "README.md"
+# Keys of shapes that are not called as their features are.
+KEYS = {"page_size": Feature.PAGES, "kv_dtype": Feature.QUANTIZED_KV}
 HEAD = "| feature | in a shape | computed by |"
 
 
@@ -21,8 +23,10 @@ def rows() -> dict[Feature, frozenset[str]]:
     found: dict[Feature, frozenset[str]] = {}
     for line in table.splitlines()[2:]:
         _, shape, names = (cell.strip() for cell in line.strip("|").split("|"))
-        (problem,) = parse_shape(f"heads=8,seqlen=64,head_dim=64,{shape.strip('`')}")
-        (feature,) = problem.features
+        key = shape.strip("`")
+        assert parse_shape(f"heads=8,seqlen=64,head_dim=64,{key}")
+        name = key.split("=")[0]
+        feature = Feature(KEYS.get(name, name))
         assert feature not in found
         found[feature] = frozenset(re.findall(r"`(\w+)`", names))
     return found
