@@ -17,3 +17,5 @@ TORCH_DTYPES = {
 STORED_DTYPES = {KvDtype.E4M3: torch.float8_e4m3fn, KvDtype.INT8: torch.int8}
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 KV_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in STORED_DTYPES.items()}
+# Magnitudes that elements of a quantised cache go up to; int8 is used on both sides of zero alike.
+LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}

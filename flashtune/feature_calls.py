@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.calls import known_server, remembered
-from flashtune.feature_request import read_call, rounded_up
+from flashtune.feature_request import read_call
+from flashtune.normal_form import rounded_up
 from flashtune.quantization import negated
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve

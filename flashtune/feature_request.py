@@ -8,7 +8,7 @@ from flashtune.dtypes import DTYPES, KV_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.layouts import Layout
-from flashtune.normal_form import normal_form
+from flashtune.normal_form import normal_form, rounded_up
 from flashtune.options import Call
 from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
 from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors, scales_wanted
@@ -24,11 +24,6 @@ PAGES = {
     Layout.BHSD: "[pages, kv_heads, page_size, head_dim]",
     Layout.BSHD: "[pages, page_size, kv_heads, head_dim]",
 }
-
-
-def rounded_up(tokens: int) -> int:
-    """The next power of two: what selections of ever new numbers of tokens go by."""
-    return 1 << max(0, tokens - 1).bit_length()
 
 
 def read_call(call: Call, needs_grad: bool) -> Request:

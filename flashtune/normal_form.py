@@ -48,3 +48,8 @@ def _may_stand_before_keys(problem: Problem) -> bool:
         return False
     ragged = problem.packed or problem.lengths or problem.page_size
     return problem.seqlen_q > (1 if ragged else problem.seqlen_kv)
+
+
+def rounded_up(tokens: int) -> int:
+    """The next power of two: what selections of ever new numbers of tokens and pages go by."""
+    return 1 << max(0, tokens - 1).bit_length()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.errors import UsageError
-from flashtune.normal_form import normal_form
+from flashtune.normal_form import normal_form, rounded_up
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.model_sizes import (
     DEFAULT_BATCH,
@@ -152,21 +152,20 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
     return tuple(dict.fromkeys(map(_paged, problems)))
 
 
-# Of calls that meet ever new numbers of tokens and pages, dispatch names the next powers of two.
-def rounded_up(number: int) -> int:
-    """The next power of two.
+def as_called(number: int) -> int:
+    """The number of tokens or pages by which dispatch knows a call of so many.
 
     Raises:
         UsageError: It is more than a problem may have.
     """
-    found = 1 << max(0, number - 1).bit_length()
+    found = rounded_up(number)
     if found > MAX_LENGTH:
         raise UsageError(f"{number} tokens are rounded up to {found}, beyond {MAX_LENGTH:,}: make it fewer")
     return found
 
 
 def _packed(problem: Problem) -> Problem:
-    longest, tokens = rounded_up(problem.seqlen_q), rounded_up(problem.batch * problem.seqlen_q)
+    longest, tokens = as_called(problem.seqlen_q), as_called(problem.batch * problem.seqlen_q)
     return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, packed=tokens)
 
 
@@ -174,7 +173,7 @@ def _paged(problem: Problem) -> Problem:
     """A cache in pages holds as many keys as there is room for in the pages that a block table can name."""
     if not problem.page_size:
         return problem
-    pages = rounded_up(-(-problem.seqlen_kv // problem.page_size))
+    pages = as_called(-(-problem.seqlen_kv // problem.page_size))
     return msgspec.structs.replace(problem, seqlen_kv=pages * problem.page_size)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.dtypes import STORED_DTYPES, TORCH_DTYPES
+from flashtune.dtypes import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Problem
 from flashtune.proof.lengths import Lengths, usual_lengths
@@ -25,9 +25,8 @@ MAX_BIAS = 2**30
 VISIBLE_SHARE = 0.7
 # A quarter of the keys is the prefix.
 PREFIX_PART = 4
-# Standard deviation and largest magnitude of what is stored in 8 bits: nearly all of it is in range.
+# Standard deviation of what is stored in 8 bits: nearly all of it is in range.
 STORED_SPREAD = {KvDtype.E4M3: 64.0, KvDtype.INT8: 32.0}
-LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
 
 
 class Tensors(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.dtypes import STORED_DTYPES, TORCH_DTYPES
+from flashtune.dtypes import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Problem
 from flashtune.proof.probes import DEPTH, Probe
@@ -34,7 +34,6 @@ ROWS_OF_A_BLOCK = 16
 MAX_BIAS = 2**28
 # Pages, or heads, differ in scale by powers of two up to this one.
 SCALE_POWER = 2
-LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
 # Probes whose scores a side input must not drown.
 LOUD = (Probe.RANDOM, Probe.SINK)
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
 # A workspace may hold 8-bit floats: with all bits set, each byte is a NaN as well.
 WORKSPACE_POISON = -1
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# Integers as wide as an element, by its bytes.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Rows of poison on either side: as many as the largest tile could run over.
 GUARD_ROWS = 256
 GRANULE = 64
@@ -64,7 +65,7 @@ class Guarded(NamedTuple):
     @property
     def bits(self) -> Tensor:
         """The buffer as integers."""
-        return self.buffer.view(_BITS[self.buffer.element_size()])
+        return self.buffer.view(BITS[self.buffer.element_size()])
 
     @property
     def poison(self) -> int:

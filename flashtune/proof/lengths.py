@@ -29,11 +29,6 @@ class Lengths(NamedTuple):
         """Rows of packed queries."""
         return sum(self.queries)
 
-    @property
-    def total_kv(self) -> int:
-        """Rows of packed keys."""
-        return sum(self.keys)
-
 
 def is_ragged(problem: Problem) -> bool:
     """Whether sequences of a problem may differ in length."""

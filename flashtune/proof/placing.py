@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.proof.inputs import BITS
 from flashtune.proof.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from flashtune.problem import Problem
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Pages that no sequence uses, beside a quarter as many as those that are used.
 SPARE_PAGES = 3
 # What no kernel can look up without a fault.
@@ -148,7 +148,7 @@ def put(memory: Tensor, dense: Tensor, places: Places) -> None:
 
 def _rows(tensor: Tensor) -> Tensor:
     """[first, rows, heads, width], as integers: torch moves no 8-bit floats about."""
-    return tensor.view(_BITS[tensor.element_size()]).transpose(1, 2)
+    return tensor.view(BITS[tensor.element_size()]).transpose(1, 2)
 
 
 def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor:

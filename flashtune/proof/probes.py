@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from flashtune.features import KvScale
-from flashtune.proof.edges import at_edges, with_latent
+from flashtune.proof.edges import FIRST_HIDDEN, LAST_VISIBLE, at_edges, with_latent
 from flashtune.proof.lengths import equal_lengths
 from flashtune.side import NO_SIDE, Side
 
@@ -26,9 +26,6 @@ CLIMB = 14.0
 # Scores of `steep` climb by so much more, in powers of two, in one row of a few.
 LEAST_STEEP, MOST_STEEP = -2.0, 3.5
 STEEP_SHARE = 1 / 12
-# Scores of the last visible key and of the first hidden one in `diagonal`, over the others'.
-LAST_VISIBLE = 6.0
-FIRST_HIDDEN = 9.0
 NEEDLE = 8.0
 # Queries and keys of `faint`, over normal ones: the product of their scales is zero in float32.
 FAINTNESS = 2.0**-100

@@ -15,6 +15,8 @@ FARTHEST = 2**30 - 1
 # What stands for no bound.
 UNBOUNDED = -1
 COUNT = 5
+# The first of NVIDIA's architectures that converts 8-bit floats of 4 exponent bits.
+CONVERTS_E4M3 = 89
 STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 

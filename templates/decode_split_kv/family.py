@@ -12,7 +12,7 @@ from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_of
 from flashtune.templates.common.tiles import Chunk, power_of_two
 from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
 from flashtune.templates.decode_split_kv.space import (
@@ -35,8 +35,6 @@ from flashtune.visibility import distinct_keys
 
 # More queries than these are another family's.
 MOST_QUERIES = 16
-# The least capability whose matrix units and conversions know e4m3.
-LEAST_FOR_E4M3 = 89
 MOST_LATENT = 1024
 
 
@@ -82,8 +80,8 @@ class DecodeSplitKV:
             return f"decode_split_kv takes up to {MOST_QUERIES} queries of a sequence"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
-        if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < LEAST_FOR_E4M3:
-            return f"decode_split_kv takes keys in e4m3 from sm_{LEAST_FOR_E4M3} on"
+        if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < CONVERTS_E4M3:
+            return f"decode_split_kv takes keys in e4m3 from sm_{CONVERTS_E4M3} on"
         if problem.kv_dtype is not None and not target.is_nvidia:
             return "decode_split_kv takes keys in 8 bits on NVIDIA's GPUs alone"
         if problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE and not problem.page_size:

@@ -9,7 +9,7 @@ from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.asked import Asked, asked_arguments, asked_of
+from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_arguments, asked_of
 from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.traffic import streamed_items, unpacked
@@ -25,8 +25,6 @@ from flashtune.templates.forward_masked.sram import masked_columns, masked_items
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
-# The first architecture that converts 8-bit floats of 4 exponent bits.
-CONVERTS_E4M3 = 89
 
 
 class MaskedContext(Context, frozen=True):

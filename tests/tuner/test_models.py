@@ -18,7 +18,7 @@ from flashtune.templates.registry import families, find_family
 from flashtune.tuner.hf_config import read_hf_config
 from flashtune.tuner.known_models import MODELS, find_model
 from flashtune.tuner.model_sizes import ModelSizes, Phase
-from flashtune.tuner.models import Layers, ModelAttention, model_calls, model_problems, rounded_up
+from flashtune.tuner.models import Layers, ModelAttention, as_called, model_calls, model_problems
 
 PREFILL, DECODE = ModelSizes(), ModelSizes(Phase.DECODE)
 
@@ -67,7 +67,7 @@ def test_packed_prompts_and_pages_are_named_as_dispatch_names_them() -> None:
     assert (packed.seqlen_q, packed.seqlen_kv, packed.packed) == (1024, 1024, 4096)
     (paged,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1025"))
     assert paged.seqlen_kv == 2048
-    assert [rounded_up(number) for number in (1, 2, 3, 512, 513)] == [1, 2, 4, 512, 1024]
+    assert [as_called(number) for number in (1, 2, 3, 512, 513)] == [1, 2, 4, 512, 1024]
 
 
 def test_decode_reads_whole_pages() -> None:
