@@ -27,6 +27,8 @@ class Feature(enum.StrEnum):
     PAGES = "pages"
     QUANTIZED_KV = "quantized_kv"
     LATENT = "latent"
+    DROPOUT = "dropout"
+    DETERMINISTIC = "deterministic"
 
 
 class Bias(enum.StrEnum):
@@ -74,6 +76,8 @@ def feature_words(problem: Problem) -> str:
         (Feature.PAGES, f"page{problem.page_size}"),
         (Feature.QUANTIZED_KV, f"kv-{problem.kv_dtype}-{problem.kv_scale}"),
         (Feature.LATENT, "latent"),
+        (Feature.DROPOUT, "dropout"),
+        (Feature.DETERMINISTIC, "deterministic"),
     )
     asked = problem.features
     return "".join(f"_{text}" for feature, text in words if feature in asked)

@@ -36,7 +36,8 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         alignment: Alignment class of pointers and strides.
         index_bits: Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
-        lse: Whether the log-sum-exp of each row is written.
+        lse: Whether the log-sum-exp of each row is written; of a backward pass, whether a gradient of it
+            comes in.
     """
 
     alignment: Alignment = Alignment.SIXTEEN
@@ -61,6 +62,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A prologue fills the workspace; its grid and integers come from the module's own `prologue_plan`. An
     epilogue makes the output of the workspaces; likewise, `epilogue_plan`. Both take what `launch_plan` does.
+    Of a backward pass each step takes what its arguments name, as the kernel itself does.
 
     Attributes:
         entry: Name of the jitted function in the source.
@@ -84,7 +86,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         source: The rendered Python file.
         arguments: Run-time arguments in order: q, k, v, out, lse, side inputs (by their names in `Side`),
             workspaces, scale, softcap where there is one, integers; descriptors instead of q, k, v, out and
-            what a prologue wrote.
+            what a prologue wrote. Of a backward pass: what `BackwardTensors` and `Side` name, and
+            `workspace_0` and so on, in any order, then integers; descriptors come first.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.
         prologue: What is launched before it, if anything.
@@ -103,12 +106,19 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def takes_descriptors(self) -> bool:
         """Whether tensors are passed as descriptors, which the module's `descriptors` makes."""
-        return self.arguments[0].type.startswith("tensordesc")
+        return any(argument.type.startswith("tensordesc") for argument in self.arguments)
 
     @property
     def side(self) -> tuple[str, ...]:
         """Names of the side inputs that it takes, in order."""
-        return tuple(argument.name for argument in self.arguments if argument.name in Side._fields)
+        return self._named(self.arguments)
+
+    @property
+    def all_side(self) -> tuple[str, ...]:
+        """Names of the side inputs that it or a step of it takes, in the order of `Side`."""
+        steps = (self.prologue, self.epilogue)
+        taken = {*self.side, *(name for step in steps if step for name in self._named(step.arguments))}
+        return tuple(name for name in Side._fields if name in taken)
 
     @property
     def first(self) -> Kernel | None:
@@ -119,6 +129,10 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def last(self) -> Kernel | None:
         """The epilogue as a kernel by itself."""
         return self._alone(self.epilogue)
+
+    @staticmethod
+    def _named(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
+        return tuple(argument.name for argument in arguments if argument.name in Side._fields)
 
     def _alone(self, step: Step | None) -> Kernel | None:
         if step is None:

@@ -27,6 +27,9 @@ def normal_form(problem: Problem) -> Problem:
         problem = replace(problem, chunk=0)
     if problem.first_tokens and problem.window_left is None and not problem.chunk:
         problem = replace(problem, first_tokens=0)
+    if problem.deterministic and not problem.is_backward:
+        # The forward pass always is.
+        problem = replace(problem, deterministic=False)
     return problem
 
 

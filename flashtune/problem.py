@@ -7,9 +7,10 @@ from typing import Annotated
 
 import msgspec
 
+from flashtune import costs
 from flashtune.errors import ProblemError
 from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale, feature_words
-from flashtune.visibility import Sight, distinct_keys, visible_pairs
+from flashtune.visibility import Sight, visible_pairs
 
 MAX_HEAD_DIM = 256
 Extent = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -18,9 +19,10 @@ HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class Direction(enum.StrEnum):
-    """Which computation of attention."""
+    """Which computation of attention: the output, or the gradients of what it was made of."""
 
     FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class Dtype(enum.StrEnum):
@@ -97,6 +99,8 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         kv_dtype: Element type of keys and values where it is not q's.
         kv_scale: What shares a scale there.
         latent: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
+        dropout: Whether weights are dropped at random, by a seed that both passes share.
+        deterministic: Whether gradients must be the same bits in every run; of no meaning forward.
     """
 
     dtype: Dtype
@@ -124,6 +128,8 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kv_dtype: KvDtype | None = None
     kv_scale: KvScale = KvScale.TENSOR
     latent: bool = False
+    dropout: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -166,6 +172,8 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             Feature.PAGES: self.page_size > 0,
             Feature.QUANTIZED_KV: self.kv_dtype is not None,
             Feature.LATENT: self.latent,
+            Feature.DROPOUT: self.dropout,
+            Feature.DETERMINISTIC: self.deterministic,
         }
         return frozenset(feature for feature, given in asked.items() if given)
 
@@ -175,6 +183,16 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(
             self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, packed=min(self.packed, 1)
         )
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.direction is Direction.BACKWARD
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries see no keys beyond their place."""
+        return self.causal is not Causal.NONE
 
     @property
     def kv_itemsize(self) -> int:
@@ -217,33 +235,16 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return visible_pairs(self.sight)
 
     def flops(self) -> int:
-        """Floating-point operations of the two products over the visible pairs.
-
-        Packed sequences count as so many of the longest length as there are tokens for.
-        """
-        pairs = self.batch * self.visible_pairs()
-        if self.packed:
-            pairs = pairs * self.packed // max(1, self.batch * self.seqlen_q)
-        return 2 * self.heads * pairs * (self.head_dim + self.value_head_dim)
+        """Floating-point operations of the products over the visible pairs."""
+        return costs.flops(self)
 
     def nominal_flops(self) -> int:
-        """The field's convention: 4·B·H·Sq·Sk·D, halved when causal. All reported TFLOP/s use it.
+        """The field's convention: 4·B·H·Sq·Sk·D, 2.5 times that backward, halved when causal.
 
-        With a window, chunks or packed sequences only what is seen counts.
+        All reported TFLOP/s use it. With a window, chunks or packed sequences only what is seen counts.
         """
-        if self.features & {Feature.WINDOW, Feature.CHUNK, Feature.PACKED}:
-            return self.flops()
-        both = self.head_dim + self.value_head_dim
-        full = 2 * self.batch * self.heads * self.seqlen_q * self.seqlen_kv * both
-        return full if self.causal is Causal.NONE else full // 2
+        return costs.nominal_flops(self)
 
     def minimal_bytes(self) -> int:
         """HBM bytes when each input is read once and each output written once."""
-        rows = (self.packed or self.batch * self.seqlen_q) * self.heads
-        keys = self.batch * self.kv_heads * distinct_keys(self.sight)
-        if self.packed:
-            keys = keys * self.packed // max(1, self.batch * self.seqlen_q)
-        width = self.head_dim + (0 if self.latent else self.value_head_dim)
-        queries = rows * self.head_dim * self.dtype.itemsize
-        outputs = rows * self.value_head_dim * self.out_dtype.itemsize
-        return queries + keys * width * self.kv_itemsize + outputs
+        return costs.minimal_bytes(self)

@@ -10,7 +10,7 @@ import msgspec
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Feature
 from flashtune.kernel import Argument, Kernel, Specialization, Step
-from flashtune.problem import Dtype, Problem
+from flashtune.problem import Direction, Dtype, Problem
 from flashtune.target import Target
 
 
@@ -33,15 +33,22 @@ class Family(Protocol):
     descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Side inputs that its
     kernel takes are further arguments of all of these, in the order of `Side`.
 
+    A family of the backward pass renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, with the side tensors of
+    all its steps behind these, and `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq, dk
+    and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns a dictionary of them
+    by the tensors' names, in the order in which the kernel takes them.
+
     Attributes:
         name: Its folder's name.
         config_type: What its configs are.
+        direction: Which pass it computes.
         features: What it computes beside shapes, types and causality; `supports` may refuse combinations.
         interpreted: Whether Triton's interpreter runs its kernels; it runs none that are in Gluon.
     """
 
     name: str
     config_type: type[Config]
+    direction: Direction
     features: frozenset[Feature]
     interpreted: bool
 
@@ -148,6 +155,8 @@ def kernel_of_source(
 
 def why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
     """None when a family computes a problem on a target for tensors like these, else the reason why not."""
+    if problem.direction is not family.direction:
+        return f"{family.name} computes the {family.direction} pass"
     unknown = problem.features - family.features
     if unknown:
         return f"{family.name} has no {', '.join(sorted(unknown))}"

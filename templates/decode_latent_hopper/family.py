@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Feature
 from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.tiles import power_of_two
 from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
@@ -63,6 +63,7 @@ class DecodeLatentHopper:
     name = "decode_latent_hopper"
     config_type = LatentConfig
     features = frozenset({Feature.LATENT, Feature.LENGTHS, Feature.PAGES})
+    direction = Direction.FORWARD
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:

@@ -10,7 +10,7 @@ import msgspec
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_of
 from flashtune.templates.common.tiles import Chunk, power_of_two
@@ -73,6 +73,7 @@ class DecodeSplitKV:
     name = "decode_split_kv"
     config_type = DecodeConfig
     features = frozenset(Feature)
+    direction = Direction.FORWARD
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:

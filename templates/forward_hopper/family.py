@@ -8,7 +8,7 @@ from flashtune.config import Config, LaunchOptions, Space
 from flashtune.errors import KernelError
 from flashtune.features import Feature
 from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import transpose_arguments
 from flashtune.templates.common.tiles import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
@@ -84,6 +84,7 @@ class ForwardHopper:
     name = "forward_hopper"
     config_type = HopperConfig
     features = frozenset({Feature.WINDOW, Feature.PACKED})
+    direction = Direction.FORWARD
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_arguments, asked_of
 from flashtune.templates.common.span import portable_span
@@ -59,6 +59,7 @@ class ForwardMasked:
     name = "forward_masked"
     config_type = MaskedConfig
     features = frozenset(Feature) - {Feature.LATENT}
+    direction = Direction.FORWARD
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:

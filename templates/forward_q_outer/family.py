@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Feature
 from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Dtype, Problem
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.span import portable_span
@@ -54,6 +54,7 @@ class ForwardQOuter:
     name = "forward_q_outer"
     config_type = QOuterConfig
     features = frozenset[Feature]()
+    direction = Direction.FORWARD
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:

@@ -56,8 +56,8 @@ class Trial(NamedTuple):
 
 def feature_sets() -> tuple[frozenset[Feature], ...]:
     """No feature, each by itself, and every pair."""
-    singles = [frozenset({feature}) for feature in Feature]
-    pairs = [frozenset(pair) for pair in itertools.combinations(Feature, 2)]
+    singles = [frozenset({feature}) for feature in DRAWN]
+    pairs = [frozenset(pair) for pair in itertools.combinations(DRAWN, 2)]
     return (frozenset(), *singles, *pairs)
 
 

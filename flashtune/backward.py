@@ -1,0 +1,203 @@
+"""The backward pass of one problem, bound to strides and lengths: what a call costs is here.
+
+Its kernels take what their arguments name, so that families are free to divide the work: the first may
+make rowsum(dout · out) and clear an accumulator, the last may convert it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashtune.compilation import interpreting, load_module
+from flashtune.descriptors import DescriptorArguments, without_memory
+from flashtune.launch import Binary, compile_binary
+from flashtune.launches import LEAST_SCALE, allocate_workspace
+from flashtune.queueing import Queue
+from flashtune.side import NO_SIDE, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.kernel import Argument, Kernel
+    from flashtune.launches import Allocate
+    from flashtune.target import Target
+
+WORKSPACE = "workspace_"
+# What is passed by value.
+NUMBERS = ("scale", "softcap")
+
+
+class BackwardTensors(NamedTuple):
+    """What a backward pass reads and writes, as [batch, heads, seqlen, head_dim] of any strides.
+
+    Attributes:
+        q: Queries, [batch, heads, seqlen_q, head_dim].
+        k: Keys, [batch, kv_heads, seqlen_kv, head_dim].
+        v: Values, [batch, kv_heads, seqlen_kv, value_head_dim].
+        out: What the forward pass gave, [batch, heads, seqlen_q, value_head_dim].
+        lse: Its log-sum-exp, float32 [batch, heads, seqlen_q], contiguous, natural log.
+        dout: The gradient of `out`, like it.
+        dq: Where that of q is written.
+        dk: Where that of k is written.
+        dv: Where that of v is written.
+        dlse: The gradient of `lse`, like it, or None for zeros.
+        dbias: Where that of an additive bias is written: [batch, heads, seqlen_q, seqlen_kv] in q's type.
+        dslopes: Where that of ALiBi's slopes is written: float32 [batch, heads].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dlse: Tensor | None = None
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+
+    @property
+    def planned(self) -> tuple[Tensor, ...]:
+        """Those whose strides and lengths a launch is planned by, and whose addresses must be aligned."""
+        return self.q, self.k, self.v, self.out, self.dout, self.dq, self.dk, self.dv
+
+
+class Stage(NamedTuple):
+    """One kernel of a backward pass: how it is queued, and the names of what it takes by address or value."""
+
+    queue: Callable[..., None]
+    names: tuple[str, ...]
+
+
+class BackwardLaunch:
+    """Runs the kernels of a backward pass on tensors of the shapes and strides that it was bound to.
+
+    Strides are bound, so that only addresses are read. `scale` is not negative.
+    """
+
+    __slots__ = ("_allocate", "_arguments", "_described", "_stages", "_workspaces")
+
+    def __init__(
+        self,
+        stages: tuple[Stage, ...],
+        workspaces: tuple[tuple[int, ...], ...],
+        allocate: Allocate,
+        described: tuple[str, ...] = (),
+        arguments: DescriptorArguments | None = None,
+        main: int = 0,
+    ) -> None:
+        """`described` are the tensors that the stage at `main` takes as descriptors."""
+        self._stages = tuple((queue, names, index == main) for index, (queue, names) in enumerate(stages))
+        self._workspaces = workspaces
+        self._allocate = allocate
+        self._described = described
+        self._arguments = arguments
+
+    def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
+        """Queues all kernels on their device's current stream."""
+        values: dict[str, Any] = (
+            tensors._asdict() if side is NO_SIDE else {**side._asdict(), **tensors._asdict()}
+        )
+        for index, shape in enumerate(self._workspaces):
+            values[f"{WORKSPACE}{index}"] = self._allocate(shape, tensors.q.device)
+        values["scale"] = scale if scale > LEAST_SCALE else LEAST_SCALE
+        described: list[Any] = []
+        if self._arguments is not None:
+            described = self._arguments(tuple(values[name] for name in self._described))
+        for queue, names, is_main in self._stages:
+            passed = [values[name] if name in NUMBERS else values[name].data_ptr() for name in names]
+            queue((*described, *passed) if is_main else tuple(passed))
+
+
+class InterpretedBackward:
+    """The kernels of a backward pass as Triton's interpreter runs them on the CPU, block by block."""
+
+    def __init__(
+        self, stages: tuple[Stage, ...], workspaces: tuple[tuple[int, ...], ...], allocate: Allocate
+    ) -> None:
+        self._stages = stages
+        self._workspaces = workspaces
+        self._allocate = allocate
+
+    def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
+        """Runs every block in turn."""
+        values: dict[str, Any] = {**side._asdict(), **tensors._asdict(), "scale": max(scale, LEAST_SCALE)}
+        for index, shape in enumerate(self._workspaces):
+            values[f"{WORKSPACE}{index}"] = self._allocate(shape, tensors.q.device)
+        for queue, names in self._stages:
+            queue(*(values[name] for name in names))
+
+
+Backward = BackwardLaunch | InterpretedBackward
+
+
+def bind_backward(
+    kernel: Kernel,
+    target: Target,
+    tensors: BackwardTensors,
+    side: Side = NO_SIDE,
+    *,
+    compiled: Binary | None = None,
+    allocate: Allocate = allocate_workspace,
+) -> Backward:
+    """The launch of a backward kernel for tensors like these: loads, compiles and plans.
+
+    Args:
+        kernel: The kernel, with its prologue and epilogue.
+        target: The GPU that it is compiled for.
+        tensors: Their strides and lengths decide.
+        side: Side inputs like those to come: of these too strides and shapes decide.
+        compiled: The kernel's binary where it is at hand, so that many shapes share one.
+        allocate: Makes the workspaces; verification hands out poisoned ones.
+
+    Raises:
+        KernelError: The kernel does not compile, or cannot be loaded on this GPU.
+    """
+    module = load_module(kernel)
+    planned = (*tensors.planned, *(getattr(side, name) for name in kernel.all_side if name not in NUMBERS))
+    grid, workspaces, integers = module.launch_plan(*planned)
+    plans: list[tuple[str, tuple[Argument, ...], tuple[int, ...], tuple[int, ...]]] = []
+    if kernel.prologue is not None:
+        step = kernel.prologue
+        plans.append((step.entry, step.arguments, *module.prologue_plan(*planned)))
+    main = len(plans)
+    plans.append((kernel.entry, kernel.arguments, grid, integers))
+    if kernel.epilogue is not None:
+        step = kernel.epilogue
+        plans.append((step.entry, step.arguments, *module.epilogue_plan(*planned)))
+    if interpreting():
+        stages = tuple(
+            Stage(_interpreted(module, entry, at, ints), _taken(arguments, ints))
+            for entry, arguments, at, ints in plans
+        )
+        return InterpretedBackward(stages, workspaces, allocate)
+    binary = compiled or compile_binary(kernel, target)
+    binaries = [each for each in (binary.prologue, binary.kernel, binary.epilogue) if each is not None]
+    stages = tuple(
+        Stage(Queue(each, at, ints, tensors.q.device), _taken(arguments, ints))
+        for each, (_, arguments, at, ints) in zip(binaries, plans, strict=True)
+    )
+    if not kernel.takes_descriptors:
+        return BackwardLaunch(stages, workspaces, allocate)
+    scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces]
+    patterns = module.descriptors(*map(without_memory, planned), *scratch)
+    arguments = DescriptorArguments(list(patterns.values()), binary.kernel.metadata.tensordesc_meta)
+    return BackwardLaunch(stages, workspaces, allocate, tuple(patterns), arguments, main)
+
+
+def _taken(arguments: tuple[Argument, ...], integers: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of what a kernel takes beside descriptors, which come first, and integers, which come last."""
+    plain = [argument for argument in arguments if not argument.type.startswith("tensordesc")]
+    return tuple(argument.name for argument in plain[: len(plain) - len(integers)])
+
+
+def _interpreted(
+    module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
+) -> Callable[..., None]:
+    launch = getattr(module, entry)[grid]
+    return lambda *values: launch(*values, *integers)
