@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from flashtune.proof.lengths import Lengths
     from flashtune.side import Side
 
+# Pairs of queries and keys worked on at a time, in elements: a dozen bytes each.
+CHUNK_PAIRS = 2**27
 # Scores of a visible key beside a border and of the hidden one across it, over the others'.
 LAST_VISIBLE = 6.0
 FIRST_HIDDEN = 9.0
@@ -39,15 +41,14 @@ def at_edges(
     if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
-    seen = _seen(problem, lengths, side, device)
-    # Keys beside one that is seen otherwise; beyond the last none is seen.
-    before, after = seen.roll(1, -1), seen.roll(-1, -1)
-    before[..., 0] = False
-    border = ~seen & (before | after)
-    drawn = torch.rand(border.shape, generator=generator, device=device)
-    hidden = drawn.masked_fill_(~border, -1.0).argmax(-1)
-    left = before.gather(-1, hidden[..., None])[..., 0]
-    visible = torch.where(left, hidden - 1, (hidden + 1).clamp_max(keys))
+    step = max(1, CHUNK_PAIRS // max(1, problem.seqlen_q * (keys + 1)))
+    parts = [
+        _neighbours(_seen(problem, lengths, side, some, device), generator)
+        for some in torch.arange(problem.batch * problem.heads).split(step)
+    ]
+    visible, hidden = (
+        torch.cat(part).unflatten(0, (problem.batch, problem.heads)) for part in zip(*parts, strict=True)
+    )
     batch = torch.arange(problem.batch, device=device)[:, None, None]
     head = (torch.arange(problem.heads, device=device) // problem.group_size)[None, :, None]
     asked = LAST_VISIBLE * words[batch, head, visible] + FIRST_HIDDEN * words[batch, head, hidden]
@@ -60,16 +61,27 @@ def _next(lengths: Lengths, sequence: int) -> int:
     return next((other for other in following if lengths.keys[other]), sequence)
 
 
-def _seen(problem: Problem, lengths: Lengths, side: Side, device: torch.device) -> Tensor:
-    """What each row sees, [batch, heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
+def _neighbours(seen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A key that each row sees and one beside it that the row does not see, [heads, seqlen_q] each."""
+    # Keys beside one that is seen otherwise; beyond the last none is seen.
+    before, after = seen.roll(1, -1), seen.roll(-1, -1)
+    before[..., 0] = False
+    border = ~seen & (before | after)
+    drawn = torch.rand(border.shape, generator=generator, device=seen.device)
+    hidden = drawn.masked_fill_(~border, -1.0).argmax(-1)
+    left = before.gather(-1, hidden[..., None])[..., 0]
+    return torch.where(left, hidden - 1, (hidden + 1).clamp_max(seen.shape[-1] - 1)), hidden
+
+
+def _seen(problem: Problem, lengths: Lengths, side: Side, heads: Tensor, device: torch.device) -> Tensor:
+    """What each row of some heads sees, [heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
     rows = torch.arange(problem.seqlen_q)
-    every = torch.arange(problem.batch * problem.heads)
-    batch, head = every // problem.heads, every % problem.heads
+    batch, head = heads // problem.heads, heads % problem.heads
     seen = visible_keys(problem, lengths, batch, rows, side, device)
     taken = hidden_by_bias(problem, side, batch, head, rows)
     if taken is not None:
         seen = seen & ~taken
-    seen = seen.expand(len(every), -1, -1).unflatten(0, (problem.batch, problem.heads))
+    seen = seen.expand(len(heads), -1, -1)
     return torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
 
 

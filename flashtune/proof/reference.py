@@ -1,10 +1,10 @@
 """The float64 reference, and the same rows computed plainly in low precision.
 
-Everything is worked out on the device that holds the inputs, a few heads at a time, so that memory
-stays bounded. The plain computation rounds where unfused low-precision attention rounds (scores and
-weights to float32, weights to the inputs' type before they meet V, the output once) and takes its
-products exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs
-are the numbers that they stand for with their scales: what quantising cost is no error of a kernel's.
+Everything is worked out on the device that holds the inputs, a few heads at a time (`chunks.py`).
+The plain computation rounds where unfused low-precision attention rounds (scores and weights to
+float32, weights to the inputs' type before they meet V, the output once) and takes its products
+exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs are the
+numbers that they stand for with their scales: what quantising cost is no error of a kernel's.
 
 Sequences are as long as the longest here, wherever they lie in a kernel's memory: what a shorter one lacks
 is hidden (`visible.py`), and what is laid over scores is in `scores.py`.
@@ -21,6 +21,7 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Problem
+from flashtune.proof.chunks import chunked
 from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.scores import Laid, Rows, Seen, laid_over, seen_by
@@ -29,8 +30,6 @@ from flashtune.side import NO_SIDE, Side
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Scores held at a time, in elements; a handful of float64 copies of them exist at once.
-CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
 # Scores and outputs of one reference, in elements: larger problems are sampled by head.
 MAX_SCORES = 2**28
 MAX_OUTPUTS = 2**23
@@ -129,16 +128,15 @@ def expect(
         lengths: Of each sequence, where they are not all of the longest.
     """
     lengths = lengths or equal_lengths(problem)
-    step = max(1, CHUNK_SCORES[q.device.type] // max(1, len(chosen.rows) * problem.seqlen_kv))
     parts = []
-    for heads in chosen.heads.split(step):
+    for heads, copies in chunked(problem, chosen.heads, len(chosen.rows), q.device.type):
         some = Rows(heads // problem.heads, heads % problem.heads, chosen.rows)
-        kv_head = some.head // problem.group_size
+        kv_batch, kv_head = some.batch[:copies], some.head[:copies] // problem.group_size
         wide_q = _widened(q, side.q_scale, some.batch, some.head, chosen.rows)
-        wide_k = _widened(k, side.k_scale, some.batch, kv_head)
-        wide_v = _widened(v, side.v_scale, some.batch, kv_head)
+        wide_k = _widened(k, side.k_scale, kv_batch, kv_head)
+        wide_v = _widened(v, side.v_scale, kv_batch, kv_head)
         seen = seen_by(problem, lengths, side, some, q.device)
-        laid = laid_over(problem, (wide_q @ wide_k.mT).mul_(scale), lengths, side, some)
+        laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
         sinks = None if side.sinks is None else side.sinks[some.head].double()[:, None]
         softcap = side.softcap or 0.0
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap))
@@ -154,6 +152,13 @@ def _widened(
     return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)
 
 
+def _product(rows: Tensor, shared: Tensor) -> Tensor:
+    """[heads, rows, n] times [heads, n, columns], or [1, n, columns], of which no copies are made."""
+    if len(shared) == len(rows):
+        return rows @ shared
+    return (rows.flatten(0, 1) @ shared[0]).reshape(*rows.shape[:2], shared.shape[-1])
+
+
 def _expect_heads(
     problem: Problem,
     wide_q: Tensor,
@@ -165,17 +170,17 @@ def _expect_heads(
     sinks: Tensor | None,
     softcap: float,
 ) -> Expected:
-    """One chunk: q [heads, rows, head_dim], k and v [heads, keys, ...], sinks [heads, 1], in float64."""
+    """One chunk: q [heads, rows, head_dim], k and v [heads or 1, keys, ...], sinks [heads, 1], in float64."""
     scores = laid.scores.masked_fill_(seen.hidden, float("-inf"))
     weights, total, lse = _softmax(scores, sinks)
     # What was added to keys that have weight, and to no others: weights are relative to the largest here.
     added = None if laid.added is None else laid.added.masked_fill_(weights < LEAST_WEIGHT, 0.0).amax(-1)
     weights.div_(total[..., None])
-    out = weights @ wide_v
+    out = _product(weights, wide_v)
     empty = lse == float("-inf")
     squares = weights.mul_(weights)
     row_scale = RowScale(
-        spread=(squares @ (wide_v * wide_v)).amax(-1).sqrt(),
+        spread=_product(squares, wide_v * wide_v).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
         score=scale * _norm(wide_q) * _norm(wide_k).amax(-1, keepdim=True),
         keys=seen.keys.expand(wide_q.shape[:2]),
@@ -184,7 +189,7 @@ def _expect_heads(
         softcap=softcap,
     )
     if problem.kv_dtype is not None:
-        products = (wide_q * wide_q @ (wide_k * wide_k).mT).masked_fill_(seen.hidden, 0.0)
+        products = _product(wide_q * wide_q, (wide_k * wide_k).mT).masked_fill_(seen.hidden, 0.0)
         focus = squares.sum(-1).sqrt()
         row_scale = row_scale._replace(products=scale * products.amax(-1).sqrt(), focus=focus)
     plain_out, plain_lse = _plain(scores, wide_v, problem, sinks)
@@ -226,5 +231,5 @@ def _plain(scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | Non
     weights, total, lse = _softmax(scores.float(), None if sinks is None else sinks.float())
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
     # The range is a power of two: its inverse is exact.
-    out = (low.double() * (1 / WEIGHT_RANGE[problem.dtype]) @ wide_v).float() / total[..., None]
+    out = _product(low.double() * (1 / WEIGHT_RANGE[problem.dtype]), wide_v).float() / total[..., None]
     return out.to(TORCH_DTYPES[problem.out_dtype]).double(), lse.double()

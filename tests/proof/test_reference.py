@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.reference import BORDER, CHUNK_SCORES, LAST_ROWS, Expected, Sample, expect, sample
+from flashtune.proof.chunks import CHUNK_KEYS, CHUNK_SCORES, chunked
+from flashtune.proof.reference import BORDER, LAST_ROWS, Expected, Sample, expect, sample
 
 
 def make_problem(**fields: object) -> Problem:
@@ -96,3 +97,47 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Sample(torch.arange(8), torch.arange(problem.seqlen_q))
     for one, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_few_copies_of_keys_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int
+) -> None:
+    problem = make_problem(heads=heads, kv_heads=kv_heads, seqlen_q=2)
+    whole, q, k, v = expect_all(problem)
+    monkeypatch.setitem(CHUNK_KEYS, "cpu", 50 * (16 + 24))
+    chosen = Sample(torch.arange(2 * heads), torch.arange(2))
+    shared = {chunk.copies for chunk in chunked(problem, chosen.heads, 2, "cpu")}
+    assert shared == {1}
+    for one, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 500])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"heads": 128, "kv_heads": 1, "batch": 64, "seqlen_kv": 4096, "head_dim": 576, "value_head_dim": 512},
+        {"heads": 128, "kv_heads": 1, "batch": 7, "seqlen_kv": 49153, "head_dim": 576, "value_head_dim": 512},
+        {"heads": 32, "kv_heads": 8, "batch": 64, "seqlen_kv": 8192, "head_dim": 128, "value_head_dim": 128},
+        {"heads": 64, "kv_heads": 64, "batch": 8, "seqlen_kv": 131072, "head_dim": 64, "value_head_dim": 64},
+    ],
+)
+def test_a_chunk_is_bounded(fields: dict[str, int], rows: int) -> None:
+    problem = make_problem(**fields)
+    heads = torch.arange(problem.batch * problem.heads)
+    chunks = chunked(problem, heads, rows, "cuda")
+    assert torch.equal(torch.cat([chunk.heads for chunk in chunks]), heads)
+    one = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
+    for chunk in chunks:
+        assert len(chunk.heads) * rows * problem.seqlen_kv <= CHUNK_SCORES["cuda"] or len(chunk.heads) == 1
+        assert chunk.copies * one <= CHUNK_KEYS["cuda"]
+        assert chunk.copies == len(chunk.heads) or len(set((chunk.heads // problem.group_size).tolist())) == 1
+    # Launches of many small chunks would take longer than the work.
+    assert len(chunks) <= 2 * problem.batch * max(problem.kv_heads, problem.heads * rows // 128)
+
+
+def test_a_problem_that_fits_is_worked_out_at_once() -> None:
+    problem = make_problem()
+    (chunk,) = chunked(problem, torch.arange(8), 37, "cpu")
+    assert chunk.copies == len(chunk.heads) == 8
