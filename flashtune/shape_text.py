@@ -31,6 +31,7 @@ def shape_text(problem: Problem) -> str:
         f"dtype={problem.dtype}",
         CAUSAL_WORDS[problem.causal],
         f"batch={problem.batch}",
+        "backward" if problem.is_backward else "",
         *_feature_texts(problem),
     )
     return ",".join(word for word in words if word)
@@ -53,6 +54,8 @@ def _feature_texts(problem: Problem) -> tuple[str, ...]:
         f"kv_dtype={problem.kv_dtype}" if problem.kv_dtype else "",
         f"kv_scale={problem.kv_scale}" if problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR else "",
         "latent" if problem.latent else "",
+        "dropout" if problem.dropout else "",
+        "deterministic" if problem.deterministic else "",
     )
 
 

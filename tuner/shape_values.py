@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flashtune.errors import UsageError
 from flashtune.features import Bias, KvDtype, KvScale
-from flashtune.problem import Causal, Dtype
+from flashtune.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24
 MAX_LENGTH = 2**31 - 1
@@ -54,13 +54,23 @@ DTYPES: dict[str, Dtype] = {
     "float32": Dtype.FP32,
 }
 # Of each of these the name alone means true.
-FLAGS = ("prefix", "softcap", "alibi", "sinks", "lengths", "latent")
+FLAGS = (
+    "prefix",
+    "softcap",
+    "alibi",
+    "sinks",
+    "lengths",
+    "latent",
+    "dropout",
+    "backward",
+    "deterministic",
+)
 TRUTH = {"true": True, "false": False}
 # A cache of the queries' own type is told by `none`.
 KV_DTYPES: dict[str, KvDtype | None] = {**{kind.value: kind for kind in KvDtype}, "none": None}
 WINDOW = "window"
 
-Value = int | bool | Dtype | Causal | Bias | KvDtype | KvScale | Window | None
+Value = int | bool | Dtype | Causal | Direction | Bias | KvDtype | KvScale | Window | None
 WORDS: dict[str, Mapping[str, Value]] = {
     "dtype": DTYPES,
     "causal": {
@@ -68,6 +78,7 @@ WORDS: dict[str, Mapping[str, Value]] = {
         "true": Causal.BOTTOM_RIGHT,
         "false": Causal.NONE,
     },
+    "direction": {direction.value: direction for direction in Direction},
     "bias": {bias.value: bias for bias in Bias},
     "kv_dtype": KV_DTYPES,
     "kv_scale": {scale.value: scale for scale in KvScale},

@@ -4,7 +4,8 @@ A value is one item or several joined by `|`; an item of a number is a number or
 `first..last`. Every combination of the values is one problem. `causal` alone means
 `causal=bottom_right`; `seqlen` sets both lengths, `seqlen_q` and `seqlen_kv` one each; `tokens`
 stands in place of `batch`, which is then tokens / seqlen_q. `window=1023` bounds what a query sees
-before it, `window=1023:0` also what it sees behind it. `flashtune.shape_text` is the way back.
+before it, `window=1023:0` also what it sees behind it. `backward` asks for the gradients, as
+`direction=backward` does. `flashtune.shape_text` is the way back.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import TypeVar
 from flashtune.errors import UsageError
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.normal_form import normal_form
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.tuner.shape_values import ALONE, KEYS, Value, Window, parse_values
 
 MAX_PROBLEMS = 10_000
 
 Choices = Mapping[str, tuple[Value, ...]]
-Word = TypeVar("Word", Dtype, Causal, Bias, KvScale)
+Word = TypeVar("Word", Dtype, Causal, Direction, Bias, KvScale)
 
 
 def parse_shape(text: str) -> tuple[Problem, ...]:
@@ -82,6 +83,7 @@ def _build(given: dict[str, Value]) -> Problem:
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
         causal=_word(given.get("causal"), Causal.NONE),
+        direction=_direction(given),
         window_left=window.left,
         window_right=window.right,
         bias=_word(given.get("bias"), Bias.NONE),
@@ -98,6 +100,8 @@ def _build(given: dict[str, Value]) -> Problem:
         sinks=given.get("sinks") is True,
         lengths=given.get("lengths") is True,
         latent=given.get("latent") is True,
+        dropout=given.get("dropout") is True,
+        deterministic=given.get("deterministic") is True,
     )
     # As calls name it: what is recorded under another name would never be found.
     return normal_form(posed)
@@ -105,6 +109,14 @@ def _build(given: dict[str, Value]) -> Problem:
 
 def _word(value: Value, default: Word) -> Word:
     return value if isinstance(value, type(default)) else default
+
+
+def _direction(given: dict[str, Value]) -> Direction:
+    if "backward" not in given:
+        return _word(given.get("direction"), Direction.FORWARD)
+    if "direction" in given:
+        raise UsageError("backward says what direction=backward does: leave one of the two out")
+    return Direction.BACKWARD if given["backward"] is True else Direction.FORWARD
 
 
 def _window(given: dict[str, Value]) -> Window:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.errors import UsageError
-from flashtune.problem import Direction, Problem
+from flashtune.problem import Problem
 from flashtune.tuner.shape_values import parse_values
 from flashtune.tuner.shapes import expand, parse_shape
 
@@ -61,8 +61,6 @@ def _parse_line(line: str) -> tuple[Problem, ...]:
         row = msgspec.json.decode(line, type=dict[str, bool | int | str])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"this is no JSON object of numbers and words: {error}") from error
-    if row.get("direction") == Direction.FORWARD:
-        del row["direction"]  # as commands print problems; a shape's text has no need of it yet
     return expand({key: parse_values(key, _as_text(value)) for key, value in row.items()})
 
 

@@ -15,7 +15,7 @@ from flashtune.errors import UsageError
 from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
 from flashtune.normal_form import normal_form
 from flashtune.notices import search_command
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.tuner.shape_values import KEYS
 from flashtune.tuner.shapes import MAX_PROBLEMS, parse_shape
 from flashtune.tuner.shapes_file import read_shapes_file
@@ -41,6 +41,7 @@ def problems(draw: st.DrawFn) -> Problem:
         seqlen_q=draw(st.integers(1, 2**31 - 1)),
         seqlen_kv=draw(st.integers(1, 2**31 - 1)),
         causal=draw(st.sampled_from(Causal)),
+        direction=draw(st.sampled_from(Direction)),
         window_left=draw(bounds),
         window_right=draw(bounds),
         first_tokens=draw(amounts),
@@ -56,6 +57,8 @@ def problems(draw: st.DrawFn) -> Problem:
         kv_dtype=kv_dtype,
         kv_scale=draw(st.sampled_from(KvScale)) if kv_dtype else KvScale.TENSOR,
         latent=draw(st.booleans()),
+        dropout=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
     )
 
 
@@ -69,7 +72,6 @@ def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem
 @given(problems())
 def test_a_line_of_json_names_the_problem_that_it_was_made_of(problem: Problem) -> None:
     row = msgspec.json.decode(msgspec.json.encode(problem))
-    del row["direction"]
     shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
     assert parse_shape(shape) == (normal_form(problem),)
 
@@ -226,7 +228,7 @@ def test_a_file_holds_text_json_and_comments(tmp_path: Path) -> None:
         (b'{"heads": 4, "seqlen": [64]}', "line 1"),
         (b'{"heads": 4', "line 1"),
         (b"{" * 5000, "line 1"),
-        (b'{"heads": 4, "seqlen": 64, "head_dim": 64, "direction": "backward"}', "direction"),
+        (b'{"heads": 4, "seqlen": 64, "head_dim": 64, "direction": "sideways"}', "direction"),
         (b"\xff\xfe", "UTF-8"),
         (b"# nothing\n", "is empty"),
         (b"#" * (1024 * 1024 + 1), "larger than"),
@@ -265,12 +267,27 @@ def test_a_window_bounds_one_side_or_both() -> None:
 def test_every_feature_has_a_key() -> None:
     text = (
         "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=2048,"
-        "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent"
+        "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent,"
+        "dropout,backward,deterministic"
     )
     (problem,) = parse_shape(text)
     assert set(Feature) - problem.features == {Feature.LENGTHS}
     (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,lengths")
     assert dense.features == {Feature.LENGTHS}
+
+
+def test_the_backward_pass_is_a_shape_of_its_own() -> None:
+    shape = "heads=16,seqlen=4096,head_dim=128,causal,batch=2"
+    (forward,) = parse_shape(shape)
+    (backward,) = parse_shape(f"{shape},backward")
+    assert backward == msgspec.structs.replace(forward, direction=Direction.BACKWARD)
+    assert parse_shape(f"{shape},direction=backward") == (backward,)
+    assert parse_shape(f"{shape},backward=false|true") == (forward, backward)
+    assert parse_shape(f"{shape},backward,deterministic")[0].deterministic
+    # The forward pass always gives the same bits.
+    assert parse_shape(f"{shape},deterministic") == (forward,)
+    with pytest.raises(UsageError, match="leave one of the two out"):
+        parse_shape(f"{shape},backward,direction=forward")
 
 
 def test_lists_of_features_combine() -> None:

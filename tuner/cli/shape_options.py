@@ -14,7 +14,9 @@ SHAPE_HELP = (
     "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Further: window=1023 (keys "
     "before a query's own that it sees) or window=1023:0 (before and after), first_tokens=4, chunk=8192, "
     "prefix, softcap, alibi, bias=additive|boolean, sinks, packed=65536 (tokens of all sequences; seqlen is "
-    "the longest), lengths, page_size=16, kv_dtype=e4m3|int8, kv_scale=tensor|head|page, latent. Repeatable."
+    "the longest), lengths, page_size=16, kv_dtype=e4m3|int8, kv_scale=tensor|head|page, latent, dropout. "
+    "backward asks for the gradients in place of the output, and deterministic for the same bits in every "
+    "run. Repeatable."
 )
 MODEL_HELP = "The attention of a well-known open model, such as llama-3.1-8b. Repeatable."
 PHASES = tuple(phase.value for phase in Phase)
