@@ -122,8 +122,13 @@ def _from_record(problem: Problem, target: Target, record: Record, source: str) 
     )
 
 
-def contiguous_specialization(problem: Problem) -> Specialization:
-    """What holds of contiguous tensors of a problem, without log-sum-exp."""
+def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
+    """What holds of contiguous tensors of a problem; gradients lie as what they are gradients of.
+
+    Args:
+        problem: Of which pass it ever is.
+        lse: Whether a forward pass gives the log-sum-exp, or its gradient comes into a backward pass.
+    """
     import torch
 
     from flashtune.kernel import specialization_of
@@ -136,4 +141,4 @@ def contiguous_specialization(problem: Problem) -> Specialization:
         (*keys, problem.value_head_dim),
         (*rows, problem.value_head_dim),
     )
-    return specialization_of(tuple(torch.empty(size, device="meta") for size in sizes), lse=False)
+    return specialization_of(tuple(torch.empty(size, device="meta") for size in sizes), lse=lse)

@@ -9,7 +9,6 @@ from typing import Protocol, Self
 import msgspec
 
 from flashtune.compilation import load_module
-from flashtune.config import LaunchOptions
 from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
@@ -19,7 +18,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool
-from flashtune.tuner.resources import occupancy, overflow, read_resources
+from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
@@ -108,16 +107,17 @@ def compile_candidate(
     # A cache that cannot be written is the machine's failure, not the candidate's.
     load_module(kernel)
     try:
-        resources = read_resources(kernel, target)
+        parts = read_parts(kernel, target)
     except KernelError as error:
         return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=str(error)[:MAX_MESSAGE])
-    misfit = _misfit(resources, kernel.options, target)
+    misfit = next(filter(None, (_misfit(part, target) for part in parts)), "")
     outcome = Outcome.INFEASIBLE if misfit else Outcome.OK
-    return Compiled(outcome, kernel.digest, resources, misfit)
+    return Compiled(outcome, kernel.digest, largest(parts), misfit)
 
 
-def _misfit(resources: Resources, options: LaunchOptions, target: Target) -> str:
+def _misfit(part: Part, target: Target) -> str:
     """What rules a compiled kernel out before it is launched, empty if nothing does."""
+    resources, options = part
     over = overflow(resources, target)
     if over:
         return over

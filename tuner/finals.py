@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtune.backward import bind_backward
 from flashtune.features import Bias, Feature
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
@@ -25,7 +26,9 @@ from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.gradients import differentiable, gradient_run
 from flashtune.tuner.measurement import Run, measure_interleaved
+from flashtune.tuner.passes import forward_of
 from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 21
@@ -36,10 +39,12 @@ BACKENDS = {
 }
 # The standard computation holds its scores two and a half times over; the rest is the mask and the like.
 SCORE_COPIES = 3
+# Of its gradients: weights in both types are kept, and the weights' and the scores' gradients join them.
+GRADIENT_SCORE_COPIES = 6
 MEMORY_SHARE = 0.5
 MAX_MASK_ELEMENTS = 2**28
-# How tensors lie, or are stored, that no peer takes.
-LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
+# How tensors lie, or are stored, that no peer takes; and what is drawn by another generator than theirs.
+LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT})
 
 
 def kernel_run(
@@ -55,27 +60,48 @@ def kernel_run(
         KernelError: It does not compile or load.
     """
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    if tensors.backward is not None:
+        backward = bind_backward(kernel, target, tensors.backward, tensors.side)
+        return functools.partial(backward, tensors.backward, tensors.scale, tensors.side)
     given = (tensors.q, tensors.k, tensors.v, tensors.out)
     launch = bind(kernel, target, *given, tensors.side)
-    return functools.partial(launch, *given, None, tensors.scale, tensors.side)
+    lse = tensors.lse if specialization.lse else None
+    return functools.partial(launch, *given, lse, tensors.scale, tensors.side)
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     """The other implementations that compute this problem here: SDPA's backends, the standard one.
 
-    None of them takes quantised inputs, packed sequences or pages as they are.
+    None of them takes quantised inputs, packed sequences or pages as they are. Of a backward problem their
+    backward passes are timed alone, their forward passes having run before; SDPA's add up gradients in
+    whatever order they do, wherever the problem asks for one order.
     """
-    if problem.dtype.is_quantized or problem.features & LAID_OUT:
+    posed = forward_of(problem)
+    if posed.dtype.is_quantized or posed.features & LAID_OUT:
         return
+    given = differentiable(tensors) if problem.is_backward else tensors
     for name, backend in BACKENDS.items():
-        run = sdpa_run(problem, tensors, backend)
-        if run is not None and _works(run):
-            yield name, run
+        run = sdpa_run(posed, given, backend)
+        timed = None if run is None else _timed(run, given)
+        if timed is not None:
+            yield name, timed
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
-    if SCORE_COPIES * score_bytes(problem) < MEMORY_SHARE * free:
-        run = _standard_run(problem, tensors)
-        if _works(run):
-            yield "standard", run
+    copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
+    if copies * score_bytes(posed) < MEMORY_SHARE * free:
+        timed = _timed(_standard_run(posed, given), given)
+        if timed is not None:
+            yield "standard", timed
+
+
+def _timed(forward: Run, tensors: Tensors) -> Run | None:
+    """What is timed of an implementation: its forward pass, or the gradients; None where it refuses."""
+    if tensors.backward is None:
+        return forward if _works(forward) else None
+    with torch.enable_grad():
+        if not _works(forward):
+            return None
+    backward = gradient_run(forward, tensors)
+    return backward if _works(backward) else None
 
 
 def _standard_run(problem: Problem, tensors: Tensors) -> Run:
@@ -181,7 +207,7 @@ def run_finals(
         RuntimeError: A launch failed on the device.
     """
     with torch.cuda.device(device):
-        tensors = make_tensors(problem, device)
+        tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         peers = list(peer_runs(problem, tensors))
         measured = measure_interleaved([*runs, *(run for _, run in peers)], device, rounds=rounds)

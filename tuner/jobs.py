@@ -86,7 +86,7 @@ def evaluate_candidate(
     prepare(index)
     device = torch.device("cuda", index)
     family = find_family(candidate.family)
-    tensors = _roomy_tensors(problem, device)
+    tensors = _roomy_tensors(problem, device, specialization.lse)
     verdict = None
     try:
         run = kernel_run(problem, candidate, specialization, target, tensors)
@@ -112,19 +112,19 @@ def evaluate_candidate(
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
 
 
-def _roomy_tensors(problem: Problem, device: torch.device) -> Tensors:
-    """Tensors of a problem; what earlier proofs kept gives way to them.
+def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:
+    """Tensors of a problem, with room for the log-sum-exp or not; what earlier proofs kept gives way to them.
 
     Raises:
         DeviceLostError: The GPU's memory cannot hold them: no candidate's fault.
     """
     try:
-        return make_tensors(problem, device)
+        return make_tensors(problem, device, lse=lse)
     except torch.OutOfMemoryError:
         forget()
         torch.cuda.empty_cache()
     try:
-        return make_tensors(problem, device)
+        return make_tensors(problem, device, lse=lse)
     except torch.OutOfMemoryError as error:
         raise lost_device(device.index, "its memory cannot hold the problem's tensors") from error
 

@@ -11,10 +11,14 @@ DEFAULT_PAGE_SIZE = "16"
 
 
 class Phase(enum.StrEnum):
-    """What a model does: PREFILL attends from a whole prompt to itself, DECODE from one new token to all."""
+    """What a model does: PREFILL attends from a whole prompt to itself, DECODE from one new token to all.
+
+    TRAINING does what PREFILL does, and then computes the gradients.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
+    TRAINING = "training"
 
 
 class ModelSizes(NamedTuple):
@@ -38,6 +42,6 @@ class ModelSizes(NamedTuple):
 
     @property
     def any_size(self) -> bool:
-        """Whether the user named a size, which goes with a model alone."""
+        """Whether the user named what goes with a model alone; shapes too are trained."""
         named = any(size is not None for size in self[1:5])
-        return named or self.packed or self.phase is not Phase.PREFILL
+        return named or self.packed or self.phase is Phase.DECODE

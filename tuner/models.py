@@ -16,6 +16,7 @@ from flashtune.tuner.model_sizes import (
     ModelSizes,
     Phase,
 )
+from flashtune.tuner.passes import training_passes
 from flashtune.tuner.shape_values import MAX_LENGTH, Value, parse_values
 from flashtune.tuner.shapes import expand
 
@@ -98,12 +99,12 @@ class LayerCall(NamedTuple):
 def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[LayerCall, ...], ...]:
     """What a model calls: for each length, batch size and type one problem for each kind of its layers.
 
-    As dispatch names them: on sequences that fit into a window there is none.
+    As dispatch names them: on sequences that fit into a window there is none. Of training the forward pass.
 
     Raises:
         UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
     """
-    posed = {Phase.PREFILL: _prefill, Phase.DECODE: _decode}[sizes.phase]
+    posed = _decode if sizes.phase is Phase.DECODE else _prefill
     return tuple(
         tuple(LayerCall(_of_kind(problem, kind), kind.count) for kind in attention.kinds)
         for problem in posed(attention, sizes)
@@ -111,12 +112,13 @@ def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[Lay
 
 
 def model_problems(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
-    """All problems of `model_calls`, none twice.
+    """All problems of `model_calls`, none twice; in training each with its gradients.
 
     Raises:
         UsageError: As `model_calls`.
     """
-    return tuple(dict.fromkeys(call.problem for calls in model_calls(attention, sizes) for call in calls))
+    called = dict.fromkeys(call.problem for calls in model_calls(attention, sizes) for call in calls)
+    return training_passes(called) if sizes.phase is Phase.TRAINING else tuple(called)
 
 
 def _prefill(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:

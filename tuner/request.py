@@ -54,6 +54,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
         jobs: Compiler processes; as many as there are cores where None.
         spaces: Spaces to search in place of the families' own, by family.
         experience: What the search begins with, in place of what was measured here and elsewhere.
+        lse: Whether kernels of a forward pass are to give the log-sum-exp, which training saves.
     """
 
     problem: Problem
@@ -65,6 +66,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int | None = None
     spaces: tuple[tuple[str, Space], ...] = ()
     experience: Experience | None = None
+    lse: bool = False
 
 
 class Phase(enum.StrEnum):

@@ -54,12 +54,50 @@ class Occupancy(msgspec.Struct, frozen=True):
     limit: str
 
 
+class Part(NamedTuple):
+    """What the compiler says of one of the kernels that a launch runs, and what it was told of it."""
+
+    resources: Resources
+    options: LaunchOptions
+
+
 def read_resources(kernel: Kernel, target: Target) -> Resources:
-    """Compiles a kernel for a target and reads what it takes.
+    """Compiles a kernel for a target, with its prologue and epilogue, and reads what they take at most.
 
     Raises:
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
+    return largest(read_parts(kernel, target))
+
+
+def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
+    """What a kernel takes, and then what its prologue and its epilogue take, if it has such.
+
+    Raises:
+        KernelError: As `read_resources`.
+    """
+    kernels = filter(None, (kernel, kernel.first, kernel.last))
+    return tuple(Part(_read(part, target), part.options) for part in kernels)
+
+
+def largest(parts: tuple[Part, ...]) -> Resources:
+    """What several kernels take at most, one running after the other; their compile times add up.
+
+    Specialised warps are those of the first.
+    """
+    taken = [part.resources for part in parts]
+    return Resources(
+        sram_bytes=max(one.sram_bytes for one in taken),
+        tensor_memory_columns=max(one.tensor_memory_columns for one in taken),
+        registers=max(one.registers for one in taken),
+        spill_bytes=max(one.spill_bytes for one in taken),
+        serialized_wgmma=any(one.serialized_wgmma for one in taken),
+        compile_seconds=sum(one.compile_seconds for one in taken),
+        warps=taken[0].warps,
+    )
+
+
+def _read(kernel: Kernel, target: Target) -> Resources:
     start = time.perf_counter()
     compiled, remarks = _compile(kernel, target)
     seconds = time.perf_counter() - start

@@ -118,7 +118,8 @@ def _scope(request: SearchRequest) -> Scope:
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
     spaces = open_spaces(problem, request.target, request.families, request.spaces)
-    scope = Scope(problem, request.target, contiguous_specialization(problem), spaces)
+    assumed = contiguous_specialization(problem, lse=request.lse)
+    scope = Scope(problem, request.target, assumed, spaces)
     return scope if request.families or request.spaces else promising(scope, shipped_fit())
 
 

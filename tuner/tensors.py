@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.backward import BackwardTensors
 from flashtune.dtypes import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Problem
@@ -15,6 +16,7 @@ from flashtune.proof.lengths import Lengths, usual_lengths
 from flashtune.proof.placing import capacities, make_table, starts
 from flashtune.quantization import quantize
 from flashtune.side import NO_SIDE, Side
+from flashtune.tuner.gradients import gradient_tensors
 
 # Which pages are whose: the same ones in every run.
 SEED = 20
@@ -38,6 +40,8 @@ class Tensors(msgspec.Struct, frozen=True):
     Attributes:
         q, k, v, out: The tensors.
         side: What is read beside them.
+        lse: Room for the log-sum-exp, float32 [batch, heads, seqlen_q], where it is asked for.
+        backward: What the kernels of a backward problem read and write, these tensors among it.
     """
 
     q: Tensor
@@ -45,6 +49,8 @@ class Tensors(msgspec.Struct, frozen=True):
     v: Tensor
     out: Tensor
     side: Side = NO_SIDE
+    lse: Tensor | None = None
+    backward: BackwardTensors | None = None
 
     @property
     def scale(self) -> float:
@@ -52,11 +58,26 @@ class Tensors(msgspec.Struct, frozen=True):
         return float(self.q.shape[-1] ** -0.5)
 
 
-def make_tensors(problem: Problem, device: torch.device) -> Tensors:
+def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -> Tensors:
     """Fresh random inputs, quantised with their own scales where the problem has such.
 
     Lengths of sequences are `usual_lengths` of the problem, pages are shuffled: both are the same every time.
+
+    Args:
+        problem: Of which pass it ever is: a backward one comes with what its forward pass gave.
+        device: Where they are.
+        lse: Whether there is room for the log-sum-exp of a forward pass.
     """
+    tensors = _inputs(problem, device)
+    if problem.is_backward:
+        return msgspec.structs.replace(tensors, backward=gradient_tensors(problem, tensors))
+    if not lse:
+        return tensors
+    room = torch.empty(tensors.q.shape[:3], dtype=torch.float32, device=device)
+    return msgspec.structs.replace(tensors, lse=room)
+
+
+def _inputs(problem: Problem, device: torch.device) -> Tensors:
     if problem.features:
         return _with_features(problem, device)
     rows = (problem.batch, problem.heads, problem.seqlen_q)

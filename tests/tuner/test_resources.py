@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flashtune.config import LaunchOptions
@@ -16,7 +17,8 @@ from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import resources as room
-from flashtune.tuner.resources import occupancy, overflow, read_resources
+from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts, read_resources
+from flashtune.tuner.shapes import parse_shape
 
 FAMILY = find_family("forward_q_outer")
 
@@ -128,3 +130,20 @@ def test_reading_resources_prints_nothing(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     read_resources(a_kernel(), find_target("h100"))
     assert capsys.readouterr().out == ""
+
+
+def test_a_launch_takes_what_the_largest_of_its_kernels_takes() -> None:
+    (problem,) = parse_shape("heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=512,head_dim=64")
+    target = find_target("h100")
+    family = find_family("decode_split_kv")
+    kernel = render(family, problem, family.default(problem, target), Specialization())
+    main, last = read_parts(kernel, target)
+    assert kernel.epilogue is not None
+    assert (main.options, last.options) == (kernel.options, kernel.epilogue.options)
+    longer = msgspec.structs.replace(last.resources, registers=254, sram_bytes=0, serialized_wgmma=True)
+    together = largest((main, Part(longer, last.options)))
+    assert (together.sram_bytes, together.registers) == (main.resources.sram_bytes, 254)
+    assert together.serialized_wgmma
+    assert together.warps is msgspec.UNSET
+    seconds = main.resources.compile_seconds + last.resources.compile_seconds
+    assert together.compile_seconds == pytest.approx(seconds)

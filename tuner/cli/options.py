@@ -72,10 +72,13 @@ def gather_problems(
 ) -> tuple[Problem, ...]:
     """The problems that shape options name, none twice; `sizes` are the models'.
 
+    In training each comes with its gradients.
+
     Raises:
         UsageError: One of them names nothing, or something impossible.
     """
     from flashtune.tuner.models import model_problems
+    from flashtune.tuner.passes import training_passes
     from flashtune.tuner.shapes import parse_shape
     from flashtune.tuner.shapes_file import read_shapes_file
 
@@ -85,14 +88,14 @@ def gather_problems(
     attentions = gather_models(models, hf_configs)
     if not attentions and sizes.any_size:
         raise UsageError(
-            "--phase, --seqlen, --batch, --dtype, --page-size and --packed go with --model or --hf-config: "
-            "write what they say into the --shape"
+            "--phase decode, --seqlen, --batch, --dtype, --page-size and --packed go with --model or "
+            "--hf-config: write what they say into the --shape"
         )
     for attention in attentions:
         found.extend(model_problems(attention, sizes))
     for path in shapes_files:
         found.extend(read_shapes_file(path))
-    return tuple(dict.fromkeys(found))
+    return training_passes(found) if sizes.phase is Phase.TRAINING else tuple(dict.fromkeys(found))
 
 
 def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tuple[ModelAttention, ...]:

@@ -94,6 +94,7 @@ def command(
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
     from flashtune.tuner.equipment import open_equipment
+    from flashtune.tuner.passes import saving_lse
     from flashtune.tuner.progress import Place, shown
     from flashtune.tuner.request import Budget, SearchRequest
     from flashtune.tuner.search import run_search
@@ -104,6 +105,7 @@ def command(
     budget = Budget(trials, seconds, None) if given else Budget()
     place = describe(database_url(db))
     results: list[SearchResult] = []
+    trained = saving_lse(problems)
     console, progress = Console(stderr=True), Place(len(problems))
     with open_store(db) as store, open_equipment(device, jobs) as equipment:
         for problem in problems:
@@ -115,6 +117,7 @@ def command(
                 families=families,
                 seed=seed,
                 jobs=jobs,
+                lse=problem in trained,
             )
             with shown(console, progress) as observer:
                 result = run_search(request, store, observer, equipment)

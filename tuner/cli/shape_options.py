@@ -27,7 +27,8 @@ PHASE_OPTION = click.option(
     default=Phase.PREFILL.value,
     show_default=True,
     help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself, decode "
-    "from one new token of each sequence to all before it.",
+    "from one new token of each sequence to all before it. training is prefill and the gradients: of "
+    "shapes too it names both passes.",
 )
 SHAPE_OPTIONS = (
     click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),

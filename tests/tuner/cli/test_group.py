@@ -112,6 +112,13 @@ def test_shapes_models_and_files_come_together_once() -> None:
     assert result.output == "3 nvidia-h100 None\n"
 
 
+def test_training_names_both_passes_of_shapes_and_of_models() -> None:
+    shape = ("--shape", "heads=1,seqlen=1|2,head_dim=8", "--shape", "heads=1,seqlen=1,head_dim=8,backward")
+    target = ("--target", "H100", "--phase", "training")
+    assert ask(*target, *shape).output == "4 nvidia-h100 None\n"
+    assert ask(*target, "--model", "llama-3.1-8b").output == "2 nvidia-h100 None\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -121,6 +128,7 @@ def test_shapes_models_and_files_come_together_once() -> None:
         (("--model", "phi-2", "--target", "h100", "--device", "0"), "give one of the two"),
         (("--model", "phi-2", "--seqlen", "x"), "whole numbers"),
         (("--shape", "heads=1,seqlen=1,head_dim=8", "--batch", "2"), "go with --model"),
+        (("--shape", "heads=1,seqlen=1,head_dim=8", "--phase", "decode"), "go with --model"),
         (("--hf-config", "missing.json"), "No such file"),
     ],
 )
