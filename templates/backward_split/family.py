@@ -1,0 +1,234 @@
+"""The backward pass in two, portable: keys outermost for dk and dv, then queries outermost for dq."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Feature
+from flashtune.kernel import Alignment, Argument, Specialization, Step
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of, split_space
+from flashtune.templates.backward_split.sram import split_items
+from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.templates.common.backward_arguments import (
+    backward_arguments,
+    plain_arguments,
+    stride_arguments,
+)
+from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.traffic import cycled_queries, streamed_keys, unpacked
+from flashtune.templates.family import Context, TrafficItem
+
+SMALL_SRAM = 128 * 1024
+HOPPER = 90
+FLOAT32 = 4
+# Numbers of out and of dout that a program of the prologue holds, and its warps.
+DELTA_NUMBERS = 8192
+DELTA_WARPS = 4
+KERNEL_TENSORS = ("q", "k", "v", "lse", "dout", "workspace_0", "dk", "dv")
+QUERY_TENSORS = ("q", "k", "v", "lse", "dout", "workspace_0", "dq")
+
+
+class SplitContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    asks: Asked
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    dq_block_m: int
+    dq_block_n: int
+    dq_warps: int
+    dq_stages: int
+    max_registers: int
+    two_phases: bool
+    decomposed: bool
+    long_first: bool
+    heads_inner: bool
+    products: Products
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    delta_chunk: Chunk
+    delta_rows: int
+    delta_warps: int
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class BackwardSplit:
+    """The family; it holds no state."""
+
+    name = "backward_split"
+    config_type = SplitConfig
+    features = frozenset({Feature.DETERMINISTIC})
+    direction = Direction.BACKWARD
+    interpreted = True
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"backward_split takes head dims up to {MAX_HEAD_DIM}"
+        if problem.dtype.is_quantized:
+            return f"backward_split takes no {problem.dtype}"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return split_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """Tiles that fit every target of the table, for shapes that nobody tuned."""
+        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        long_first = problem.causal is not Causal.NONE
+        if width > 512:
+            return SplitConfig(
+                block_m=16, block_n=32, num_warps=4, num_stages=1,
+                dq_block_m=32, dq_block_n=16, dq_warps=4, dq_stages=1, long_first=long_first,
+            )  # fmt: skip
+        if problem.dtype is Dtype.FP32:
+            return SplitConfig(
+                block_m=32, block_n=64 if width <= 256 else 32, num_warps=4, num_stages=1,
+                dq_block_m=64 if width <= 256 else 32, dq_block_n=32, dq_warps=4, dq_stages=1,
+                long_first=long_first,
+            )  # fmt: skip
+        if target.capability == HOPPER:
+            return SplitConfig(
+                block_m=64, block_n=128 if width <= 256 else 64, num_warps=8, num_stages=2,
+                dq_block_m=128, dq_block_n=64, dq_warps=8, dq_stages=2, long_first=long_first,
+            )  # fmt: skip
+        small = target.sram_per_block < SMALL_SRAM
+        return SplitConfig(
+            block_m=32 if small or width > 256 else 64, block_n=64, num_warps=4 if width <= 256 else 8,
+            num_stages=1 if small and width > 128 else 2,
+            dq_block_m=64, dq_block_n=32 if small else 64, dq_warps=4, dq_stages=1 if small else 2,
+            long_first=long_first,
+        )  # fmt: skip
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        return backward_arguments(problem, specialization, KERNEL_TENSORS)
+
+    def options(self, config: Config) -> LaunchOptions:
+        assert isinstance(config, SplitConfig)
+        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        tensors = ("out", "dout", *(("dlse",) if specialization.lse else ()), "workspace_0")
+        arguments = (
+            *plain_arguments(problem.dtype, specialization, tensors),
+            *stride_arguments(specialization, tensors),
+            Argument("heads", "i32"),
+            Argument("seqlen_q", "i32"),
+        )
+        return Step("delta", arguments, LaunchOptions(DELTA_WARPS, 1))
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        assert isinstance(config, SplitConfig)
+        options = LaunchOptions(config.dq_warps, config.dq_stages, config.max_registers)
+        return Step(
+            "gradient_of_queries", backward_arguments(problem, specialization, QUERY_TENSORS), options
+        )
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, SplitConfig)
+        return split_items(problem, config, target, specialization)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, SplitConfig)
+        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
+
+    def overlap(self, config: Config) -> float | None:
+        return None
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, SplitConfig)
+        # Seven products where the forward pass has two: four while keys stay, three while queries stay.
+        forward = portable_span(
+            unpacked(msgspec.structs.replace(problem, direction=Direction.FORWARD)),
+            config.dq_block_m,
+            config.dq_block_n,
+            target,
+            longest_first=config.long_first,
+            heads_inner=config.heads_inner,
+        )
+        return 3.5 * forward
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        return ()
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, SplitConfig)
+        problem = unpacked(problem)
+        size = problem.dtype.itemsize
+        both = (problem.head_dim + problem.value_head_dim) * size
+        heads = problem.batch * problem.heads
+        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
+        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
+        streamed = heads * streamed_keys(problem, config.dq_block_m, config.dq_block_n)
+        return (
+            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
+            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
+            TrafficItem("q and dout read once, dq written", rows * (both + problem.head_dim * size)),
+            TrafficItem("k and v read for every tile of queries", streamed * both),
+        )
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> SplitContext:
+        assert isinstance(config, SplitConfig)
+        qk_chunks, v_chunks = chunks_of(problem, config)
+        delta_chunk = head_chunks(problem.value_head_dim, False)[0]
+        return SplitContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            # Sinks are in the log-sum-exp.
+            asks=msgspec.structs.replace(asked_of(problem), sinks=False),
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            dq_block_m=config.dq_block_m,
+            dq_block_n=config.dq_block_n,
+            dq_warps=config.dq_warps,
+            dq_stages=config.dq_stages,
+            max_registers=config.max_registers,
+            two_phases=config.two_phases,
+            decomposed=config.decomposed,
+            long_first=config.long_first,
+            heads_inner=config.heads_inner,
+            products=config.products,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            delta_chunk=delta_chunk,
+            delta_rows=max(16, DELTA_NUMBERS // delta_chunk.width),
+            delta_warps=DELTA_WARPS,
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = BackwardSplit()

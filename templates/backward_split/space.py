@@ -1,0 +1,139 @@
+"""The space of the split backward family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import enum
+
+from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
+
+
+class Products(enum.StrEnum):
+    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+
+    IEEE = "ieee"
+    TF32X3 = "tf32x3"
+
+
+class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space. What begins with `dq` is of the kernel that makes dq, the rest of the other.
+
+    Attributes:
+        block_m: Queries of a block that a program walks.
+        block_n: Keys of the block that it holds.
+        dq_block_m: Queries of the tile that a program of dq holds.
+        dq_block_n: Keys of a block that it walks.
+        dq_warps: Its warps.
+        dq_stages: Depth of its software pipeline.
+        two_phases: Blocks that no mask touches run in a loop of their own.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        long_first: Start the last tiles of queries first, which see the most keys (causal only).
+        heads_inner: Neighbouring programs work on different heads, not on different tiles.
+        max_registers: Register cap, 0 for none.
+        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    dq_block_m: BlockSize
+    dq_block_n: BlockSize
+    dq_warps: Warps
+    dq_stages: Stages
+    two_phases: bool = True
+    decomposed: bool = False
+    long_first: bool = False
+    heads_inner: bool = False
+    max_registers: RegisterCap = 0
+    products: Products = Products.IEEE
+
+
+# Under this many queries and keys small tiles are worth trying.
+SHORT = 128
+# With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
+# registers where wgmma looks for the tile's address.
+LEAST_WIDTH = 64
+WARP_ROWS = 16
+WARPGROUP_ROWS = 64
+MOST_REGISTERS = 255
+# Sums and scores of one thread leave this many registers for the rest.
+SPARE_REGISTERS = 24
+
+
+def split_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying."""
+    wide = problem.dtype is Dtype.FP32
+    short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
+    odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    held = (16, 32, 64, 128) if short else (64, 128)
+    walked = (16, 32, 64) if wide else (32, 64, 128)
+    axes = (
+        Axis("block_m", walked),
+        Axis("block_n", held),
+        Axis("num_warps", (4, 8)),
+        Axis("num_stages", (1, 2, 3)),
+        Axis("dq_block_m", held),
+        Axis("dq_block_n", walked),
+        Axis("dq_warps", (4, 8)),
+        Axis("dq_stages", (1, 2, 3)),
+        Axis("two_phases", (True, False), False),
+        Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
+        Axis("long_first", (False, True) if problem.causal is not Causal.NONE else (False,)),
+        Axis("heads_inner", (False, True)),
+        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+    )
+    return Space(SplitConfig, axes, lambda config: fits_registers(problem, config, target))
+
+
+def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
+    """The tiles of a head dim's columns."""
+    chunks = head_chunks(width, decomposed)
+    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
+        return chunks
+    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
+
+
+def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """The tiles of queries' and keys' columns, and those of values' columns."""
+    widths = problem.head_dim, problem.value_head_dim
+    qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
+    return qk, v
+
+
+def _may_split(problem: Problem) -> bool:
+    """Whether no tile of a head dim that is cut would be too narrow."""
+    if problem.dtype is Dtype.FP32:
+        return True
+    widths = problem.head_dim, problem.value_head_dim
+    return all(chunk.width >= LEAST_WIDTH for width in widths for chunk in head_chunks(width, True))
+
+
+def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether what is added up and the scores at work fit the registers of their warps, in both kernels."""
+    assert isinstance(config, SplitConfig)
+    qk, v = map(columns, chunks_of(problem, config))
+    return _fits(
+        problem, target, config.block_n, config.block_m, qk + v, config.num_warps, config.max_registers
+    ) and _fits(
+        problem, target, config.dq_block_m, config.dq_block_n, qk, config.dq_warps, config.max_registers
+    )
+
+
+def _fits(
+    problem: Problem, target: Target, held: int, walked: int, summed: int, warps: int, cap: int
+) -> bool:
+    """Whether a kernel that holds so many rows and adds up so many columns of each fits its warps."""
+    # Two groups of warps may share 64 rows: each then has half of the columns.
+    if warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
+        return False
+    threads = warps * target.warp_size
+    sums = held * summed // threads
+    # Weights and their gradients are live at once, and one of them in the type of the next product.
+    scores = 2 * held * walked // threads
+    if problem.dtype is not Dtype.FP32:
+        scores += held * walked // threads // 2
+    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    if cap > room:
+        return False
+    return sums + scores + SPARE_REGISTERS <= (cap or room)

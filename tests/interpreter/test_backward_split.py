@@ -1,0 +1,162 @@
+"""The split backward family, run on the CPU and compared with what autograd makes of plain float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.backward import BackwardTensors, bind_backward
+from flashtune.compilation import load_module
+from flashtune.kernel import Specialization, specialization_of
+from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.side import NO_SIDE, Side
+from flashtune.target import find_target
+from flashtune.templates.backward_split.space import Products, SplitConfig
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from tests.plain_masks import plain_attention
+
+TARGET = find_target("h200")
+FAMILY = find_family("backward_split")
+SCALE = 0.3
+CAUSAL = pytest.mark.parametrize("causal", list(Causal))
+
+
+class Call(NamedTuple):
+    """What a backward pass is given, and the gradients that autograd finds."""
+
+    tensors: BackwardTensors
+    side: Side
+    expected: dict[str, Tensor]
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.FP32,
+        head_dim=24,
+        value_head_dim=16,
+        heads=2,
+        kv_heads=1,
+        batch=2,
+        seqlen_q=35,
+        seqlen_kv=53,
+        direction=Direction.BACKWARD,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
+    """Tensors of a problem; what is written is NaN before."""
+    torch.manual_seed(0)
+    rows = problem.batch, problem.seqlen_q, problem.heads
+    keys = problem.batch, problem.seqlen_kv, problem.kv_heads
+    q = torch.randn(*rows, problem.head_dim).transpose(1, 2)
+    k = torch.randn(*keys, problem.head_dim).transpose(1, 2)
+    v = torch.randn(*keys, problem.value_head_dim).transpose(1, 2)
+    return differentiate(problem, (q, k, v), NO_SIDE, with_dlse=with_dlse)
+
+
+def differentiate(
+    problem: Problem, given: tuple[Tensor, Tensor, Tensor], side: Side, *, with_dlse: bool
+) -> Call:
+    """Runs the forward pass and its gradient in float64."""
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    out, lse = plain_attention(problem, *leaves, side, SCALE)
+    dout = torch.randn(out.shape)
+    dlse = torch.randn(lse.shape) if with_dlse else None
+    seen = ~lse.isneginf()
+    loss = (out * dout).sum() + (0 if dlse is None else (lse[seen] * dlse[seen]).sum())
+    grads = torch.autograd.grad(loss, leaves)
+    tensors = BackwardTensors(
+        *given,
+        out.detach().float(),
+        lse.detach().float(),
+        dout,
+        *(torch.full_like(tensor, torch.nan) for tensor in given),
+        dlse=dlse,
+    )
+    return Call(tensors, side, dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+
+
+def check(problem: Problem, config: SplitConfig, call: Call, index_bits: int = 32) -> None:
+    tensors, side, expected = call
+    found = specialization_of(tensors.planned, tensors.dlse is not None)
+    specialization = msgspec.structs.replace(found, index_bits=max(found.index_bits, index_bits))
+    assert why_not(FAMILY, problem, TARGET, specialization) is None
+    kernel = render(FAMILY, problem, config, specialization)
+    bind_backward(kernel, TARGET, tensors, side)(tensors, SCALE, side)
+    for name, right in expected.items():
+        given = getattr(tensors, name).double()
+        torch.testing.assert_close(
+            given, right.double(), atol=1e-4, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def a_config(seed: str, **changes: Any) -> SplitConfig:
+    """Small tiles in any order."""
+    pick = random.Random(seed)
+    config = SplitConfig(
+        block_m=pick.choice((16, 32)),
+        block_n=pick.choice((16, 32)),
+        num_warps=4,
+        num_stages=1,
+        dq_block_m=pick.choice((16, 32)),
+        dq_block_n=pick.choice((16, 32)),
+        dq_warps=4,
+        dq_stages=1,
+        two_phases=pick.choice((True, False)),
+        decomposed=pick.choice((False, True)),
+        long_first=pick.choice((False, True)),
+        heads_inner=pick.choice((False, True)),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+@CAUSAL
+@pytest.mark.parametrize("two_phases", [False, True])
+@pytest.mark.parametrize("lengths", [(35, 53), (53, 35), (64, 64), (1, 40), (40, 1)], ids=str)
+def test_lengths(causal: Causal, two_phases: bool, lengths: tuple[int, int]) -> None:
+    problem = a_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
+    check(problem, a_config(f"{causal} {lengths}", two_phases=two_phases), make_call(problem))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)], ids=str)
+def test_heads(heads: tuple[int, int]) -> None:
+    problem = a_problem(heads=heads[0], kv_heads=heads[1], causal=Causal.BOTTOM_RIGHT)
+    check(problem, a_config(str(heads)), make_call(problem, with_dlse=True), 64)
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (64, 32), (40, 80), (8, 24), (160, 96), (256, 256)], ids=str)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_head_dims(widths: tuple[int, int], decomposed: bool) -> None:
+    problem = a_problem(head_dim=widths[0], value_head_dim=widths[1], causal=Causal.TOP_LEFT)
+    check(problem, a_config(str(widths), decomposed=decomposed), make_call(problem))
+
+
+def test_defaults() -> None:
+    problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=130, seqlen_kv=150)
+    config = FAMILY.default(problem, TARGET)
+    assert isinstance(config, SplitConfig)
+    check(problem, config, make_call(problem))
+    check(problem, msgspec.structs.replace(config, products=Products.TF32X3), make_call(problem))
+
+
+def test_a_kernel_stands_alone() -> None:
+    problem = a_problem(head_dim=16, kv_heads=2)
+    call = make_call(problem)
+    q, k, v, out, lse, dout, *_ = call.tensors
+    module = load_module(render(FAMILY, problem, a_config("alone"), Specialization()))
+    found = module.attention_backward(q, k, v, out, lse, dout, SCALE)
+    for gradient, right in zip(found, call.expected.values(), strict=True):
+        torch.testing.assert_close(gradient.double(), right.double(), atol=1e-4, rtol=1e-4)
+    # The same scores: both the queries and their factor are negated.
+    turned = module.attention_backward(-q, k, v, out, lse, dout, -SCALE)
+    torch.testing.assert_close(turned[0], -found[0])
+    nothing = module.attention_backward(q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0], dout[:, :, :0])
+    assert not nothing[1].any()
