@@ -11,6 +11,7 @@ from flashtune.record import Resources
 from flashtune.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.predict import Tiled
+from flashtune.tuner.predict_backward import passes
 from flashtune.tuner.resources import occupancy
 from flashtune.tuner.schedule import Persistent, imbalance
 
@@ -34,6 +35,8 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     if isinstance(config, Persistent) or not isinstance(config, Tiled):
         return Resources(sram_bytes=sram_bytes)
     threads = WARP * config.num_warps
+    if problem.is_backward:
+        return Resources(sram_bytes=sram_bytes, registers=_of_backward(problem, config, target))
     accumulators = config.block_m * problem.value_head_dim / threads
     scores = config.block_m * config.block_n / threads
     registers = OTHER_REGISTERS + ACCUMULATOR_REGISTERS * accumulators + SCORE_REGISTERS * scores
@@ -42,6 +45,19 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     cap = int(getattr(config, "max_registers", 0)) or MOST_REGISTERS
     room = target.registers_per_sm // threads
     return Resources(sram_bytes=sram_bytes, registers=min(cap, MOST_REGISTERS, room, int(registers)))
+
+
+def _of_backward(problem: Problem, config: Config, target: Target) -> int:
+    """Registers of a thread of the kernel that takes most: it holds weights and their gradients at once."""
+    needs = []
+    for walk in passes(problem, config):
+        tile = walk.tile
+        threads = WARP * tile.num_warps
+        summed = tile.block_m * walk.summed / threads
+        scores = 2 * tile.block_m * tile.block_n / threads
+        needs.append(OTHER_REGISTERS + POINTER_REGISTERS + summed + SCORE_REGISTERS * scores)
+    room = target.registers_per_sm // (WARP * config.num_warps)
+    return min(MOST_REGISTERS, room, int(max(needs)))
 
 
 def features(

@@ -23,6 +23,7 @@ from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
 from flashtune.tuner.features import features
 from flashtune.tuner.predict import predict_ms
+from flashtune.tuner.predict_backward import predict_backward_ms
 from flashtune.tuner.truth import TruthTable
 
 FILE = "fitted.json"
@@ -68,12 +69,24 @@ def expected_ms(
     Raises:
         UsageError: The family's configs have no tiles.
     """
-    ms = predict_ms(problem, family, config, resources, target)
+    ms = formula_ms(problem, family, config, resources, target)
     own = fit.families.get(family.name)
     if own is None or fit.arch != target.arch or math.isinf(ms):
         return ms
     found = features(problem, family, config, resources, target)
     return ms * math.exp(own.level + sum(own.weights.get(name, 0.0) * value for name, value in found.items()))
+
+
+def formula_ms(
+    problem: Problem, family: Family, config: Config, resources: Resources, target: Target
+) -> float:
+    """The predicted time of one launch of either pass, in ms, by its formula alone.
+
+    Raises:
+        UsageError: The family's configs have no tiles.
+    """
+    formula = predict_backward_ms if problem.is_backward else predict_ms
+    return formula(problem, family, config, resources, target)
 
 
 @functools.cache
@@ -119,7 +132,7 @@ def _samples(table: TruthTable) -> _Samples:
         config = table.candidate(row).config
         if ms is None or row.resources is None:
             continue
-        predicted = predict_ms(table.problem, family, config, row.resources, target)
+        predicted = formula_ms(table.problem, family, config, row.resources, target)
         if not math.isinf(predicted):
             found.append(features(table.problem, family, config, row.resources, target))
             off.append(math.log(ms / predicted))

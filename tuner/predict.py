@@ -68,15 +68,13 @@ class Split(Tiled, Protocol):
 def predict_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
-    """GPU time of one launch, in ms, as the model has it; infinite where the kernel cannot run.
+    """GPU time of one forward launch, in ms, as the model has it; infinite where the kernel cannot run.
 
     Raises:
         UsageError: The family's configs have no tiles.
     """
     if not isinstance(config, Tiled):
-        raise UsageError(
-            f"times of {family.name} cannot be predicted: its configs name no block_m and block_n"
-        )
+        raise without_tiles(family)
     resident = occupancy(resources, family.options(config), target)
     if resident.blocks == 0:
         return math.inf
@@ -89,6 +87,11 @@ def predict_ms(
     # The first reads and the last writes of a program wait for HBM; the rest runs beside the loop.
     exposed = transfer_seconds(problem.minimal_bytes(), target)
     return LAUNCH_MS + 1e3 * max(compute + exposed, memory_seconds(problem, family, config, target))
+
+
+def without_tiles(family: Family) -> UsageError:
+    """The error of a family whose times cannot be predicted."""
+    return UsageError(f"times of {family.name} cannot be predicted: its configs name no block_m and block_n")
 
 
 def computed_pairs(problem: Problem, config: Tiled) -> float:
