@@ -1,4 +1,4 @@
-"""Proves a kernel: launches it on every case of a level and holds the results against the reference.
+"""Proves a kernel of either pass: launches it on every case of a level, compares with the reference.
 
 What decides is gathered on the device and read once at the end, so that a check costs the launches
 and little more.
@@ -20,9 +20,9 @@ from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
 from flashtune.launch import Binary, compile_binary
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.cases import Case, Level, companions, far_cases, main_cases, splits_of
-from flashtune.proof.findings import Finding, findings_of
-from flashtune.proof.prepared import STEPS_PER_SEED, forget, next_seed, prepare, prepare_and_keep
+from flashtune.proof.cases import Case, Level, splits_of
+from flashtune.proof.passes import case_findings, forget, planned_cases
+from flashtune.proof.prepared import next_seed
 from flashtune.record import Verdict
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
@@ -31,15 +31,13 @@ from flashtune.templates.rendering import render
 if TYPE_CHECKING:
     from flashtune.config import Config
     from flashtune.kernel import Kernel
+    from flashtune.proof.findings import Finding
     from flashtune.target import Target
     from flashtune.templates.family import Family
 
 INTERPRETER = "interpreter"
 # What a verdict says of a result that is not finite; JSON knows no infinity.
 NOT_FINITE = 1e9
-STRICT_REPEATS = 50
-# Cases whose block tables end the process that looks up what is not there.
-FAULTY_CASES = 4
 
 
 def check_kernel(
@@ -56,8 +54,8 @@ def check_kernel(
     """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
 
     Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
-    failure. The strict level also checks the binaries with and without the log-sum-exp, and the
-    other causal alignment.
+    failure. The strict level also checks the binaries with and without the log-sum-exp (of a backward
+    pass, its gradient), and the other causal alignment.
 
     Args:
         family: The kernel's family.
@@ -101,17 +99,14 @@ def check_rendered(
     seed = next_seed() if seed is None else seed
     binary = None if interpreting() else compiled or compile_binary(kernel, target)
     findings: list[Finding] = []
-    planned = tuple(_planned(kernel, problem, config, level, seed))
+    planned = tuple(planned_cases(kernel, problem, config, level, seed))
     if problem.features or splits_of(config):
         planned = _supported(kernel, target, planned)
+    keep = level is not Level.QUICK
     with _on(device):
         try:
             for case, case_seed in planned:
-                # A self-check leaves nothing behind in a user's memory.
-                ready = prepare if level is Level.QUICK else prepare_and_keep
-                prepared = ready(case, kernel.specialization.alignment, device, case_seed)
-                cold = target.l2_bytes if level is not Level.QUICK else 0
-                found = tuple(findings_of(kernel, binary, case, prepared, target, cold))
+                found = tuple(case_findings(kernel, binary, case, case_seed, target, device, keep=keep))
                 findings += found
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
@@ -148,28 +143,6 @@ def _variants(
     if problem.causal is not Causal.NONE:
         other = Causal.TOP_LEFT if problem.causal is Causal.BOTTOM_RIGHT else Causal.BOTTOM_RIGHT
         yield msgspec.structs.replace(problem, causal=other), specialization
-
-
-def _planned(
-    kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int
-) -> Iterator[tuple[Case, int]]:
-    """The cases of a level, each with the seed of its inputs."""
-    reduced = interpreting()
-    small = companions(problem, config, level, reduced=reduced)
-    if level is not Level.QUICK and not reduced:
-        yield from ((case, seed) for case in main_cases(problem))
-    yield from ((case, seed) for case in small)
-    if level is not Level.STRICT or reduced:
-        return
-    for step in range(1, STEPS_PER_SEED):
-        yield from ((case, seed + step) for case in small)
-    for case in main_cases(problem):
-        yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
-    if problem.page_size:
-        tables = [case for case in small if case.problem.page_size][:FAULTY_CASES]
-        yield from ((msgspec.structs.replace(case, faulty=True), seed) for case in tables)
-    if kernel.specialization.index_bits == 64:
-        yield from ((case, seed) for case in far_cases(problem, config))
 
 
 def _supported(

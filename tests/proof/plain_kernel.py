@@ -47,7 +47,7 @@ def attend(
 ) -> None:
     """Fills `out`, and `lse` where there is one, of heads-first tensors."""
     for sequence in range(problem.batch):
-        rows = _query_rows(problem, sequence, side)
+        rows = query_rows(problem, sequence, side)
         block = 0 if problem.packed else sequence
         own_q = q[block, :, rows]
         if not own_q.shape[1]:
@@ -78,13 +78,13 @@ def _softmax(scores: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     return weights, total, shift
 
 
-def _query_rows(problem: Problem, sequence: int, side: Side) -> slice:
+def query_rows(problem: Problem, sequence: int, side: Side) -> slice:
     if side.cu_seqlens_q is None:
         return slice(0, problem.seqlen_q)
     return slice(int(side.cu_seqlens_q[sequence]), int(side.cu_seqlens_q[sequence + 1]))
 
 
-def _key_count(problem: Problem, sequence: int, side: Side) -> int:
+def key_count(problem: Problem, sequence: int, side: Side) -> int:
     if side.seqlens_kv is not None:
         return int(side.seqlens_kv[sequence])
     if side.cu_seqlens_kv is not None:
@@ -96,7 +96,7 @@ def _keys(
     problem: Problem, tensor: Tensor, sequence: int, side: Side, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A sequence's keys or values, [kv_heads, keys, width], and the factor of each, [kv_heads, keys]."""
-    count = _key_count(problem, sequence, side)
+    count = key_count(problem, sequence, side)
     if side.block_table is not None:
         table, needed = side.block_table, -(-count // problem.page_size)
         first_entry = table.storage_offset() + sequence * table.stride(0)
@@ -139,7 +139,7 @@ def _changed(problem: Problem, scores: Tensor, sequence: int, side: Side) -> Ten
     if side.slopes is not None:
         scores = scores - side.slopes[sequence][:, None, None] * (place - key).abs()
     hidden = torch.zeros(heads, queries, keys, dtype=torch.bool)
-    hidden |= _out_of_sight(problem, place, key, sequence, side)
+    hidden |= out_of_sight(problem, place, key, sequence, side)
     if side.bias is not None:
         bias = side.bias[sequence, :, :queries, :keys]
         if problem.bias is Bias.BOOLEAN:
@@ -149,7 +149,7 @@ def _changed(problem: Problem, scores: Tensor, sequence: int, side: Side) -> Ten
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def _out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, side: Side) -> Tensor:
+def out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, side: Side) -> Tensor:
     far = torch.zeros(1, 1, dtype=torch.bool)
     if problem.window_left is not None:
         far = far | (place - key > problem.window_left)

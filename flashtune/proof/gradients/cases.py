@@ -1,0 +1,79 @@
+"""The problems that a backward kernel is put through: `flashtune.proof.cases`, for another pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from flashtune.config import Config
+from flashtune.problem import Problem
+from flashtune.proof import cases as forward
+from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level
+from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, tiles_of
+from flashtune.proof.inputs import Layout
+from flashtune.proof.shapes import ROUNDS, Shape, Tile, rounds_of
+
+# Pairs of queries and keys, of two KV heads, that the tuned shape's reference may have: heads that share
+# keys are thinned out beyond it, since all of them are needed at once.
+MAX_MAIN_SCORES = 2**31
+
+
+def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
+    """The small problems of a level, in a fixed order.
+
+    Args:
+        problem: The problem that a kernel is for.
+        config: The kernel's config: its tiles and pipelines decide the lengths.
+        level: How much is checked.
+        reduced: Whether to make do with fewer heads and blocks, as an interpreter needs.
+    """
+    tiles = tiles_of(config, reduced=reduced)
+    quick = level is Level.QUICK
+    shapes = gradient_shapes(tiles, problem, quick=quick)
+    cases = tuple(_cases(problem, shapes, tiles, FEW_HEADS if reduced else HEADS))
+    if reduced:
+        # Nothing races in an interpreter, and programs run one after the other.
+        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
+    rounds = rounds_of(Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth), quick=quick)
+    return (*cases, *_cases(problem, rounds, tiles, ROUNDS))
+
+
+def main_cases(problem: Problem) -> tuple[Case, ...]:
+    """The tuned shape itself, with fewer sequences and heads where memory or time would not do."""
+    cases = forward.main_cases(problem)
+    return tuple(msgspec.structs.replace(case, problem=_smaller_groups(case.problem)) for case in cases)
+
+
+def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
+    """Small problems of which one tensor at a time, and its gradient, spans more than 2^31 elements."""
+    return forward.far_cases(problem, config)
+
+
+def _smaller_groups(problem: Problem) -> Problem:
+    pairs = max(1, problem.seqlen_q * problem.seqlen_kv * min(2, problem.batch * problem.kv_heads))
+    group = min(problem.group_size, max(1, MAX_MAIN_SCORES // pairs))
+    return msgspec.structs.replace(problem, heads=group * problem.kv_heads)
+
+
+def _cases(
+    problem: Problem, shapes: Iterable[Shape], tiles: Tiles, heads: tuple[tuple[int, int, int], ...]
+) -> Iterator[Case]:
+    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
+    for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
+        yield Case(
+            problem=msgspec.structs.replace(
+                problem,
+                heads=many,
+                kv_heads=kv_heads,
+                batch=batch,
+                seqlen_q=max(1, shape.seqlen_q),
+                seqlen_kv=max(1, shape.seqlen_kv),
+            ),
+            probe=shape.probe,
+            block=tiles.least,
+            scale=factor * problem.head_dim**-0.5,
+            layout=layout,
+            repeats=shape.repeats,
+        )

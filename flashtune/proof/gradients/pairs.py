@@ -1,0 +1,91 @@
+"""Which KV heads of which sequences have their gradients compared, and how they are worked on piece by piece.
+
+The gradients of a KV head's keys and values need all query heads that share it, and all of their rows. So a
+large problem is sampled by pairs of a sequence and a KV head, the first and the last always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.proof.chunks import CHUNK_SCORES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.problem import Problem
+
+# Scores of one reference, in elements, and elements of its exact gradients of queries.
+MAX_SCORES = {"cuda": 2**29, "cpu": 2**26}
+MAX_GRADIENTS = 2**25
+LEAST_PAIRS = 2
+
+
+class Pairs(NamedTuple):
+    """Some KV heads of some sequences, with all query heads that share them; on the CPU.
+
+    Attributes:
+        batch: The sequence of each, [pairs] in int64.
+        kv_head: Its KV head, likewise.
+    """
+
+    batch: Tensor
+    kv_head: Tensor
+
+    def heads(self, problem: Problem) -> Tensor:
+        """Query heads that share each pair's keys: [pairs, group]."""
+        return self.kv_head[:, None] * problem.group_size + torch.arange(problem.group_size)
+
+    def part(self, start: int, count: int) -> Pairs:
+        """Some of them."""
+        return Pairs(self.batch[start : start + count], self.kv_head[start : start + count])
+
+
+class Piece(NamedTuple):
+    """What is worked on at a time.
+
+    Attributes:
+        pairs: Some pairs.
+        rows: For these, all rows in slices one after the other: [rows] each in int64, on the CPU.
+    """
+
+    pairs: Pairs
+    rows: tuple[Tensor, ...]
+
+
+def sample_pairs(problem: Problem, generator: torch.Generator) -> Pairs:
+    """All pairs of a small problem; of others the first, the last, and as many more as can be afforded."""
+    total = problem.batch * problem.kv_heads
+    rows = problem.group_size * problem.seqlen_q
+    device = generator.device
+    affordable = min(
+        MAX_SCORES[device.type] // max(1, rows * problem.seqlen_kv),
+        MAX_GRADIENTS // max(1, rows * problem.head_dim + problem.seqlen_kv * problem.head_dim),
+    )
+    wanted = max(LEAST_PAIRS, affordable)
+    if wanted >= total:
+        chosen = torch.arange(total)
+    else:
+        inner = 1 + torch.randperm(total - 2, generator=generator, device=device).cpu()[: wanted - 2]
+        chosen = torch.cat([torch.tensor([0, total - 1]), inner]).sort().values
+    return Pairs(chosen // problem.kv_heads, chosen % problem.kv_heads)
+
+
+def pieces(problem: Problem, pairs: Pairs, device: str) -> Iterator[Piece]:
+    """Pairs, some at a time, or their rows where the scores of one pair are too many.
+
+    Args:
+        problem: Lengths, and how many heads share a KV head.
+        pairs: All that are compared.
+        device: The kind of device that they are worked out on.
+    """
+    limit = CHUNK_SCORES[device]
+    scores = problem.group_size * problem.seqlen_q * problem.seqlen_kv
+    together = max(1, limit // max(1, scores))
+    slice_rows = max(1, limit // max(1, problem.group_size * problem.seqlen_kv))
+    rows = torch.arange(problem.seqlen_q).split(slice_rows)
+    for start in range(0, len(pairs.batch), together):
+        yield Piece(pairs.part(start, together), rows)

@@ -1,0 +1,176 @@
+"""A backward case's tensors and reference, made on the device and, for a search, kept a while."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.backward import BackwardTensors
+from flashtune.dtypes import TORCH_DTYPES
+from flashtune.kernel import Alignment
+from flashtune.proof.beside import make_side
+from flashtune.proof.cases import Case, lengths_of
+from flashtune.proof.gradients.pairs import Pairs, sample_pairs
+from flashtune.proof.gradients.reference import Expected, expect_gradients
+from flashtune.proof.gradients.values import make_dlse, make_dout
+from flashtune.proof.gradients.weights import Given
+from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat, poison
+from flashtune.proof.memory import Dense, Frame, Memory, placed
+from flashtune.proof.placing import Places, put, query_places
+from flashtune.proof.prepared import (
+    LARGE_CACHED,
+    LARGE_ELEMENTS,
+    MIDDLE_CACHED,
+    MIDDLE_ELEMENTS,
+    SMALL_CACHED,
+)
+from flashtune.proof.probes import aside, make_values
+from flashtune.side import NO_SIDE, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.problem import Problem
+    from flashtune.proof.lengths import Lengths
+
+# Heads that are not compared get a log-sum-exp of about the right size, so that weights are finite.
+ABOUT_ONE = 1.0
+
+
+class Prepared(NamedTuple):
+    """A case's tensors and what a right kernel makes of them.
+
+    Attributes:
+        read: All that a launch reads, in its poisoned surroundings.
+        written: Where gradients are written, by their names in `BackwardTensors`, likewise.
+        tensors: The same as a launch takes them.
+        side: Its side inputs.
+        lengths: Of each sequence.
+        chosen: The pairs that are compared.
+        expected: What they must be.
+        checksum: Sums of the bits of all that is read.
+    """
+
+    read: tuple[Guarded, ...]
+    written: dict[str, Guarded]
+    tensors: BackwardTensors
+    side: Side
+    lengths: Lengths
+    chosen: Pairs
+    expected: Expected
+    checksum: Tensor
+
+
+def prepare_and_keep(
+    case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool
+) -> Prepared:
+    """As `prepare`, with recent results kept: the larger the fewer."""
+    once = msgspec.structs.replace(case, repeats=1)
+    if case.far is not None:
+        return prepare(once, alignment, device, seed, dlse)
+    elements = case.problem.minimal_bytes() // case.problem.dtype.itemsize
+    if elements > LARGE_ELEMENTS:
+        return _large(once, alignment, device, seed, dlse)
+    return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed, dlse)
+
+
+def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:
+    """Fresh tensors for a case, and the reference of what they give.
+
+    Args:
+        case: Shape, probe and layout.
+        alignment: The alignment class that the tensors must have, and no better one.
+        device: Where to make them, and to work out the reference.
+        seed: With the case, decides every value.
+        dlse: Whether a gradient of the log-sum-exp comes in.
+    """
+    problem = case.problem
+    generator = torch.Generator(device=device)
+    # The CPU's generator takes no more than 32 bits of a seed.
+    generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
+    lengths = lengths_of(case)
+    given = _given(case, lengths, generator, dlse)
+    chosen = sample_pairs(problem, generator)
+    expected = expect_gradients(problem, given, chosen)
+    frame = Frame(alignment, case.layout, case.far)
+    memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
+    came = _came_back(problem, given, chosen, expected, memory, frame)
+    shapes = {"dq": memory.q, "dk": memory.k, "dv": memory.v}
+    # Rows of each tensor differ in width, so that one's stride does not serve for another.
+    written = {
+        name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
+        for index, (name, one) in enumerate(shapes.items())
+    }
+    read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
+    views = {name: one.view for name, one in (*came.items(), *written.items())}
+    tensors = BackwardTensors(memory.q.view, memory.k.view, memory.v.view, **views)
+    return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
+
+
+def _given(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
+    problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
+    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    dout = make_dout(case.probe, problem, case.block, generator)
+    came_back = make_dlse(problem, generator) if dlse else None
+    q, k, v, dout = (value.to(own) for value in (*values, dout))
+    return Given(q, k, v, dout, came_back, side, case.scale, lengths)
+
+
+def _came_back(
+    problem: Problem, given: Given, chosen: Pairs, expected: Expected, memory: Memory, frame: Frame
+) -> dict[str, Guarded]:
+    """The output, the log-sum-exp and their gradients where a kernel reads them."""
+    batch, heads = chosen.batch[:, None], chosen.heads(problem)
+    out = torch.zeros_like(given.dout)
+    out[batch, heads] = expected.out
+    size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
+    lse = torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
+    lse[batch, heads] = expected.lse
+    places = query_places(problem, given.lengths)
+    came = {
+        "out": memory.out._replace(role=Role.INPUT),
+        "dout": _like(memory.out, problem, frame, Role.INPUT, 8, 3),
+        "lse": memory.lse._replace(role=Role.INPUT),
+    }
+    values = {"out": out, "dout": given.dout, "lse": lse}
+    if given.dlse is not None:
+        came["dlse"] = guarded_flat(tuple(memory.lse.view.shape), out.device, Role.INPUT)
+        values["dlse"] = given.dlse
+    for name, one in came.items():
+        poison(one)
+        _fill(one.view, values[name], places)
+    return came
+
+
+def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:
+    """A tensor of the same shape, with rows of another width; far if `number` of q, k, v, out is."""
+    return guarded(
+        tuple(one.view.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
+        spare=spare, far=frame.far == number,
+    )  # fmt: skip
+
+
+def _fill(view: Tensor, values: Tensor, places: Places) -> None:
+    if view.dim() == 3:
+        view, values = view[..., None], values[..., None]
+    if view.shape == values.shape and len(places.row) == values.shape[0] * values.shape[2]:
+        view.copy_(values)
+    else:
+        put(view, values, places)
+
+
+_small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
+_middle = functools.lru_cache(maxsize=MIDDLE_CACHED)(prepare)
+_large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
+
+
+def forget() -> None:
+    """Drops what is kept: a wrong kernel may have written anywhere."""
+    _small.cache_clear()
+    _middle.cache_clear()
+    _large.cache_clear()

@@ -1,0 +1,139 @@
+"""The forward pass of some rows in float64, and what its gradients are made of: weights, dP, delta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.dtypes import TORCH_DTYPES
+from flashtune.proof.scores import Rows, laid_over, seen_by
+from flashtune.side import Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.problem import Problem
+    from flashtune.proof.gradients.pairs import Pairs
+    from flashtune.proof.lengths import Lengths
+
+# Keys of less weight than this, relative to the row's log-sum-exp, decide nothing.
+LEAST_LOG_WEIGHT = -21.0
+
+
+class Given(NamedTuple):
+    """What a backward pass is made of, as sequences see it that lie side by side.
+
+    Attributes:
+        q: [batch, heads, seqlen_q, head_dim] in the problem's type; finite beyond a sequence's end as well.
+        k: [batch, kv_heads, seqlen_kv, head_dim] likewise.
+        v: [batch, kv_heads, seqlen_kv, value_head_dim] likewise.
+        dout: The gradient of the output, [batch, heads, seqlen_q, value_head_dim] likewise.
+        dlse: That of the log-sum-exp, float32 [batch, heads, seqlen_q]; None for zeros.
+        side: Side inputs.
+        scale: Softmax scale.
+        lengths: Of each sequence.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    side: Side
+    scale: float
+    lengths: Lengths
+
+
+class Wide(NamedTuple):
+    """Some rows of some pairs in float64; the rows of all heads that share keys are one behind the other.
+
+    Attributes:
+        q: [pairs, group · rows, head_dim].
+        k: [pairs, keys, head_dim].
+        v: [pairs, keys, value_head_dim].
+        dout: [pairs, group · rows, value_head_dim].
+        dlse: [pairs, group · rows].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | float
+
+
+class Weights(NamedTuple):
+    """The forward pass of some rows.
+
+    Attributes:
+        scores: [pairs, group · rows, keys] in float64, with all that is laid over them; -inf where hidden.
+        exact: P, alike.
+        slope: 1 - tanh² where scores are capped, alike; None where they are not.
+        out: [pairs, group · rows, value_head_dim].
+        lse: [pairs, group · rows], -inf where nothing is seen.
+        added: Largest magnitude of what was added to a score that has weight, alike; None for nothing.
+        keys: How many keys each row sees, alike.
+        queries: How many rows see each key, [pairs, keys].
+    """
+
+    scores: Tensor
+    exact: Tensor
+    slope: Tensor | None
+    out: Tensor
+    lse: Tensor
+    added: Tensor | None
+    keys: Tensor
+    queries: Tensor
+
+
+def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
+    """Some rows of some pairs, in float64."""
+    batch, heads = pairs.batch[:, None], pairs.heads(problem)
+    own = (pairs.batch, pairs.kv_head)
+
+    def stacked(tensor: Tensor) -> Tensor:
+        return tensor[batch, heads][:, :, rows].flatten(1, 2).double()
+
+    dlse = 0.0 if given.dlse is None else stacked(given.dlse)
+    return Wide(stacked(given.q), given.k[own].double(), given.v[own].double(), stacked(given.dout), dlse)
+
+
+def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: Tensor) -> Weights:
+    """The forward pass of some rows of some pairs."""
+    device, group, side = wide.q.device, problem.group_size, given.side
+    some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)
+    scores = (wide.q @ wide.k.mT).mul_(given.scale)
+    slope = None if side.softcap is None else 1.0 - (scores / side.softcap).tanh_().square_()
+    by_head = scores.view(len(some.head), len(rows), -1)
+    seen = seen_by(problem, given.lengths, side, some, device)
+    laid = laid_over(problem, by_head, given.lengths, side, some)
+    by_head = laid.scores.masked_fill_(seen.hidden, float("-inf"))
+    scores = by_head.view_as(scores)
+    sinks = None if side.sinks is None else side.sinks[some.head].double()
+    lse = _log_sum_exp(by_head, sinks).view(scores.shape[:2])
+    added = None
+    if laid.added is not None:
+        least = lse.view(by_head.shape[:2])[..., None] + LEAST_LOG_WEIGHT
+        added = laid.added.masked_fill(by_head < least, 0.0).amax(-1).view_as(lse)
+    exact = (scores - finite(lse)[..., None]).exp_()
+    visible = (~seen.hidden).expand(by_head.shape)
+    queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
+    keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
+    return Weights(scores, exact, slope, exact @ wide.v, lse, added, keys, queries)
+
+
+def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of each row, [heads, rows]; a sink, [heads], is in it."""
+    lse = scores.logsumexp(-1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
+
+
+def finite(lse: Tensor) -> Tensor:
+    """What is taken off the scores: nothing where all are -inf."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def rounded(out: Tensor, problem: Problem) -> Tensor:
+    """The output as the forward pass stores it."""
+    return out.to(TORCH_DTYPES[problem.out_dtype])
