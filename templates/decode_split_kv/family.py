@@ -24,6 +24,7 @@ from flashtune.templates.decode_split_kv.space import (
     combines_early,
     decode_space,
     group_rows,
+    loads_pairs,
     query_chunks,
     split_tile,
     value_chunks,
@@ -61,7 +62,8 @@ class DecodeContext(Context, frozen=True):
     latent: bool
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
+    column_widths: tuple[int, ...]
+    paired: bool
     alignment: Alignment
     index_bits: int
     lse: bool
@@ -186,6 +188,8 @@ class DecodeSplitKV:
         qk_chunks = query_chunks(problem, config.decomposed)
         v_chunks = value_chunks(problem, config.decomposed)
         combined = combined_columns(problem, config)
+        widths = {chunk.width for chunk in (*qk_chunks, *v_chunks)}
+        paired = loads_pairs(problem, config, specialization)
         return DecodeContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -207,7 +211,8 @@ class DecodeSplitKV:
             latent=problem.latent,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),
+            paired=paired,
             alignment=specialization.alignment,
             index_bits=specialization.index_bits,
             lse=specialization.lse,

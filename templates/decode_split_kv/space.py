@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
@@ -43,6 +44,11 @@ HOPPER = 90
 MOST_REGISTERS = 255
 SPARE_REGISTERS = 24
 FLOAT32 = 4
+# Rows of a group of warps, and columns of a matrix product that a warp makes at the least.
+WARPGROUP_ROWS = 64
+WARP_COLUMNS = 8
+# Columns of the narrowest tile that is worth loading in pairs.
+LEAST_PAIRED = 64
 # What combines parts holds at most so many numbers of a row, in so many warps.
 COMBINE_NUMBERS = 8192
 COMBINE_WARPS = 4
@@ -97,6 +103,23 @@ def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
 def value_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
     """The value head dim as tiles."""
     return head_chunks(problem.value_head_dim, decomposed and not problem.latent)
+
+
+def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Specialization) -> bool:
+    """Whether stored bytes are loaded two columns at a time.
+
+    Both of a pair must be there, on an even place. Warps side by side each need eight columns of such a
+    half, and narrow ones take more instructions than they save; where warps lie below one another, matrix
+    units read values from SRAM, and nothing is gained unless these are keys as well.
+    """
+    if problem.kv_dtype is None or problem.dtype is Dtype.FP32 or specialization.alignment is Alignment.ANY:
+        return False
+    if problem.head_dim % 2 or problem.value_head_dim % 2:
+        return False
+    below = config.block_m >= WARPGROUP_ROWS and not problem.latent
+    keys = min(chunk.width for chunk in query_chunks(problem, config.decomposed))
+    values = min(chunk.width for chunk in value_chunks(problem, config.decomposed))
+    return not below and min(keys, values) >= LEAST_PAIRED and values >= 2 * WARP_COLUMNS * config.num_warps
 
 
 def block_bytes(problem: Problem, config: DecodeConfig) -> int:

@@ -13,6 +13,7 @@ from flashtune.target import Target
 from flashtune.templates.common.tiles import columns
 from flashtune.templates.decode_split_kv.space import (
     FLOAT32,
+    WARPGROUP_ROWS,
     DecodeConfig,
     group_rows,
     query_chunks,
@@ -31,7 +32,10 @@ GREED = 1.1
 # What the matrix units give, over their peak: in warp groups, and in warps.
 WARPGROUP_RATE = 0.5
 WARP_RATE = 0.3
-WARPGROUP_ROWS = 64
+# Bytes of 8-bit keys that a program takes in by itself in a µs, since it widens what it waits for: about so
+# many before they were read in pairs. Several on a multiprocessor do so side by side, up to so many.
+LONE_EIGHT_BITS = 22e3
+SIDE_BY_SIDE = 3
 
 
 def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float:
@@ -55,6 +59,8 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
     peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
     rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
     busy = rounds * (max(part / share, products / rate) + PROGRAM)
+    if problem.kv_dtype is not None:
+        busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
     moved = problem.minimal_bytes() / bandwidth + PROGRAM
     return (LAUNCH + max(busy, moved) + _combining(problem, config, bandwidth)) / 1e3
 

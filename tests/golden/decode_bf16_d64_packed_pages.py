@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv e117224354a7
+Template     decode_split_kv 2171c34e1bdd
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -28,6 +28,8 @@ BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
+# Two stored numbers that lie side by side.
+PAIR = tl.constexpr(tl.pointer_type(tl.int16))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WINDOW_LEFT = tl.constexpr(1024)
@@ -37,11 +39,11 @@ SEARCHED = tl.constexpr(256)
 # Splits that are combined together, and columns of a program that does so.
 SPLIT_TILE = tl.constexpr(16)
 COMBINED = tl.constexpr(64)
-# Four stored bytes become four numbers in fp16.
+# Two pairs of stored bytes become two first numbers and two second ones, in fp16.
 # An integer x makes the number 1024 + 128 + x, byte by byte: 0x64 above x with its sign turned.
 WIDEN = tl.constexpr(
     "{ .reg .b32 turned, offset; xor.b32 turned, $2, 0x80808080; mov.b32 offset, 0x64806480; "
-    "prmt.b32 $0, turned, 0x64646464, 0x4140; prmt.b32 $1, turned, 0x64646464, 0x4342; "
+    "prmt.b32 $0, turned, 0x64646464, 0x4240; prmt.b32 $1, turned, 0x64646464, 0x4341; "
     "sub.rn.f16x2 $0, $0, offset; sub.rn.f16x2 $1, $1, offset; }"
 )
 
@@ -91,6 +93,10 @@ def decode_split_kv(
     all_rows = all_heads * seqlen_q
     tiles = seqlen_q * group_size // BLOCK_M + sequences
     tile = tl.program_id(0) % tiles
+    if tl.program_id(0) == 0:
+        # Behind the parts stands how many tokens there are: rows behind these are nobody's.
+        token_count = tl.load(cu_seqlens_q + sequences)
+        tl.store(partial_lse + splits * all_rows, token_count.to(tl.float32, bitcast=True))
     split = tl.program_id(0) // tiles % splits
     sequence_head = tl.program_id(0) // tiles // splits
     kv_head = sequence_head
@@ -115,6 +121,7 @@ def decode_split_kv(
     queries = row_offsets // group_size
     head = kv_head * group_size + row_offsets % group_size
     key_offsets = tl.arange(0, BLOCK_N)
+    columns_32 = tl.arange(0, 32)
     columns_64 = tl.arange(0, 64)
 
     k_base = k + kv_head * stride_kh
@@ -135,6 +142,7 @@ def decode_split_kv(
     raised = (exponent << 23).to(tl.float32, bitcast=True)
     q_factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     q_tile = (q_tile.to(tl.float32) * raised[:, None]).to(tl.float16)
+    q_tile_even, q_tile_odd = tl.split(tl.reshape(q_tile, [BLOCK_M, 32, 2]))
 
     diagonal = seqlen_kv - seqlen_q
     places = queries + diagonal
@@ -156,9 +164,12 @@ def decode_split_kv(
     blocks = tl.cdiv(tl.maximum(band_stop - skipped, lifted_stop), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
+    # Not zero: the product with a hidden key's -inf would be NaN.
+    row_scale = tl.maximum(scale_log2 * q_factor, 1e-37)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+    accumulator_even = tl.zeros([BLOCK_M, 32], tl.float32)
+    accumulator_odd = tl.zeros([BLOCK_M, 32], tl.float32)
 
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
@@ -176,33 +187,40 @@ def decode_split_kv(
         v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
         ahead = tl.where(lifted_stop > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
         next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 32], two columns each
         k_tile = tl.load(
-            k_block[:, None] + slots[:, None] * stride_ks + columns_64[None, :],
+            (k_block[:, None] + slots[:, None] * stride_ks).to(PAIR, bitcast=True) + columns_32[None, :],
         )
-        k_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [k_tile], tl.float16, True, 4)
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= q_factor[:, None]
+        k_tile_even, k_tile_odd = tl.inline_asm_elementwise(
+            WIDEN, "=r,=r,r", [k_tile], (tl.float16, tl.float16), True, 2
+        )
+        logits = tl.dot(q_tile_even, k_tile_even.T)
+        logits = tl.dot(q_tile_odd, k_tile_odd.T, logits)
         logits *= k_factor[None, :]
         seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         seen |= keys[None, :] < row_lifted[:, None]
         logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * row_scale)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        weights = tl.exp2(logits * row_scale[:, None] - shift[:, None])
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
         weights *= v_factor[None, :]
         weight_factor = tl.maximum(tl.max(weights, 1), 1e-30)
         low_weights = (weights / weight_factor[:, None]).to(tl.float16)
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 32], two columns each
         v_tile = tl.load(
-            v_block[:, None] + slots[:, None] * stride_vs + columns_64[None, :],
+            (v_block[:, None] + slots[:, None] * stride_vs).to(PAIR, bitcast=True) + columns_32[None, :],
         )
-        v_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [v_tile], tl.float16, False, 4)
-        accumulator = accumulator * rescale[:, None] + tl.dot(low_weights, v_tile) * weight_factor[:, None]
+        v_tile_even, v_tile_odd = tl.inline_asm_elementwise(
+            WIDEN, "=r,=r,r", [v_tile], (tl.float16, tl.float16), True, 2
+        )
+        product = tl.dot(low_weights, v_tile_even)
+        accumulator_even = accumulator_even * rescale[:, None] + product * weight_factor[:, None]
+        product = tl.dot(low_weights, v_tile_odd)
+        accumulator_odd = accumulator_odd * rescale[:, None] + product * weight_factor[:, None]
         page = next_page
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
@@ -211,6 +229,7 @@ def decode_split_kv(
     places_out = split * all_rows + tokens * heads + head
     tl.store(partial_lse + places_out, row_lse, mask=row_exists)
     o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    accumulator = tl.interleave(accumulator_even, accumulator_odd)
     o_tile = accumulator / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_64[None, :],
@@ -241,6 +260,9 @@ def combine(
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
     places = parts * rows + row
+    token_count = tl.load(partial_lse + splits * rows).to(tl.int32, bitcast=True)
+    if row >= token_count * heads:
+        return
     # [SPLIT_TILE]
     part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
@@ -271,7 +293,7 @@ def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_
     tiles = seqlen_q * group_size // 16 + sequences
     grid = (tiles * kv_heads * 16,)
     rows = batch * heads * seqlen_q
-    workspaces = ((16, rows, 64), (16, rows))
+    workspaces = ((16, rows, 64), (16 * rows + 1,))
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
     strides += [k_scale.stride(0), k_scale.stride(1), v_scale.stride(0), v_scale.stride(1), block_table.stride(0)]
     counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, sequences, 16)

@@ -52,11 +52,13 @@ def poisoned(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.full(shape, torch.nan, device=device)
 
 
-def run(problem: Problem, call: Call, config: DecodeConfig, index_bits: int = 32) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, call: Call, config: DecodeConfig, index_bits: int = 32, before: float = torch.nan
+) -> tuple[Tensor, Tensor]:
     assert FAMILY.supports(problem, TARGET) is None
     q, k, v, side, scale = call
-    out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan)
-    lse = torch.full(q.shape[:3], torch.nan)
+    out = torch.full((*q.shape[:3], v.shape[-1]), before)
+    lse = torch.full(q.shape[:3], before)
     found = specialization_of((q, k, v, out), True)
     specialization = Specialization(found.alignment, max(found.index_bits, index_bits), True)
     kernel = render(FAMILY, problem, config, specialization)
@@ -179,6 +181,22 @@ def test_many_packed_sequences() -> None:
     k, v = (torch.randn(1, 1, keys, width) for width in (problem.head_dim, problem.value_head_dim))
     side = call.side._replace(cu_seqlens_q=begins[0], cu_seqlens_kv=begins[1])
     check(problem, Call(q, k, v, side), a_config("", splits=1, block_m=16, block_n=16))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_behind_the_last_sequence_are_nobodys(splits: int) -> None:
+    torch.manual_seed(0)
+    problem = a_problem(**FEATURES["packed"], causal=Causal.BOTTOM_RIGHT)
+    call = a_call(problem)
+    assert call.side.cu_seqlens_q is not None
+    rows = int(call.side.cu_seqlens_q[-1])
+    longer = call._replace(q=torch.nn.functional.pad(call.q, (0, 0, 0, 9)))
+    out, lse = run(problem, longer, a_config("", splits=splits), before=123.0)
+    assert (out[:, :, rows:] == 123.0).all()
+    assert (lse[:, :, rows:] == 123.0).all()
+    expected_out, expected_lse = run(problem, call, a_config("", splits=splits))
+    assert torch.equal(out[:, :, :rows], expected_out)
+    assert torch.equal(lse[:, :, :rows], expected_lse)
 
 
 def test_the_same_bits_from_run_to_run() -> None:

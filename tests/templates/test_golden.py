@@ -98,6 +98,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "decode_bf16_d64_packed_pages": (
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
     ),
+    "decode_bf16_d128_e4m3": (DECODE, "bf16", (128, 128), "bottom_right", PARTS, PLAIN),
     "decode_bf16_latent": (
         DECODE, "bf16", (576, 512), "bottom_right",
         {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
@@ -124,6 +125,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
         "first_tokens": 4,
     },
+    "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
     "decode_bf16_latent": {"page_size": 64, "latent": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
     "hopper_fp16_latent_parts": {"lengths": True, "latent": True},

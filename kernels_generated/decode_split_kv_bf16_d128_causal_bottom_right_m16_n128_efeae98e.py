@@ -1,14 +1,14 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1_k8192_bottom_right_kv-e4m3-head  0.1055 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q1_k8192_bottom_right  0.0199 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-             and 8-bit keys and values, a scale for each head
-Config       block_m 16, block_n 128, 4 warps, 3 stages, 1 splits, decomposed False, early_combine False
+             and nothing
+Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits, decomposed False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv e117224354a7
+Template     decode_split_kv 2171c34e1bdd
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -33,11 +33,9 @@ BLOCK_N = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(128)
 VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Four stored bytes become four numbers in fp16.
-WIDEN = tl.constexpr(
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-)
+# Splits that are combined together, and columns of a program that does so.
+SPLIT_TILE = tl.constexpr(16)
+COMBINED = tl.constexpr(128)
 
 
 @triton.jit
@@ -47,8 +45,8 @@ def decode_split_kv(
     v,
     out,
     lse,
-    k_scale,
-    v_scale,
+    partial_out,
+    partial_lse,
     scale,
     stride_qb,
     stride_qh,
@@ -62,22 +60,21 @@ def decode_split_kv(
     stride_ob,
     stride_oh,
     stride_os,
-    stride_k_scale_p,
-    stride_k_scale_h,
-    stride_v_scale_p,
-    stride_v_scale_h,
     heads,
     group_size,
     all_heads,
     seqlen_q,
     seqlen_kv,
+    splits,
 ):
     # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
     # programs that read the same keys run together.
+    all_rows = all_heads * seqlen_q
     tiles = tl.cdiv(seqlen_q * group_size, BLOCK_M)
     kv_heads = heads // group_size
     tile = tl.program_id(0) % tiles
-    sequence_head = tl.program_id(0) // tiles
+    split = tl.program_id(0) // tiles % splits
+    sequence_head = tl.program_id(0) // tiles // splits
     kv_head = sequence_head % kv_heads
     sequence = sequence_head // kv_heads
     row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -91,8 +88,6 @@ def decode_split_kv(
 
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    k_factor = tl.load(k_scale + sequence * stride_k_scale_p + kv_head * stride_k_scale_h)
-    v_factor = tl.load(v_scale + sequence * stride_v_scale_p + kv_head * stride_v_scale_h)
     k_block = k_base
     v_block = v_base
     q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
@@ -100,12 +95,6 @@ def decode_split_kv(
     q_tile = tl.load(
         q_rows[:, None] + columns_128[None, :],
     )
-    largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)
-    # A power of two that takes the largest to 2^14 or a little more, and its inverse, by their exponents.
-    exponent = tl.minimum(268 - (largest.to(tl.int32, bitcast=True) >> 23), 253)
-    raised = (exponent << 23).to(tl.float32, bitcast=True)
-    q_factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    q_tile = (q_tile.to(tl.float32) * raised[:, None]).to(tl.float16)
 
     diagonal = seqlen_kv - seqlen_q
     places = queries + diagonal
@@ -116,12 +105,14 @@ def decode_split_kv(
     band_stop = last_end
     blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)
 
-    scale_log2 = scale * k_factor * LOG2_E
+    scale_log2 = scale * LOG2_E
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    for start in tl.range(0, blocks * BLOCK_N, BLOCK_N):
+    first = split * blocks // splits * BLOCK_N
+    last = (split + 1) * blocks // splits * BLOCK_N
+    for start in tl.range(first, last, BLOCK_N):
         keys = start + key_offsets
         # No load needs a mask: it costs every one of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1)
@@ -129,9 +120,7 @@ def decode_split_kv(
         k_tile = tl.load(
             k_block + slots[:, None] * stride_ks + columns_128[None, :],
         )
-        k_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [k_tile], tl.float16, True, 4)
         logits = tl.dot(q_tile, k_tile.T)
-        logits *= q_factor[:, None]
         seen = keys[None, :] < row_end[:, None]
         logits = tl.where(seen, logits, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
@@ -141,39 +130,93 @@ def decode_split_kv(
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
-        low_weights = weights.to(tl.float16)
+        low_weights = weights.to(q.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_block + slots[:, None] * stride_vs + columns_128[None, :],
         )
-        v_tile = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [v_tile], tl.float16, False, 4)
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
 
+    # The combining kernel may come onto the GPU while the last programs of this one are at work.
+    tl.extra.cuda.gdc_launch_dependents()
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    o_rows = out + sequence * stride_ob + head * stride_oh + queries * stride_os
-    o_tile = accumulator / divisor[:, None] * v_factor
+    row_lse = running_max + tl.log2(running_sum)
+    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
+    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
+    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    o_tile = accumulator / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_128[None, :],
-        o_tile.to(out.dtype.element_ty),
+        o_tile,
         mask=row_exists[:, None],
     )
 
 
-def launch_plan(q, k, v, out, k_scale, v_scale):
+@triton.jit
+def combine(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    seqlen_q,
+    rows,
+    splits,
+):
+    # One row of the output, of some columns: row r is head r % heads of token r // heads.
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * COMBINED + tl.arange(0, COMBINED)
+    head = row % heads
+    sequence = row // heads // seqlen_q
+    query = row // heads % seqlen_q
+    parts = tl.arange(0, SPLIT_TILE)
+    places = parts * rows + row
+    tl.extra.cuda.gdc_wait()
+    # [SPLIT_TILE]
+    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    # [SPLIT_TILE, COMBINED]
+    part_out = tl.load(
+        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    largest = tl.max(part_lse, 0)
+    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(part_lse - shift)
+    total = tl.sum(weights, 0)
+    combined = tl.sum(part_out * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    o_base = out + sequence * stride_ob + head * stride_oh + query * stride_os
+    tl.store(o_base + columns, combined.to(out.dtype.element_ty), mask=columns < VALUE_HEAD_DIM)
+
+
+def launch_plan(q, k, v, out):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     group_size = heads // kv_heads
     tiles = triton.cdiv(seqlen_q * group_size, 16) * batch
-    grid = (tiles * kv_heads,)
+    grid = (tiles * kv_heads * 16,)
+    rows = batch * heads * seqlen_q
+    workspaces = ((16, rows, 128), (16, rows))
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
-    strides += [k_scale.stride(0), k_scale.stride(1), v_scale.stride(0), v_scale.stride(1)]
-    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv)
-    return grid, (), (*strides, *counts)
+    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, 16)
+    return grid, workspaces, (*strides, *counts)
 
 
-def attention(q, k, v, scale=None, *, k_scale, v_scale):
+def epilogue_plan(q, k, v, out):
+    """Grid of `combine`, and its arguments from `stride_ob` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    rows = batch * heads * seqlen_q
+    grid = (rows, 1)
+    return grid, (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 16)
+
+
+def attention(q, k, v, scale=None):
     """Attention of q over k and v, each with a contiguous last dimension.
 
     q is [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_kv, head_dim].
@@ -187,7 +230,7 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    tensors = (q, k, v, out, k_scale, v_scale)
+    tensors = (q, k, v, out)
     row_lse = out if lse is None else lse
     grid, workspace_shapes, integers = launch_plan(*tensors)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
@@ -201,4 +244,6 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
         num_warps=4,
         num_stages=3,
     )
+    grid, integers = epilogue_plan(*tensors)
+    combine[grid](out, row_lse, *workspaces, *integers, num_warps=4, num_stages=1, launch_pdl=True)
     return out, lse
