@@ -16,6 +16,7 @@ from flashtune.templates.common.tiles import power_of_two
 from flashtune.templates.family import Family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.predict import Tiled
+from flashtune.tuner.predict_backward import passes
 
 HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
 HEADS = 8
@@ -70,7 +71,7 @@ def computes_anything(family: Family, target: Target) -> bool:
     return any(
         family.supports(msgspec.structs.replace(problem, **asked), target) is None
         for dtype in dict.fromkeys(DTYPES)
-        for problem in (_problem(dtype, width, width, LENGTHS[-1], Causal.NONE) for width in HEAD_DIMS)
+        for problem in (_problem(family, dtype, width, width, LENGTHS[-1]) for width in HEAD_DIMS)
         for asked in ({}, *ASKED)
     )
 
@@ -95,7 +96,7 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
 
 def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """A point, or None where the family or its space has no such."""
-    problem = _draw_problem(draw)
+    problem = _draw_problem(draw, family)
     if not _is_plain(family, target):
         problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
     if family.supports(problem, target):
@@ -109,19 +110,28 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
 
 def _is_plain(family: Family, target: Target) -> bool:
     """Whether a family computes plain attention."""
-    return family.supports(_problem(DTYPES[0], 64, 64, LENGTHS[0], Causal.NONE), target) is None
+    return family.supports(_problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target) is None
 
 
-def _draw_problem(draw: random.Random) -> Problem:
+def _draw_problem(draw: random.Random, family: Family) -> Problem:
     head_dim = draw.choice(HEAD_DIMS)
     length = draw.choice(LENGTHS)
     dtype = draw.choice(DTYPES)
     value_head_dim = head_dim if draw.randrange(EVERY_UNLIKE) else draw.choice(HEAD_DIMS)
-    return _problem(dtype, head_dim, value_head_dim, length, draw.choice(tuple(Causal)))
+    causal = draw.choice(tuple(Causal))
+    return _problem(family, dtype, head_dim, value_head_dim, length, causal)
 
 
-def _problem(dtype: Dtype, head_dim: int, value_head_dim: int, length: int, causal: Causal) -> Problem:
+def _problem(
+    family: Family,
+    dtype: Dtype,
+    head_dim: int,
+    value_head_dim: int,
+    length: int,
+    causal: Causal = Causal.NONE,
+) -> Problem:
     return Problem(
+        direction=family.direction,
         dtype=dtype,
         head_dim=head_dim,
         value_head_dim=value_head_dim,
@@ -144,14 +154,22 @@ def _unrolled(point: Point, target: Target) -> int:
     if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    return config.block_m * config.block_n * width // (config.num_warps * target.warp_size)
+    tiles = [walk.tile for walk in passes(problem, config)] if problem.is_backward else [config]
+    return max(tile.block_m * tile.block_n * width // (tile.num_warps * target.warp_size) for tile in tiles)
 
 
 def _plain_count(point: Point) -> int:
-    """Bytes of a tile of queries and of one tile of keys and values for each stage."""
+    """Bytes of a tile of queries and of one tile of keys and values for each stage.
+
+    Of a backward pass both are in pairs: queries and the output's gradient, keys and values.
+    """
     problem, config = point.problem, point.candidate.config
     qk, v = power_of_two(problem.head_dim), power_of_two(problem.value_head_dim)
     if not isinstance(config, Tiled):
         return 0
+    if problem.is_backward:
+        tiles = [walk.tile for walk in passes(problem, config)]
+        rows = max(tile.block_m + tile.num_stages * tile.block_n for tile in tiles)
+        return rows * (qk + v) * problem.dtype.itemsize
     streamed = config.num_stages * config.block_n * (qk + v) * problem.kv_itemsize
     return config.block_m * qk * problem.dtype.itemsize + streamed

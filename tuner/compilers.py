@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def compilers(target: Target) -> Iterator[Finding]:
-    """Compiles a small kernel of each level of programming for the target and reads what it takes."""
+    """Compiles a small kernel of each pass and level of programming for a target; reads what it takes."""
     from flashtune.compilation import interpreting
 
     if interpreting():
@@ -25,32 +25,31 @@ def compilers(target: Target) -> Iterator[Finding]:
     from flashtune.templates.registry import find_family
     from flashtune.tuner.shapes import parse_shape
 
-    (problem,) = parse_shape("heads=1,seqlen=128,head_dim=64,dtype=fp16")
-    tried: set[bool] = set()
-    for selection in default_selections(problem, target, Specialization()):
-        portable = find_family(selection.record.family).interpreted
-        if portable not in tried:
-            yield compiler(selection.record, target, portable)
-        tried.add(portable)
+    for problem in parse_shape("heads=1,seqlen=128,head_dim=64,dtype=fp16,direction=forward|backward"):
+        tried: set[bool] = set()
+        for selection in default_selections(problem, target, Specialization()):
+            portable = find_family(selection.record.family).interpreted
+            if portable not in tried:
+                yield compiler(selection.record, target, portable)
+            tried.add(portable)
 
 
 def compiler(record: Record, target: Target, portable: bool) -> Finding:
-    """Whether one kernel compiles; without the others the portable ones serve."""
+    """Whether one kernel compiles; without the others portable ones serve, and torch computes gradients."""
     from flashtune.rendered import kernel_of
     from flashtune.tuner.resources import read_resources
 
-    name = "compiler" if portable else f"compiler of {record.family}"
+    basic = portable and not record.problem.is_backward
+    name = "compiler" if basic else f"compiler of {record.family}"
     try:
         resources = read_resources(kernel_of(record, record.specialization), target)
     except FlashtuneError as error:
         said = f"{target.name}: {error}"
-        if portable:
+        if basic:
             return Finding(name, Level.FAIL, said, "reinstall triton, or upgrade it")
+        instead = "torch computes gradients" if portable else "portable kernels serve"
         return Finding(
-            name,
-            Level.WARN,
-            said,
-            "portable kernels serve instead, slower: use a Triton that it is tested with",
+            name, Level.WARN, said, f"{instead} instead, slower: use a Triton that it is tested with"
         )
     said = f"compiles for {target.name} ({target.arch}) in {resources.compile_seconds:.1f} s"
     return Finding(name, Level.OK, said)

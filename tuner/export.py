@@ -86,9 +86,11 @@ def _assumptions(specialization: Specialization) -> Iterable[str]:
 def _header(records: list[Record]) -> str:
     """Comment lines above the kernel: where it won, and how fast it was there."""
     version = _plain(records[0].versions.flashtune)
+    backward = records[0].problem.is_backward
+    entry = "attention_backward(q, k, v, out, lse, dout, scale)" if backward else "attention(q, k, v, scale)"
     lines = [
         f"# A stand-alone kernel by flashtune {version}; it needs torch and triton alone.",
-        "# `attention(q, k, v, scale)` runs it. Selected for:",
+        f"# `{entry}` runs it. Selected for:",
         *(f"#   {_plain(record.target)}  {record.problem.key}{_time(record)}" for record in records),
         "",
     ]

@@ -31,7 +31,7 @@ from flashtune.tuner.verify_jobs import Interpretable
 from flashtune.tuner.verify_report import Means, Report, Result
 
 # What the interpreter does not see of a config, set to one value so that fewer kernels differ.
-UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0}
+UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}
 
 Progress = Callable[[str, int, int], None]
 Key = TypeVar("Key", bound=Hashable)

@@ -60,14 +60,13 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
     from flashtune.tuner.resources import overflow
 
     try:
-        metadata = compile_kernel(kernel, target).metadata
-        if kernel.first is not None:
-            compile_kernel(kernel.first, target)
+        steps = (compile_kernel(step, target) for step in (kernel, kernel.first, kernel.last) if step)
+        found = [step.metadata for step in steps]
     except KernelError as error:
         return f"does not compile: {error}"
     # Capacity is all that is asked here: registers would cost a tool's run for each kernel.
-    resources = Resources(metadata.shared, getattr(metadata, "tmem_size", None) or 0)
-    return overflow(resources, target) or ""
+    taken = (Resources(one.shared, getattr(one, "tmem_size", None) or 0) for one in found)
+    return next(filter(None, (overflow(one, target) for one in taken)), "")
 
 
 def check_interpreted(task: Interpretable) -> Verdict:
@@ -94,6 +93,8 @@ def check_interpreted(task: Interpretable) -> Verdict:
 
 def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
     """Proves a record's kernel on a GPU at its shape, and its sibling with (or without) the log-sum-exp.
+
+    Of a backward pass the sibling is given (or not given) the gradient of the log-sum-exp.
 
     Returns:
         The verdict of the record's kernel, then, if that passed, of its sibling.

@@ -32,17 +32,24 @@ FAMILY = find_family("forward_q_outer")
 
 
 class Scripted:
-    """A compiler that gives what a model says, times a factor; about every fifth kernel it refuses."""
+    """A compiler that gives what a model says, times a factor; about every fifth kernel it refuses.
 
-    def __init__(self, factor: float) -> None:
+    Where a model says nothing, it gives one of the sizes in `silent`, and refuses without any.
+    """
+
+    def __init__(self, factor: float, silent: tuple[int, ...] = ()) -> None:
         self._factor = factor
+        self._silent = silent
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         done: Future[Compiled] = Future()
-        if zlib.crc32(candidate.config.label().encode()) % 5 == 0:
+        number = zlib.crc32(candidate.config.label().encode())
+        modelled = demand(scope, candidate).sram_bytes
+        if number % 5 == 0 or not (modelled or self._silent):
             done.set_result(Compiled(Outcome.COMPILE_ERROR))
             return done
-        sram_bytes = int(demand(scope, candidate).sram_bytes * self._factor)
+        silent = self._silent[number % len(self._silent)] if self._silent else 0
+        sram_bytes = int(modelled * self._factor) or silent
         done.set_result(Compiled(Outcome.OK, resources=Resources(sram_bytes=sram_bytes)))
         return done
 

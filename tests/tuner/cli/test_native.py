@@ -124,7 +124,7 @@ def test_its_sram_model_is_audited_on_its_gpus_alone(native: Family) -> None:
     targets = tuple(target for target in TARGETS if computes_anything(native, target))
     assert {target.arch for target in targets} == {"sm_90"}
     both = find_target("a100"), H200
-    audit = run_audit(Request(both, 8, seed=1), Scripted(1.0), lambda *_: None)
+    audit = run_audit(Request(both, 8, seed=1), Scripted(1.0, (1024, 130_000)), lambda *_: None)
     assert [row.target for row in audit.rows if row.family == native.name] == ["nvidia-h200"]
     assert audit.failures() == ()
 

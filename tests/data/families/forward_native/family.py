@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
 from flashtune.features import Feature
 from flashtune.kernel import Argument, Specialization
-from flashtune.problem import Dtype, Problem
+from flashtune.problem import Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.family import Context, TrafficItem
@@ -31,6 +31,7 @@ class ForwardNative:
     name = "forward_native"
     config_type = NativeConfig
     features = frozenset[Feature]()
+    direction = Direction.FORWARD
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:
@@ -107,7 +108,6 @@ class ForwardNative:
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
         return None
-
 
 
 FAMILY = ForwardNative()
