@@ -30,8 +30,8 @@ FLOAT32 = 4
 # Numbers of out and of dout that a program of the prologue holds, and its warps.
 DELTA_NUMBERS = 8192
 DELTA_WARPS = 4
-KERNEL_TENSORS = ("q", "k", "v", "lse", "dout", "workspace_0", "dk", "dv")
-QUERY_TENSORS = ("q", "k", "v", "lse", "dout", "workspace_0", "dq")
+KERNEL_TENSORS = ("q", "k", "v", "dout", "workspace_0", "workspace_1", "dk", "dv")
+QUERY_TENSORS = ("q", "k", "v", "dout", "workspace_0", "workspace_1", "dq")
 
 
 class SplitContext(Context, frozen=True):
@@ -127,7 +127,8 @@ class BackwardSplit:
         return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        tensors = ("out", "dout", *(("dlse",) if specialization.lse else ()), "workspace_0")
+        dlse = ("dlse",) if specialization.lse else ()
+        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1")
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
             *stride_arguments(specialization, tensors),
