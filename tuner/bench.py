@@ -1,7 +1,7 @@
 """Side by side in one run: the selected generated kernel, SDPA's backends and other peers.
 
-Only right results are timed: each contestant's output is first held against the float64 reference
-by the gate that candidates of a search must pass. Figures are of graph replays, so no host time is
+Only right results are timed: each contestant's output, or gradients, are first held against the float64
+reference by the gate that candidates of a search must pass. Figures are of graph replays, so no host time is
 in them; all contestants of a problem take turns, each after the same flush of the L2.
 """
 
@@ -11,25 +11,27 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.compilation import first_line
 from flashtune.errors import TargetError, UsageError
+from flashtune.features import Feature
 from flashtune.problem import Problem
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.record import Measurement
 from flashtune.side import NO_SIDE
-from flashtune.target import device_target
+from flashtune.target import Target, device_target
+from flashtune.tuner import bench_gradients
+from flashtune.tuner.bench_admission import Admitted, Bind, Judge, admit, capture, capture_here
 from flashtune.tuner.bench_ceiling import clock_mhz
-from flashtune.tuner.bench_peers import PEERS, Call, Contestant, RefusalError, bind_peer
+from flashtune.tuner.bench_peers import PEERS, Call, Contestant, bind_peer
 from flashtune.tuner.bench_records import OURS, Bench, LeftOut, Row
-from flashtune.tuner.measurement import Run, measure_interleaved
+from flashtune.tuner.measurement import measure_interleaved
 from flashtune.tuner.tensors import Tensors, make_tensors
 from flashtune.versions import current_versions
 
@@ -39,18 +41,6 @@ HOST_ROUNDS = 5
 HOST_CALLS = 10
 HOST_PAUSE_CYCLES = 10_000_000
 SEED = 0
-MAX_MESSAGE = 300
-
-Bind = Callable[[], Contestant]
-Judge = Callable[[object], float]
-
-
-class Admitted(NamedTuple):
-    """A contestant whose output is right, its error, and its run as a graph."""
-
-    contestant: Contestant
-    error: float
-    replay: Run
 
 
 def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rounds: int = ROUNDS) -> Bench:
@@ -72,12 +62,11 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
     start = time.perf_counter()
     target = device_target(index)
     device = torch.device("cuda", index)
-    with torch.cuda.device(device), torch.no_grad():
+    setting = bench_gradients.recording(device) if problem.is_backward else torch.no_grad()
+    with torch.cuda.device(device), setting:
         tensors = make_tensors(problem, device)
-        family_name, detail = _selected(problem, tensors)
-        binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, tensors, detail)}
-        binders |= {name: functools.partial(bind_peer, name, problem, tensors) for name in peers}
-        entries = admit(binders, _judge(problem, tensors), capture)
+        admission = _admit_gradients if problem.is_backward else _admit_outputs
+        family_name, entries = admission(problem, tensors, peers, target)
         admitted = [entry for entry in entries if isinstance(entry, Admitted)]
         measured = measure_interleaved([entry.replay for entry in admitted], device, rounds=rounds)
         clock = clock_mhz(device)
@@ -117,36 +106,33 @@ def require_work(problem: Problem) -> None:
     Raises:
         UsageError: The problem is empty, or asks for what is not benched.
     """
-    if problem.features:
-        asked = ", ".join(sorted(problem.features))
+    # The peers add up gradients in whatever order they do: they are compared with all the same.
+    further = problem.features - {Feature.DETERMINISTIC}
+    if further:
+        asked = ", ".join(sorted(further))
         raise UsageError(f"bench times no {asked} so far: leave {problem.key} out, or search it for its time")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")
 
 
-def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]) -> list[Admitted | LeftOut]:
-    """Lets in whoever computes the problem rightly, in the order given.
+def _admit_outputs(
+    problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
+) -> tuple[str, list[Admitted | LeftOut]]:
+    """The family of the selected kernel, and who takes part in a forward problem."""
+    del target  # the call knows it
+    family_name, detail = _selected(problem, tensors)
+    binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, tensors, detail)}
+    binders |= {name: functools.partial(bind_peer, name, problem, tensors) for name in peers}
+    return family_name, admit(binders, _judge(problem, tensors), capture)
 
-    Args:
-        binders: What binds each contestant to the inputs, by its name.
-        judge: The error of an output over what is allowed, as `error_of`.
-        capture: Makes a graph of a run, and returns what replays it.
-    """
-    entries: list[Admitted | LeftOut] = []
-    for name, bind in binders.items():
-        try:
-            contestant = bind()
-            error = judge(contestant.run())
-            entries.append(
-                Admitted(contestant, error, capture(contestant.run))
-                if error <= 1
-                else LeftOut(name, error if math.isfinite(error) else None)
-            )
-        except RefusalError as refusal:
-            entries.append(LeftOut(name, None, str(refusal)))
-        except Exception as failure:  # noqa: BLE001 - a peer may raise anything, and what it says is shown
-            entries.append(LeftOut(name, None, first_line(failure)[:MAX_MESSAGE]))
-    return entries
+
+def _admit_gradients(
+    problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
+) -> tuple[str, list[Admitted | LeftOut]]:
+    """The same of a backward problem."""
+    family_name, detail = bench_gradients.selected(problem, target)
+    binders = bench_gradients.gradient_binders(problem, tensors, detail, peers)
+    return family_name, admit(binders, bench_gradients.gradient_judge(problem, tensors), capture_here)
 
 
 def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
@@ -199,19 +185,6 @@ def error_of(result: object, chosen: Sample, expected: Expected) -> float:
     head = (chosen.heads % out.shape[1])[:, None]
     ratio = float(worst_ratio(out[batch, head, chosen.rows], expected.out, expected.allowed))
     return math.inf if math.isnan(ratio) else ratio
-
-
-def capture(run: Call) -> Run:
-    """One run as a graph, so that no host time is in a sample."""
-    graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def host_times(contestants: Sequence[Contestant], device: torch.device) -> list[float]:

@@ -29,6 +29,11 @@ GRIDS: dict[str, tuple[str, ...]] = {
     "fp8": (
         "dtype=e4m3,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
     ),
+    "backward": tuple(
+        f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"
+        f"tokens={TOKENS},seqlen=2048|8192,backward"
+        for width in PAPER_HEAD_DIMS
+    ),
     "decode": (
         "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=1,seqlen_kv=8192|65536|131072",
         "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
@@ -88,7 +93,8 @@ def grid_problems(name: str) -> tuple[Problem, ...]:
 def case_of(problem: Problem) -> str:
     """What files of figures call a problem.
 
-    Points of the `paper` grid have short names, such as `fwd d128 causal s4096`, and of the `decode` grid
+    Points of the `paper` grid have short names, such as `fwd d128 causal s4096` and, of gradients,
+    `bwd d128 causal s4096`, and of the `decode` grid
     such as `decode b16 hq32 hkv8 s8192 d128 [GB/s]`. Others say all but the batch, which decoding alone hangs
     on: `fwd e4m3 d128 h64x8 full s4096`.
     """
@@ -96,8 +102,9 @@ def case_of(problem: Problem) -> str:
     if decode is not None:
         return decode
     mask = "full" if problem.causal is Causal.NONE else "causal"
+    which = "bwd" if problem.is_backward else "fwd"
     if _is_of_paper(problem):
-        return f"fwd d{problem.head_dim} {mask} s{problem.seqlen_q}"
+        return f"{which} d{problem.head_dim} {mask} s{problem.seqlen_q}"
     width, lengths = f"d{problem.head_dim}", f"s{problem.seqlen_q}"
     if problem.value_head_dim != problem.head_dim:
         width += f"v{problem.value_head_dim}"
@@ -107,7 +114,7 @@ def case_of(problem: Problem) -> str:
     lengths += feature_words(problem)
     if is_decode(problem):
         lengths = f"b{problem.batch} {lengths}"
-    return f"fwd {problem.dtype} {width} h{problem.heads}x{problem.kv_heads} {mask} {lengths}"
+    return f"{which} {problem.dtype} {width} h{problem.heads}x{problem.kv_heads} {mask} {lengths}"
 
 
 def _is_of_paper(problem: Problem) -> bool:

@@ -17,7 +17,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flashtune.errors import UsageError
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_attention
-from flashtune.tuner.finals import BACKENDS, MEMORY_SHARE, SCORE_COPIES, sdpa_call, sdpa_run
+from flashtune.tuner.finals import (
+    BACKENDS,
+    GRADIENT_SCORE_COPIES,
+    MEMORY_SHARE,
+    SCORE_COPIES,
+    sdpa_call,
+    sdpa_run,
+)
 from flashtune.tuner.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -166,7 +173,8 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
 
 def _standard(problem: Problem, tensors: Tensors) -> Contestant:
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
-    if SCORE_COPIES * score_bytes(problem) >= MEMORY_SHARE * free:
+    copies = GRADIENT_SCORE_COPIES if tensors.q.requires_grad else SCORE_COPIES
+    if copies * score_bytes(problem) >= MEMORY_SHARE * free:
         raise RefusalError("its scores would take more than half of the free memory")
     run = functools.partial(
         standard_attention, tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=problem.causal

@@ -18,7 +18,7 @@ class Unit(enum.StrEnum):
 
 def is_decode(problem: Problem) -> bool:
     """Whether there is one query for each head of a sequence, so that most bytes are keys and values."""
-    return problem.seqlen_q == 1
+    return problem.seqlen_q == 1 and not problem.is_backward
 
 
 def unit_of(problem: Problem) -> Unit:

@@ -14,6 +14,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify, verify_jobs
 from flashtune.tuner.export import kernel_files
+from flashtune.tuner.verify_report import Means
 from flashtune.versions import current_versions
 
 FAMILY = find_family("backward_split")
@@ -94,5 +95,5 @@ def test_a_record_is_compiled_and_interpreted() -> None:
     report = verify.verify_records([a_record()], gpu=None)
     (result,) = report.results
     assert result.failed == ""
-    assert result.means is verify.Means.INTERPRETER
+    assert result.means is Means.INTERPRETER
     assert result.receipt is not None

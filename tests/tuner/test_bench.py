@@ -16,7 +16,8 @@ from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.standard import standard_attention
 from flashtune.tuner import bench, bench_peers
-from flashtune.tuner.bench import Admitted, admit, error_of, run_bench
+from flashtune.tuner.bench import error_of, run_bench
+from flashtune.tuner.bench_admission import Admitted, admit
 from flashtune.tuner.bench_ceiling import clock_mhz, measure_ceiling
 from flashtune.tuner.bench_peers import (
     CUDNN,

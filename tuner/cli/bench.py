@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench_run import BenchRequest, Report
 
 # As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
-GRIDS = ("paper", "gqa", "fp8", "decode")
+GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
 
 
@@ -42,7 +42,8 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     type=click.Choice(GRIDS),
     help="Shapes that papers report. paper: bf16, head dims 64, 128 and 256, full and causal, lengths 512 to "
     "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
-    "32768, 32k tokens. fp8: the same in e4m3. decode: bf16, one query for each head, batches 1 to 128, "
+    "32768, 32k tokens. fp8: the same in e4m3. backward: the gradients of the paper's shapes at lengths 2048 "
+    "and 8192. decode: bf16, one query for each head, batches 1 to 128, "
     "caches of 4096 to 131072 keys, in GB/s. Repeatable.",
 )
 @click.option(
@@ -96,7 +97,8 @@ def command(
     """Time the selected kernels of shapes side by side with SDPA's backends and other peers.
 
     GPU time is that of CUDA-graph replays with a cold L2, contestants in turn; host time stands
-    apart. The kernel is always a generated one. Whoever's output differs from the float64 reference
+    apart. Of a backward shape it is that of the gradients alone, as autograd runs them. The kernel is
+    always a generated one. Whoever's output differs from the float64 reference
     is left out, and the exit code is 1 if that is the kernel. A large matrix product, timed in the
     same run, is the ceiling; of decoding, which reads its cache and is told in GB/s of it, a copy of device
     memory is.

@@ -48,6 +48,8 @@ def _made_by(run: BenchRun) -> Iterator[str]:
     yield f"GPU time of CUDA-graph replays with a cold L2, contestants in turn, median of {bench.rounds}."
     yield "TFLOP/s count 4·B·H·Sq·Sk·D operations, half of them when causal. Host time is that of queueing"
     yield "one call. Error is the largest row error against a float64 reference, over what the gate allows."
+    if any(one.problem.is_backward for one in run.benches):
+        yield "Gradients count 2.5 times as many, and are timed alone, as autograd runs them."
     for ceiling in run.ceilings:
         yield f"{ceiling_text(ceiling)}."
 
