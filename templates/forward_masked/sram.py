@@ -13,7 +13,7 @@ from flashtune.templates.common.tiles import head_chunks
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
 
-# Where the numbers of pages are loaded in the loop too, each load waits for another: two stages are left.
+# Where the number of a page is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
 
 
@@ -27,7 +27,9 @@ def masked_items(
     stored = 1 if problem.kv_dtype else problem.dtype.itemsize
     stream = Stream(
         tiles=tiles,
-        stages=min(config.num_stages, STAGES_OF_PAGES) if problem.page_size else config.num_stages,
+        stages=min(config.num_stages, STAGES_OF_PAGES)
+        if _waits_for_pages(problem, config)
+        else config.num_stages,
         descriptors=False,
         ahead=False,
         aligned_bytes=specialization.alignment * stored,
@@ -40,6 +42,13 @@ def masked_columns(problem: Problem, config: MaskedConfig, target: Target) -> in
     """Columns of tensor memory, or 0 where nothing is known of the architecture."""
     tiles = _tiles(problem, config, target)
     return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+
+
+def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
+    """Whether every loop jumps from the start of a sequence to a band, so that none knows its next page."""
+    has_band = problem.window_left is not None or problem.chunk > 0
+    lifts = has_band and (problem.first_tokens > 0 or problem.prefix)
+    return problem.page_size > 0 and lifts and not config.two_phases
 
 
 def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:

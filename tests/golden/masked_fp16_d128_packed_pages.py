@@ -6,7 +6,7 @@ With         packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 64, block_n 64, 4 warps, 1 stages, two_phases True, decomposed False,
              long_first True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked b5a6260be185
+Template     forward_masked 619f9c669069
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -133,14 +133,15 @@ def forward_masked(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + 0, seqlen_kv - 1), 0) // PAGE_SIZE)
     for start in tl.range(0, open_stop, BLOCK_N):
         keys = start + key_offsets
-        page = tl.load(pages + keys // PAGE_SIZE).to(tl.int64)
         slots = keys % PAGE_SIZE
-        k_block = k_base + page * stride_kb
-        v_block = v_base + page * stride_vb
-        k_factor = tl.load(k_scale_base + page * stride_k_scale_p)
-        v_factor = tl.load(v_scale_base + page * stride_v_scale_p)
+        k_block = k_base + page.to(tl.int64) * stride_kb
+        v_block = v_base + page.to(tl.int64) * stride_vb
+        k_factor = tl.load(k_scale_base + page.to(tl.int64) * stride_k_scale_p)
+        v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
+        next_page = tl.load(pages + tl.maximum(tl.minimum(keys + BLOCK_N, seqlen_kv - 1), 0) // PAGE_SIZE)
         # [BLOCK_N, 128]
         k_tile = tl.load(
             k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
@@ -161,15 +162,15 @@ def forward_masked(
         )
         v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        page = next_page
     for start in tl.range(open_stop, band_stop, BLOCK_N):
         keys = start + key_offsets
-        # Behind the last key its page once more: of another one the scales may be anything.
-        page = tl.load(pages + tl.minimum(keys, seqlen_kv - 1) // PAGE_SIZE).to(tl.int64)
         slots = keys % PAGE_SIZE
-        k_block = k_base + page * stride_kb
-        v_block = v_base + page * stride_vb
-        k_factor = tl.load(k_scale_base + page * stride_k_scale_p)
-        v_factor = tl.load(v_scale_base + page * stride_v_scale_p)
+        k_block = k_base + page.to(tl.int64) * stride_kb
+        v_block = v_base + page.to(tl.int64) * stride_vb
+        k_factor = tl.load(k_scale_base + page.to(tl.int64) * stride_k_scale_p)
+        v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
+        next_page = tl.load(pages + tl.maximum(tl.minimum(keys + BLOCK_N, seqlen_kv - 1), 0) // PAGE_SIZE)
         # [BLOCK_N, 128]
         k_tile = tl.load(
             k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
@@ -197,6 +198,7 @@ def forward_masked(
         )
         v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        page = next_page
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

@@ -211,3 +211,25 @@ def test_defaults_are_points_that_fit() -> None:
                 assert FAMILY.space(problem, target).contains(config)
                 items = FAMILY.sram_items(problem, config, target, Specialization())
                 assert sum(item.bytes for item in items) <= target.sram_per_block
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(
+    ("changes", "two_phases", "stages"),
+    [
+        ({}, True, 3),
+        ({}, False, 3),
+        ({"window_left": 99}, True, 3),
+        ({"window_left": 99, "first_tokens": 4}, True, 3),
+        # Its one loop jumps from the first tokens to the window.
+        ({"window_left": 99, "first_tokens": 4}, False, 2),
+    ],
+)
+def test_blocks_in_flight_where_keys_are_in_pages(
+    page_size: int, changes: dict[str, Any], two_phases: bool, stages: int
+) -> None:
+    problem = a_problem(page_size=page_size, head_dim=128, value_head_dim=128, **changes)
+    config = msgspec.structs.replace(CONFIG, num_stages=3, two_phases=two_phases)
+    shared = compile_kernel(rendered(problem, config), H100).metadata.shared
+    queries, block = 64 * 128 * 2, 2 * 64 * 128 * 2
+    assert queries + stages * block <= shared < queries + stages * block + 2048
