@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature
+from flashtune.features import Bias, Feature
 from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
@@ -30,8 +30,6 @@ FLOAT32 = 4
 # Numbers of out and of dout that a program of the prologue holds, and its warps.
 DELTA_NUMBERS = 8192
 DELTA_WARPS = 4
-KERNEL_TENSORS = ("q", "k", "v", "dout", "workspace_0", "workspace_1", "dk", "dv")
-QUERY_TENSORS = ("q", "k", "v", "dout", "workspace_0", "workspace_1", "dq")
 
 
 class SplitContext(Context, frozen=True):
@@ -72,7 +70,12 @@ class BackwardSplit:
 
     name = "backward_split"
     config_type = SplitConfig
-    features = frozenset({Feature.DETERMINISTIC})
+    features = frozenset(Feature) - {
+        Feature.PAGES,
+        Feature.QUANTIZED_KV,
+        Feature.LATENT,
+        Feature.DROPOUT,
+    }
     direction = Direction.BACKWARD
     interpreted = True
 
@@ -81,6 +84,8 @@ class BackwardSplit:
             return f"backward_split takes head dims up to {MAX_HEAD_DIM}"
         if problem.dtype.is_quantized:
             return f"backward_split takes no {problem.dtype}"
+        if {Feature.PACKED, Feature.BIAS} <= problem.features:
+            return "backward_split takes no bias over packed sequences"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -120,7 +125,7 @@ class BackwardSplit:
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        return backward_arguments(problem, specialization, KERNEL_TENSORS)
+        return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, SplitConfig)
@@ -128,21 +133,24 @@ class BackwardSplit:
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
-        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1")
+        clears_slopes = problem.alibi and problem.packed > 0
+        dslopes = ("dslopes",) if clears_slopes else ()
+        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *dslopes)
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
             *stride_arguments(specialization, tensors),
-            Argument("heads", "i32"),
-            Argument("seqlen_q", "i32"),
+            *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
+            *((Argument("slope_count", "i32"),) if clears_slopes else ()),
         )
         return Step("delta", arguments, LaunchOptions(DELTA_WARPS, 1))
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         assert isinstance(config, SplitConfig)
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.max_registers)
-        return Step(
-            "gradient_of_queries", backward_arguments(problem, specialization, QUERY_TENSORS), options
-        )
+        dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
+        dslopes = ("dslopes",) if problem.alibi else ()
+        tensors = (*_read(problem), "dq", *dbias, *dslopes)
+        return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
@@ -230,6 +238,12 @@ class BackwardSplit:
             index_bits=specialization.index_bits,
             lse=specialization.lse,
         )
+
+
+def _read(problem: Problem) -> tuple[str, ...]:
+    """Tensors of both kernels: delta, log-sum-exps and what slopes' gradients are summed of among them."""
+    slopes = ("workspace_2",) if problem.alibi else ()
+    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes)
 
 
 FAMILY = BackwardSplit()
