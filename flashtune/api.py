@@ -65,6 +65,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Result:
     """softmax(scale · q·kᵀ, masked) · v, by the best kernel that is known for this GPU and shape.
 
@@ -104,6 +105,8 @@ def attention(
         k_scale: Likewise of k, [batch, kv_heads]. With k and v in float8_e4m3fn or int8 beside a q of 16 or
             32 bits: [1], [kv_heads] or [batch, kv_heads], and then neither may be left out.
         v_scale: Likewise of v.
+        deterministic: Whether gradients must be the same bits in every run, as they are too under
+            torch.use_deterministic_algorithms(True). The output always is.
 
     Returns:
         The output [batch, heads, seqlen_q, value_head_dim] in the call's layout, in bfloat16 where the
@@ -153,17 +156,18 @@ def attention(
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
+            deterministic=deterministic,
         )
         if not is_plain(call):
             return attend(call)
     if is_compiling():
-        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
+        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
     if type(q) is type(k) is type(v) is Tensor and not (
         function_mode() or dispatch_modes() or transforms() is not None
     ):
-        return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales)
+        return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
     require_tensors(q, k, v)
-    return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
+    return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
 
 
 def dense_call(
@@ -189,6 +193,7 @@ def dense_call(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention`; arguments and errors are its own."""
     options = Options(
@@ -200,6 +205,7 @@ def dense_call(
         read_window(window),
         read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
+        deterministic=deterministic,
     )
     side = Side(
         q_scale=q_scale,

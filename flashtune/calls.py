@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from flashtune.recording import counted, on_change, recording
 from flashtune.request import Request, read_request, requires_grad
 from flashtune.serving import Result, Serve, forget_choices, prepare
 from flashtune.side import NO_SIDE, Side
+from flashtune.training import prepare_pair
 
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
 MEMO_LIMIT = 4096
 
-_servers: dict[tuple[object, ...], Serve] = {}
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+_servers: dict[tuple[object, ...], Any] = {}
 _preparing = threading.RLock()
 
 
@@ -36,6 +40,7 @@ def call_key(
     return_lse: bool,
     prefer: str,
     scales: Side = NO_SIDE,
+    deterministic: bool = False,
 ) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
@@ -60,8 +65,15 @@ def call_key(
         return_lse,
         prefer,
         scales is not NO_SIDE and (scales.presence, requires_grad(q, k, v, scales)),
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+        and asked_gradients(deterministic),
     )
+
+
+def asked_gradients(deterministic: bool) -> str:
+    """Which gradients are asked for: the part of a key that only calls with gradients have."""
+    return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
 
 
 def serve(
@@ -74,6 +86,7 @@ def serve(
     return_lse: bool,
     prefer: str,
     scales: Side = NO_SIDE,
+    deterministic: bool = False,
 ) -> Result:
     """Attention of real tensors, by the server of their kind of call.
 
@@ -84,10 +97,10 @@ def serve(
     """
     if scale is not None and scale < 0.0:
         q, scale = negated(q), -scale
-    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales)
+    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
     server = _servers.get(key)
     if server is None:
-        server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales)
+        server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
     return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
 
 
@@ -101,6 +114,7 @@ def server_of(
     return_lse: bool,
     prefer: str,
     scales: Side = NO_SIDE,
+    deterministic: bool = False,
 ) -> Serve:
     """The server of a kind of call, prepared now if this process has none.
 
@@ -112,12 +126,12 @@ def server_of(
 
     def read() -> Request:
         needs_grad = requires_grad(q, k, v, scales)
-        return read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales)
+        return read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales, deterministic)
 
-    return remembered(key, q, k, v, scales, read)
+    return prepared(key, q, k, v, scales, read)
 
 
-def remembered(
+def prepared(
     key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: Side, read: Callable[[], Request]
 ) -> Serve:
     """The server that the memo has for a key, or one that is prepared for what `read` makes of the call.
@@ -127,22 +141,40 @@ def remembered(
         KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
+
+    def make(request: Request) -> Serve:
+        if request.needs_grad:
+            return prepare_pair(request, q, k, v, side)
+        server = prepare(request, q, k, v, side)
+        if recording() and not request.is_empty:
+            server = counted(server, request.problem, needed_specialization(request, q, k, v, side))
+        return server
+
+    return remembered(key, q, read, make)
+
+
+def remembered(
+    key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], Made]
+) -> Made:
+    """What the memo has for a key, or what `make` makes now of the request that `read` reads.
+
+    Raises:
+        KernelError: A CUDA graph is being captured; and whatever both raise.
+    """
     with _preparing:
-        server = _servers.get(key)
+        server: Made | None = _servers.get(key)
         if server is None:
             request = read()
             _refuse_capture(q)
-            server = prepare(request, q, k, v, side)
-            if recording() and not (request.is_empty or request.needs_grad):
-                server = counted(server, request.problem, needed_specialization(request, q, k, v, side))
+            server = make(request)
             if len(_servers) >= MEMO_LIMIT:
                 _servers.clear()
             _servers[key] = server
         return server
 
 
-def known_server(key: tuple[object, ...]) -> Serve | None:
-    """The server that the memo has for a key."""
+def known_server(key: tuple[object, ...]) -> Any:
+    """The server that the memo has for a key, or None."""
     return _servers.get(key)
 
 

@@ -53,16 +53,13 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Decision:
-    """Who serves a request for these tensors.
+    """Who serves a request for these tensors, of which nobody asks for gradients.
 
     Raises:
-        ProblemError: Nobody can: CPU tensors without the interpreter, gradients of a generated
-            kernel, or a problem that no family computes where only generated kernels may serve or that
-            SDPA does not compute either.
+        ProblemError: Nobody can: CPU tensors without the interpreter, or a problem that no family computes
+            where only generated kernels may serve or that SDPA does not compute either.
     """
-    _check_device(request)
-    if request.needs_grad:
-        return _differentiable(request)
+    check_device(request)
     if request.is_empty:
         return Decision(Server.NOBODY, "there is nothing to attend to")
     if interpreting():
@@ -127,13 +124,18 @@ def _of_selection(
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
             return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)
+    return Decision(Server.GENERATED, passed_over + where_found(selection), target, selection)
+
+
+def where_found(selection: Selection) -> str:
+    """One clause that says why a generated kernel serves."""
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
         "nearest": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
-    return Decision(Server.GENERATED, passed_over + where[selection.source], target, selection)
+    return where[selection.source]
 
 
 def _faster_peer(request: Request, selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -159,29 +161,12 @@ def _forecast_in_words(selection: Selection) -> str:
     )
 
 
-def _differentiable(request: Request) -> Decision:
-    if request.problem.dtype.is_quantized:
-        raise ProblemError(
-            f"attention of {request.problem.dtype} inputs has no backward pass and an input or a scale "
-            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
-        )
-    problem = request.problem
-    if problem.packed or problem.page_size:
-        what = "sequences in pages" if problem.page_size else "packed sequences"
-        raise ProblemError(
-            f"attention of {what} has no backward pass and an input requires grad: call under "
-            "torch.no_grad(), or pass dense tensors to flashtune.attention"
-        )
-    if request.prefer is Prefer.GENERATED:
-        instead = "the unfused computation" if problem.features else "torch's SDPA"
-        raise ProblemError(
-            "generated kernels have no backward pass and an input requires grad: call under torch.no_grad(), "
-            f"or pass prefer='fastest' to let {instead} serve"
-        )
-    return Decision(baseline(request), "an input requires grad and generated kernels have no backward pass")
+def check_device(request: Request) -> None:
+    """Refuses tensors on a device where nobody serves.
 
-
-def _check_device(request: Request) -> None:
+    Raises:
+        ProblemError: They are on the CPU, and there is no interpreter or it does not compute their type.
+    """
     if request.device.type == "cuda":
         return
     if request.problem.dtype.is_quantized:

@@ -26,7 +26,13 @@ from flashtune.templates.registry import families, find_family
 from flashtune.versions import current_versions
 
 # Whose default config serves what nobody tuned, the first that can; other families come after them.
-DEFAULT_FAMILIES = ("forward_hopper", "forward_q_outer", "forward_masked")
+DEFAULT_FAMILIES = (
+    "forward_hopper",
+    "forward_q_outer",
+    "forward_masked",
+    "backward_hopper",
+    "backward_split",
+)
 # Who comes before them where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
 FEW_QUERIES = 16
@@ -97,10 +103,11 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     selection = next(default_selections(problem, target, specialization), None)
     if selection is not None:
         return selection
-    reasons = [_why_not(family, problem, target, specialization) for family in families()]
+    asked = [family for family in families() if family.direction is problem.direction]
+    reasons = [_why_not(family, problem, target, specialization) for family in asked]
     if problem.features:
         # Of families that know all features, what they say; of the others it is plain.
-        able = [problem.features <= family.features for family in families()]
+        able = [problem.features <= family.features for family in asked]
         told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
         advice = _advice(problem, target, specialization)
         words = ", ".join(sorted(problem.features))
@@ -182,6 +189,26 @@ def faster_peer(record: Record, problem: Problem, usual_sdpa: str | None) -> str
     if score_bytes(problem) <= score_bytes(record.problem):
         names.append(STANDARD)
     ms, name = min((times.get(name, math.inf), name) for name in names)
+    return name if ms < limit else None
+
+
+def faster_peer_of_pair(
+    forward: Record, backward: Record, problem: Problem, usual_sdpa: str | None
+) -> str | None:
+    """The baseline whose passes together were measured as faster than both records beyond noise, or None.
+
+    It was timed beside each of them, so that each pass is compared within one run. Arguments are as those
+    of `faster_peer`, of the forward problem.
+    """
+    ours = forward.measurement, backward.measurement
+    if ours[0] is None or ours[1] is None:
+        return None
+    limit = min(sum(each.p20 for each in ours if each), sum(each.ms for each in ours if each) * (1 - NOISE))
+    names = [usual_sdpa or ""]
+    if score_bytes(problem) <= min(score_bytes(forward.problem), score_bytes(backward.problem)):
+        names.append(STANDARD)
+    times = [{peer.name: peer.ms for peer in each.peers} for each in ours if each]
+    ms, name = min((sum(time.get(name, math.inf) for time in times), name) for name in names)
     return name if ms < limit else None
 
 

@@ -16,6 +16,7 @@ from flashtune.kernel import Specialization
 from flashtune.notices import search_command
 from flashtune.options import Call, DenseOptions, PagedCallOptions, VarlenOptions, is_plain
 from flashtune.paged import paged_call
+from flashtune.pair_decision import backward_specialization, decide_pair
 from flashtune.problem import Problem
 from flashtune.quantization import given_scales
 from flashtune.record import Selection, Standing
@@ -40,6 +41,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         standing: What is known of that very kernel here, its specialisation included.
         check_seconds: What its self-check took beyond compiling; None where it had none on this machine.
         command: What tunes this shape.
+        backward: What would serve the backward pass, where an input requires grad.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     standing: Standing | None = None
     check_seconds: float | None = None
     command: str
+    backward: Explanation | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -70,6 +73,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
         if self.standing is not Standing.TIMED:
             lines.append(f"  tune this shape with: {self.command}")
+        if self.backward is not None:
+            lines.append(str(self.backward))
         return "\n".join(lines)
 
 
@@ -97,6 +102,7 @@ def explain(
         options.get("prefer", "fastest"),
         requires_grad(q, k, v, scales),
         scales,
+        options.get("deterministic", False),
     )
     return _explained(request, q, k, v, scales)
 
@@ -152,13 +158,38 @@ def explain_call(call: Call) -> Explanation:
 
 
 def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+    if request.needs_grad:
+        return _of_both(request, q, k, v, side)
     decision = decide(request, q, k, v, side)
     if decision.server is not Server.GENERATED:
-        return _explanation(request, decision)
-    return _of_kernel(request, decision, needed_specialization(request, q, k, v, side))
+        return _explanation(request.problem, decision)
+    return _of_kernel(request.problem, request, decision, needed_specialization(request, q, k, v, side))
 
 
-def _of_kernel(request: Request, decision: Decision, specialization: Specialization) -> Explanation:
+def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+    """A baseline serves both passes or none: what keeps one kernel from serving keeps the other."""
+    pair = decide_pair(request, q, k, v, side)
+    forward, backward = (
+        _explanation(request.problem, pair.forward),
+        _explanation(request.backward, pair.backward),
+    )
+    if pair.backward.server is Server.GENERATED:
+        needed = needed_specialization(request.forward, q, k, v, side)
+        first = _of_kernel(request.problem, request, pair.forward, needed)
+        needed = backward_specialization(request, q, k, v, side)
+        last = _of_kernel(request.backward, request, pair.backward, needed)
+        failed = next((one for one in (first, last) if one.server is not Server.GENERATED), None)
+        if failed is None:
+            forward, backward = first, last
+        else:
+            why = {"server": failed.server, "reason": failed.reason}
+            forward, backward = (msgspec.structs.replace(one, **why) for one in (forward, backward))
+    return msgspec.structs.replace(forward, backward=backward)
+
+
+def _of_kernel(
+    problem: Problem, request: Request, decision: Decision, specialization: Specialization
+) -> Explanation:
     assert decision.selection is not None
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
@@ -167,9 +198,8 @@ def _of_kernel(request: Request, decision: Decision, specialization: Specializat
     if known is False and tuned is not None:
         near = tuned.record.problem.key
         reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
-        return _of_kernel(
-            request, msgspec.structs.replace(decision, selection=tuned, reason=reason), specialization
-        )
+        instead = msgspec.structs.replace(decision, selection=tuned, reason=reason)
+        return _of_kernel(problem, request, instead, specialization)
     if known is False and request.prefer is Prefer.FASTEST:
         refused = Decision(
             baseline(request),
@@ -177,13 +207,13 @@ def _of_kernel(request: Request, decision: Decision, specialization: Specializat
             decision.target,
             decision.selection,
         )
-        return _explanation(request, refused)
+        return _explanation(problem, refused)
     standing, seconds = decision.selection.standing, None
     if not proven_by(decision.selection, kernel.digest):
         standing = Standing.VERIFIED if known else Standing.UNPROVEN
         seconds = known_seconds(kernel, decision.target)
     return msgspec.structs.replace(
-        _explanation(request, decision),
+        _explanation(problem, decision),
         specialization=specialization,
         kernel=kernel.digest,
         standing=standing,
@@ -191,14 +221,14 @@ def _of_kernel(request: Request, decision: Decision, specialization: Specializat
     )
 
 
-def _explanation(request: Request, decision: Decision) -> Explanation:
+def _explanation(problem: Problem, decision: Decision) -> Explanation:
     return Explanation(
-        problem=request.problem,
+        problem=problem,
         target=decision.target.name if decision.target else "",
         server=decision.server,
         reason=decision.reason,
         selection=decision.selection,
-        command=search_command(request.problem),
+        command=search_command(problem),
     )
 
 

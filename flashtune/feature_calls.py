@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.calls import known_server, remembered
+from flashtune.calls import asked_gradients, known_server, prepared
 from flashtune.feature_request import read_call
 from flashtune.normal_form import rounded_up
+from flashtune.pair_decision import side_gradients
 from flashtune.quantization import negated
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve
@@ -61,7 +62,9 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         options,
         *beside,
         side.softcap is None,
-        torch.is_grad_enabled() and requires_grad(q, k, v, side),
+        torch.is_grad_enabled()
+        and requires_grad(q, k, v, side)
+        and (asked_gradients(options.deterministic), side_gradients(side)),
     )
 
 
@@ -82,7 +85,8 @@ def serve_call(call: Call) -> Result:
     server = known_server(key)
     if server is None:
         server = server_of_call(key, call)
-    return server(call.q, call.k, call.v, call.scale, call.side)
+    result: Result = server(call.q, call.k, call.v, call.scale, call.side)
+    return result
 
 
 def unsigned(call: Call) -> Call:
@@ -104,4 +108,4 @@ def server_of_call(key: tuple[object, ...], call: Call) -> Serve:
     def read() -> Request:
         return read_call(call, requires_grad(call.q, call.k, call.v, call.side))
 
-    return remembered(key, call.q, call.k, call.v, call.side, read)
+    return prepared(key, call.q, call.k, call.v, call.side, read)

@@ -9,24 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtune.backward_ops import differentiated
 from flashtune.feature_calls import serve_call, unsigned
 from flashtune.feature_request import read_call
 from flashtune.layouts import Layout
 from flashtune.modes import runs_eagerly
-from flashtune.ops import TAGS, contiguous, library
-from flashtune.options import Call, Options
+from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, contiguous, library, operands
+from flashtune.options import Call
 from flashtune.request import require_tensors, requires_grad
-from flashtune.serving import Result, prepare
-from flashtune.side import Side
+from flashtune.serving import Result
 
 NAME = "attention_features"
-ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor? v, float? scale, str causal, str layout, str kv_layout, bool return_lse, "
-    "str prefer, SymInt? window_left, SymInt? window_right, SymInt sink_tokens, SymInt chunk, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt latent, Tensor? q_scale, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? slopes, Tensor? bias, Tensor? sinks, Tensor? prefix, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_kv, Tensor? seqlens_kv, Tensor? block_table, float? softcap)"
-)
 
 
 def attend(call: Call) -> Result:
@@ -40,43 +33,8 @@ def attend(call: Call) -> Result:
     if runs_eagerly(call.q, call.k, call.v):
         return serve_call(call)
     require_tensors(call.q, call.k, call.v)
-    options = call.options
-    causal = options.causal
-    if isinstance(causal, bool):
-        causal = "bottom_right" if causal else "none"
-    # An operator returns nothing that it was given, nor takes one tensor for two.
-    values = None if options.latent else call.v
-    out, lse = torch.ops.flashtune.attention_features(
-        call.q,
-        call.k,
-        values,
-        call.scale,
-        causal,
-        *options[1:5],
-        *options.window,
-        *options[6:],
-        *call.side,
-    )
-    return (out, lse) if options.return_lse else out
-
-
-def _call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    scale: float | None,
-    causal: str,
-    layout: str,
-    kv_layout: str,
-    return_lse: bool,
-    prefer: str,
-    window_left: int | None,
-    window_right: int | None,
-    *rest: object,
-) -> Call:
-    window = window_left, window_right
-    options = Options(causal, layout, kv_layout, return_lse, prefer, window, *rest[:5])  # type: ignore[arg-type]
-    return Call(q, k, k if v is None else v, scale, options, Side(*rest[5:]))  # type: ignore[arg-type]
+    out, lse = torch.ops.flashtune.attention_features(*operands(call))
+    return (out, lse) if call.options.return_lse else out
 
 
 def _both(result: Result, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +43,11 @@ def _both(result: Result, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _both(serve_call(_call_of(q, *rest)), q)  # type: ignore[arg-type]
+    return _both(serve_call(call_of(q, *rest)), q)  # type: ignore[arg-type]
 
 
 def _shapes(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    call = _call_of(q, *rest)  # type: ignore[arg-type]
+    call = call_of(q, *rest)  # type: ignore[arg-type]
     width = call.options.latent or call.v.shape[-1]
     layout = Layout(call.options.layout)
     out = q.new_empty((*q.shape[:-1], width))
@@ -102,17 +60,25 @@ def _shapes(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    call = _call_of(q, *rest)  # type: ignore[arg-type]
+    call = call_of(q, *rest)  # type: ignore[arg-type]
     if requires_grad(call.q, call.k, call.v, call.side):
         call = unsigned(call)
-        served = prepare(read_call(call, True), call.q, call.k, call.v, call.side)
-        return _both(served(call.q, call.k, call.v, call.scale, call.side), q)
+        return _both(differentiated(read_call(call, True), call, _forward), q)
     with torch._C._AutoDispatchBelowAutograd():
         found: tuple[Tensor, Tensor] = torch.ops.flashtune.attention_features(q, *rest)
         return found
 
 
-library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor)", tags=TAGS)
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by the operator."""
+    options = call.options._replace(return_lse=True)
+    found: tuple[Tensor, Tensor] = torch.ops.flashtune.attention_features(
+        *operands(call._replace(options=options))
+    )
+    return found
+
+
+library.define(f"{NAME}({CALL_ARGUMENTS}) -> (Tensor, Tensor)", tags=TAGS)
 library.impl(NAME, _compute, "CompositeExplicitAutograd")
 library.impl(NAME, _differentiate, "Autograd")
 torch.library.register_fake(f"flashtune::{NAME}", _shapes, lib=library)

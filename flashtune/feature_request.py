@@ -87,7 +87,17 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     side_views(problem, side, places)
     prefer = read_option("prefer", options.prefer, tuple(Prefer))
     tokens = q.shape[2] if packed else 0
-    return Request(problem, q.device, layout, bool(options.return_lse), prefer, needs_grad, kv_layout, tokens)
+    return Request(
+        problem,
+        q.device,
+        layout,
+        bool(options.return_lse),
+        prefer,
+        needs_grad,
+        kv_layout,
+        tokens,
+        options.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _bias_kind(call: Call) -> Bias:

@@ -7,25 +7,24 @@ these operators imports this module first.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
-from torch.library import Library
 
+from flashtune.backward_ops import differentiated
 from flashtune.calls import serve
+from flashtune.operators import TAGS, contiguous, library
+from flashtune.options import Call, Options
 from flashtune.quantization import given_scales, negated
 from flashtune.request import read_request, requires_grad
-from flashtune.serving import Result, prepare
+from flashtune.serving import Result
 from flashtune.side import NO_SIDE, Side
 
 ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, str causal, float? scale, str layout, str prefer, "
-    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None)"
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool deterministic=False)"
 )
-
-# Inductor must hand over the strides that the program has: kernels are chosen by them.
-TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-
-library = Library("flashtune", "DEF")
 
 
 def call_op(
@@ -38,12 +37,13 @@ def call_op(
     return_lse: bool,
     prefer: str,
     scales: Side = NO_SIDE,
+    deterministic: bool = False,
 ) -> Result:
     """The operator of a call; torch.compile traces through this into one node."""
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else "none"
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
-    result: Result = op(q, k, v, causal, scale, layout, prefer, *scales.scales)
+    result: Result = op(q, k, v, causal, scale, layout, prefer, *scales.scales, deterministic)
     return result
 
 
@@ -61,9 +61,11 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        deterministic: bool = False,
     ) -> Result:
         scales = given_scales(q_scale, k_scale, v_scale)
-        return contiguous(serve(q, k, v, causal, scale, layout, return_lse, prefer, scales))
+        served = serve(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
+        return contiguous(served)
 
     def shapes(
         q: Tensor,
@@ -76,9 +78,10 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        deterministic: bool = False,
     ) -> Result:
         scales = given_scales(q_scale, k_scale, v_scale)
-        del scale
+        del scale, deterministic
         request = read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales)
         out = q.new_empty(request.out_shape, dtype=request.out_dtype)
         return (out, q.new_empty(request.lse_shape, dtype=torch.float32)) if return_lse else out
@@ -94,15 +97,17 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        deterministic: bool = False,
     ) -> Result:
         scales = given_scales(q_scale, k_scale, v_scale)
         if requires_grad(q, k, v, scales):
             if scale is not None and scale < 0.0:
                 q, scale = negated(q), -scale
-            request = read_request(q, k, v, causal, layout, return_lse, prefer, True, scales)
-            return contiguous(prepare(request, q, k, v)(q, k, v, scale))
+            request = read_request(q, k, v, causal, layout, return_lse, prefer, True, scales, deterministic)
+            options = Options(causal, layout, layout, return_lse, prefer)
+            return contiguous(differentiated(request, Call(q, k, v, scale, options, scales), _forward))
         with torch._C._AutoDispatchBelowAutograd():
-            return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales)
+            return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
 
     library.define(f"{name}{ARGUMENTS} -> {returns}", tags=TAGS)
     library.impl(name, compute, "CompositeExplicitAutograd")
@@ -110,12 +115,11 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
     torch.library.register_fake(f"flashtune::{name}", shapes, lib=library)
 
 
-def contiguous(result: Result) -> Result:
-    """SDPA's backends differ in the strides of what they return; a compiler was promised these."""
-    if isinstance(result, Tensor):
-        return result.contiguous()
-    out, lse = result
-    return out.contiguous(), lse.contiguous()
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by the operator."""
+    causal, layout, *_ = call.options
+    result = call_op(call.q, call.k, call.v, causal, call.scale, layout, True, call.options.prefer)
+    return cast("tuple[Tensor, Tensor]", result)
 
 
 _register("attention", "Tensor", return_lse=False)

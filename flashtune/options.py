@@ -35,6 +35,7 @@ class Options(NamedTuple):
         max_seqlen_q: Queries of the longest packed sequence; 0 where none are packed.
         max_seqlen_k: Keys of the longest packed sequence.
         latent: Columns of k that are v too; 0 where v is a tensor.
+        deterministic: Whether gradients must be the same bits in every run.
     """
 
     causal: bool | str
@@ -48,6 +49,7 @@ class Options(NamedTuple):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     latent: int = 0
+    deterministic: bool = False
 
 
 class Call(NamedTuple):
@@ -89,10 +91,13 @@ class DenseOptions(CommonOptions, total=False):
     attn_mask: Tensor | None
     kv_lengths: Tensor | None
     q_scale: Tensor | None
+    deterministic: bool
 
 
 class VarlenOptions(CommonOptions, total=False):
     """Those of `attention_varlen`."""
+
+    deterministic: bool
 
 
 class PagedCallOptions(CommonOptions, total=False):

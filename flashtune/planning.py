@@ -66,7 +66,7 @@ class Plan(Protocol[Planned_co]):
 class PlainPlan(Generic[Planned_co]):
     """What `plan` gives for a call without masks, lengths or a quantised cache."""
 
-    __slots__ = ("_key", "_negated", "_options", "_scale", "_serve")
+    __slots__ = ("_deterministic", "_key", "_negated", "_options", "_scale", "_serve")
 
     def __init__(
         self,
@@ -74,10 +74,12 @@ class PlainPlan(Generic[Planned_co]):
         key: tuple[object, ...],
         options: tuple[CausalOption, LayoutOption, bool, PreferOption],
         scale: float | None,
+        deterministic: bool = False,
     ) -> None:
         self._serve = serve
         self._key = key
         self._options = options
+        self._deterministic = deterministic
         self._negated = scale is not None and scale < 0
         self._scale = -scale if scale is not None and scale < 0 else scale
 
@@ -95,7 +97,7 @@ class PlainPlan(Generic[Planned_co]):
         """As `Plan`; of tensors beside these there are none."""
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
-        if given or call_key(q, k, v, *self._options, scales) != self._key:
+        if given or call_key(q, k, v, *self._options, scales, self._deterministic) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: call flashtune.plan(...) with them"
@@ -156,11 +158,13 @@ def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseO
         return_lse,
         asked.get("prefer", "fastest"),
     )
-    key = call_key(q, k, v, *options, scales)
+    deterministic = asked.get("deterministic", False)
+    key = call_key(q, k, v, *options, scales, deterministic)
     # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
     served = negated(q) if scale is not None and scale < 0 else q
-    server = server_of(call_key(served, k, v, *options, scales), served, k, v, *options, scales)
-    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale)
+    served_key = call_key(served, k, v, *options, scales, deterministic)
+    server = server_of(served_key, served, k, v, *options, scales, deterministic)
+    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, deterministic)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
     planned(q, k, v, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
     return planned

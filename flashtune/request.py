@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtune.dtypes import DTYPES, KV_DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.layouts import DENSE_LAYOUTS, Layout
-from flashtune.problem import MAX_HEAD_DIM, Causal, Problem
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Problem
 from flashtune.quantization import check_scales
 from flashtune.side import NO_SIDE, Side
 
@@ -40,6 +40,7 @@ class Request(msgspec.Struct, frozen=True):
         needs_grad: Whether autograd must be able to go back through the call.
         kv_layout: The order of the dimensions of k and v where it is not q's.
         tokens: Queries of all packed sequences.
+        deterministic: Whether gradients must be the same bits in every run.
     """
 
     problem: Problem
@@ -50,6 +51,19 @@ class Request(msgspec.Struct, frozen=True):
     needs_grad: bool = False
     kv_layout: Layout | None = None
     tokens: int = 0
+    deterministic: bool = False
+
+    @property
+    def forward(self) -> Request:
+        """The forward pass of a call that autograd goes through, which keeps the log-sum-exp."""
+        return msgspec.structs.replace(self, needs_grad=False, return_lse=True)
+
+    @property
+    def backward(self) -> Problem:
+        """What its backward pass must compute."""
+        return msgspec.structs.replace(
+            self.problem, direction=Direction.BACKWARD, deterministic=self.deterministic
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -104,6 +118,7 @@ def read_request(
     prefer: str,
     needs_grad: bool = False,
     scales: Side = NO_SIDE,
+    deterministic: bool = False,
 ) -> Request:
     """The request of a call.
 
@@ -136,7 +151,15 @@ def read_request(
     preference = read_option("prefer", prefer, tuple(Prefer))
     if problem.dtype.is_quantized:
         preference = Prefer.GENERATED  # nobody else computes it
-    return Request(problem, q.device, order, bool(return_lse), preference, needs_grad)
+    return Request(
+        problem,
+        q.device,
+        order,
+        bool(return_lse),
+        preference,
+        needs_grad,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def scales_wanted(q: Tensor, k: Tensor) -> str:

@@ -92,14 +92,15 @@ def attention_varlen(
         max_seqlen_k: Likewise of keys. A window or chunk of no fewer keys than it rounded up is none.
         return_lse: Whether the log-sum-exp of each row is returned too.
         **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`,
-            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale` and `v_scale`, as `attention` has them.
+            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale`, `v_scale` and `deterministic`, as
+            `attention` has them.
 
     Returns:
         The output [total_q, heads, value_head_dim] in q's type. With `return_lse` also the natural
         log-sum-exp [heads, total_q] in float32.
 
     Raises:
-        ProblemError: The tensors do not fit one another, an input requires grad, or nobody can serve them.
+        ProblemError: The tensors do not fit one another, or nobody can serve them.
         KernelError: The kind of call is new and a CUDA graph is being captured (see
             `flashtune.plan_varlen`), or only generated kernels may serve and none compiles or loads.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
@@ -130,6 +131,7 @@ def varlen_call(
     prefer: PreferOption = "fastest",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention_varlen`; arguments and errors are its own."""
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -148,6 +150,7 @@ def varlen_call(
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
         read_count("max_seqlen_q", max_seqlen_q, "the queries of the longest sequence"),
         read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
+        deterministic=deterministic,
     )
     side = Side(
         k_scale=k_scale,

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flashtune.backward import BackwardTensors
 from flashtune.db.rules import by_problem
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.problem import Causal, Problem
 from flashtune.record import Record
+from flashtune.side import Side
 from flashtune.standard import standard_attention
 from flashtune.tables import Tables
 
@@ -26,6 +28,7 @@ class Machine:
         self.kernels: list[Kernel] = []
         self.checked: list[Kernel] = []
         self.launches = 0
+        self.backward_launches = 0
         self.usual: str | None = "sdpa-cudnn"
 
     def passes(self, kernel: Kernel, *_: object) -> bool:
@@ -50,6 +53,34 @@ class Machine:
             views[3].copy_(result)
             if lse is not None and row_lse is not None:
                 lse.copy_(row_lse)
+
+        return launch
+
+    def bind_backward(
+        self, kernel: Kernel, target: object, tensors: BackwardTensors, side: Side, *, compiled: object
+    ) -> Callable[..., None]:
+        """A launch that differentiates the standard computation."""
+        if not self.compiles:
+            raise KernelError("PTXASError: out of registers")
+        self.kernels.append(kernel)
+        shapes = [tensor.shape for tensor in tensors.planned]
+        strides = [tensor.stride() for tensor in tensors.planned]
+
+        def launch(given: BackwardTensors, scale: float, side: Side) -> None:
+            self.backward_launches += 1
+            q, k, v, _, dout, *gradients = (
+                tensor.as_strided(shape, stride)
+                for tensor, shape, stride in zip(given.planned, shapes, strides, strict=True)
+            )
+            causal = Causal(kernel.source.split("causal: ")[1].split()[0])
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+                out, lse = standard_attention(*leaves, scale=scale, causal=causal, return_lse=True)
+                assert lse is not None
+                dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
+                found = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+            for gradient, values in zip(gradients, found, strict=True):
+                gradient.copy_(values)
 
         return launch
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune import decision, serving
+from flashtune import choices, decision, serving
 from flashtune.db.rules import by_problem
 from flashtune.db.store import Store, open_store
 from flashtune.errors import KernelError
@@ -88,14 +88,14 @@ def test_each_kind_of_tensor_is_served_by_a_family_that_can(kind: str, family: s
 
 
 def test_a_native_kernel_that_fails_gives_way_to_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = serving._generated
+    real = choices.chosen
 
-    def refuse_native(selection: Selection, *rest: object) -> serving.Serve:
+    def refuse_native(selection: Selection, *rest: object) -> choices.Choice:
         if selection.record.family == NATIVE:
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return real(selection, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(serving, "_generated", refuse_native)
+    monkeypatch.setattr(serving, "chosen", refuse_native)
     q, k, v = tensors("aligned")
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         out = flashtune.attention(q, k, v, causal=True, prefer="generated")

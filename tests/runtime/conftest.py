@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune import decision, serving
+from flashtune import backward_serving, choices, decision, pair_decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
 from flashtune.notices import forget_told
@@ -104,12 +104,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = Machine()
-    monkeypatch.setattr(decision, "_check_device", lambda request: None)
-    monkeypatch.setattr(decision, "device_target", lambda index: TARGET)
-    monkeypatch.setattr(decision, "tuned_records", lambda name: fake.tables)
-    monkeypatch.setattr(decision, "usual_backend", lambda *_: fake.usual)
+    monkeypatch.setattr(decision, "check_device", lambda request: None)
+    monkeypatch.setattr(pair_decision, "check_device", lambda request: None)
+    for module in (decision, pair_decision):
+        monkeypatch.setattr(module, "device_target", lambda index: TARGET)
+        monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
+        monkeypatch.setattr(module, "usual_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(serving, "binary_of", lambda *_: None)
+    monkeypatch.setattr(choices, "binary_of", lambda *_: None)
     monkeypatch.setattr(serving, "bind", fake.bind)
-    monkeypatch.setattr(serving, "passes_self_check", fake.passes)
+    monkeypatch.setattr(choices, "passes_self_check", fake.passes)
+    monkeypatch.setattr(backward_serving, "bind_backward", fake.bind_backward)
     return fake

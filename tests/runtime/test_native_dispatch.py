@@ -141,7 +141,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool) ->
     q, k, v = tensors(512, misaligned)
     monkeypatch.setattr(decision, "device_target", lambda index: H200)
     monkeypatch.setattr(decision, "tuned_records", lambda name: tuned)
-    monkeypatch.setattr(decision, "_check_device", lambda request: None)
+    monkeypatch.setattr(decision, "check_device", lambda request: None)
     request = read_request(q, k, v, True, "bhsd", False, "generated")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return request, decide(request, q, k, v)
@@ -168,9 +168,10 @@ def test_a_kernel_that_fails_gives_way_to_another_familys_default(
         tried.append(f"{selection.record.family} {selection.source}")
         if selection.record.family == native.name:
             raise KernelError("AttributeError: this Triton calls it otherwise")
-        return "served"
+        return None
 
-    monkeypatch.setattr(serving, "_generated", refuse_native)
+    monkeypatch.setattr(serving, "chosen", refuse_native)
+    monkeypatch.setattr(serving, "_bound", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     request, decided_for = decided(monkeypatch, tuned, misaligned=False)
     assert decided_for.server is Server.GENERATED

@@ -1,0 +1,174 @@
+"""The torch operator `flashtune::attention_backward`, and how autograd goes through operators.
+
+The graph of a compiled call holds a forward operator that gives the log-sum-exp too, and this one. Who serves
+is settled while it is traced, as far as shapes tell it: a baseline is traced operator by operator,
+as if it had been called itself. Which kernels serve is settled when the operators run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+    enable_single_level_autograd_function,
+)
+
+from flashtune.calls import known_server, remembered
+from flashtune.delegation import usual_backend
+from flashtune.feature_calls import key_of_call, unsigned
+from flashtune.feature_request import read_call
+from flashtune.gradients import AllGradients, Pair, ServeAll, attend, only_once, with_sinks
+from flashtune.kernel import Specialization
+from flashtune.modes import transforms
+from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, library, operands
+from flashtune.options import Call
+from flashtune.pair_decision import Assumptions, decide_assumed, side_gradients
+from flashtune.problem import Problem
+from flashtune.request import Request
+from flashtune.servers import Result
+from flashtune.side import NO_SIDE, Side
+from flashtune.training import baseline_of_pair, prepare_alone
+
+NAME = "attention_backward"
+ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {CALL_ARGUMENTS})"
+
+Forward = Callable[[Call], tuple[Tensor, Tensor]]
+
+
+def differentiated(request: Request, call: Call, forward: Forward) -> Result:
+    """A call of an operator, so that autograd goes through it; may be traced.
+
+    Args:
+        request: What it asks for; gradients are.
+        call: Its tensors and options, the scale not negative.
+        forward: Gives output and log-sum-exp of such a call by an operator.
+
+    Raises:
+        ProblemError: Nobody can serve it, or a derivative in forward mode is asked for.
+    """
+    decision = decide_assumed(_hinted(request), _assumed(request, call))
+    if not decision.generated:
+        return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
+    options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
+    call = call._replace(options=options)
+    pair = Pair(
+        functools.partial(_forward_below, forward, call),
+        functools.partial(_backward_operator, call),
+        request.return_lse,
+        is_traced=True,
+    )
+    with enable_single_level_autograd_function():
+        return attend(pair, call.q, call.k, call.v, call.scale, call.side)
+
+
+def _assumed(request: Request, call: Call) -> Assumptions:
+    """The best is assumed of tensors that may have no memory yet."""
+    usual = None
+    symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
+    if not (request.problem.features or symbolic or transforms() is not None or request.is_empty):
+        usual = usual_backend(*request.views(call.q, call.k, call.v), request.problem)
+    return Assumptions(
+        Specialization(lse=True), Specialization(lse=request.return_lse), side_gradients(call.side), usual
+    )
+
+
+def _hinted(request: Request) -> Request:
+    """A request whose lengths are numbers: where a compiler has symbols, those that it traces with."""
+    sizes = {name: getattr(request.problem, name) for name in Problem.__struct_fields__}
+    symbols = {name: size for name, size in sizes.items() if isinstance(size, torch.SymInt)}
+    if not symbols and not isinstance(request.tokens, torch.SymInt):
+        return request
+    known = {name: _hint(size) for name, size in symbols.items()}
+    problem = msgspec.structs.replace(request.problem, **known)
+    return msgspec.structs.replace(request, problem=problem, tokens=_hint(request.tokens))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint)
+    return size
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Operators go on to what comes after autograd; of nested transforms, to the next one's autograd."""
+    grad = contextlib.nullcontext() if transforms() is None else torch.enable_grad()
+    with grad, torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def _forward_below(
+    forward: Forward, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+) -> tuple[Tensor, Tensor]:
+    with _below_autograd():
+        return forward(call._replace(q=q, k=k, v=v, scale=scale, side=side))
+
+
+def _backward_operator(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float | None,
+    side: Side = NO_SIDE,
+) -> AllGradients:
+    call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
+    gradients = AllGradients(*torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call)))
+    return gradients if side.sinks is not None else gradients._replace(dsinks=None)
+
+
+def _compute(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = unsigned(call_of(*rest))  # type: ignore[arg-type]
+    key = NAME, *key_of_call(call), call.options.deterministic
+    server = known_server(key)
+    if server is None:
+
+        def make(request: Request) -> ServeAll:
+            served = prepare_alone(request, call.q, call.k, call.v, call.side)
+            return with_sinks(served, request.layout)
+
+        server = remembered(key, call.q, lambda: read_call(call, True), make)
+    gradients: AllGradients = server(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.side)
+    dsinks = lse.new_empty(0) if gradients.dsinks is None else gradients.dsinks
+    return gradients.dq, gradients.dk, gradients.dv, dsinks
+
+
+def _shapes(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del dout, dlse, out
+    call = call_of(*rest)  # type: ignore[arg-type]
+    dsinks = lse.new_empty(0) if call.side.sinks is None else torch.empty_like(call.side.sinks)
+    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), dsinks
+
+
+def _differentiate(*arguments: object) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in arguments
+    ):
+        with enable_single_level_autograd_function():
+            return only_once(_redispatched, *arguments)
+    return _redispatched(*arguments)
+
+
+def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
+    with _below_autograd():
+        found: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
+        return found
+
+
+library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)", tags=TAGS)
+library.impl(NAME, _compute, "CompositeExplicitAutograd")
+library.impl(NAME, _differentiate, "Autograd")
+torch.library.register_fake(f"flashtune::{NAME}", _shapes, lib=library)

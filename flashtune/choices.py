@@ -1,0 +1,124 @@
+"""Kernels that serve: of those that a decision leads to, the first that compiles, loads and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from flashtune.binaries import binary_of
+from flashtune.dispatch import default_selections, of_nearest, proven_by
+from flashtune.errors import KernelError, VerificationError
+from flashtune.nearest import is_far
+from flashtune.notices import search_command, tell_once
+from flashtune.rendered import kernel_of
+from flashtune.request import Prefer
+from flashtune.self_check import passes_self_check
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.decision import Decision
+    from flashtune.kernel import Kernel, Specialization
+    from flashtune.launch import Binary
+    from flashtune.problem import Problem
+    from flashtune.record import Selection
+    from flashtune.target import Target
+
+Served = TypeVar("Served")
+
+
+class Choice(NamedTuple):
+    """A kernel that was chosen, compiled and proven: what shapes of one problem have in common."""
+
+    kernel: Kernel
+    target: Target
+    binary: Binary
+
+
+class Asked(NamedTuple):
+    """What a choice hangs on."""
+
+    problem: Problem
+    specialization: Specialization
+    prefer: Prefer
+    device: torch.device
+
+
+def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
+    """The kernel of a selection, compiled, and proven unless a receipt covers it.
+
+    Raises:
+        KernelError: It does not compile.
+        VerificationError: It is wrong on this GPU.
+    """
+    record = selection.record
+    assert record.config is not None
+    kernel = kernel_of(record, asked.specialization)
+    binary = binary_of(kernel, target, asked.device)
+    if not proven_by(selection, kernel.digest):
+        problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
+        if not passes_self_check(kernel, problem, record.config, target, asked.device, binary):
+            raise VerificationError(
+                f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
+            )
+    return Choice(kernel, target, binary)
+
+
+def first_that_serves(
+    decision: Decision, asked: Asked, attempt: Callable[[Selection, Target], Served]
+) -> Served:
+    """What `attempt` makes of the first selection at which it does not fail; warnings say what serves.
+
+    Raises:
+        KernelError: None compiles and loads.
+        VerificationError: The decision's kernel is wrong on this GPU, and no other serves.
+    """
+    assert decision.selection is not None
+    assert decision.target is not None
+    failure: KernelError | VerificationError
+    try:
+        served = attempt(decision.selection, decision.target)
+    except (KernelError, VerificationError) as error:
+        failure = error
+    else:
+        _tell_of_fallback(decision.selection, asked.problem)
+        return served
+    for other, name in _instead(decision.selection, decision.target, asked):
+        try:
+            served = attempt(other, decision.target)
+        except (KernelError, VerificationError):
+            # The first failure is the one to be told; another kernel may still do.
+            continue
+        tell_of_failure(failure, name, asked.problem)
+        return served
+    raise failure
+
+
+def tell_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+    """Warns that something else serves than was selected."""
+    # A server that meets ever new lengths would be told of the same kernel at each of them.
+    tell_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
+
+
+def _instead(selection: Selection, target: Target, asked: Asked) -> Iterator[tuple[Selection, str]]:
+    """What is tried, each with a name, where the kernel of a decision fails."""
+    tuned = of_nearest(selection)
+    if tuned is not None:
+        yield tuned, "the config of the nearest tuned shape"
+    if asked.prefer is Prefer.GENERATED:
+        for default in default_selections(asked.problem, target, asked.specialization):
+            if default != selection:
+                yield default, "a default config"
+
+
+def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
+    if selection.source == "default":
+        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
+    elif selection.source == "nearest" and is_far(selection.measured.problem, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {selection.measured.problem.key}, is far"
+    else:
+        return
+    # Once for each pass.
+    tell_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")

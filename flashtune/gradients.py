@@ -1,0 +1,198 @@
+"""How autograd goes through a call: one function of three inputs, whose backward pass is a kernel too.
+
+Eager calls record the function itself. Compilers, dispatch modes and torch.func's transforms see operators,
+whose autograd kernels record the same function (`flashtune.backward_ops`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashtune.errors import ProblemError
+from flashtune.side import NO_SIDE, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd import Function
+
+    from flashtune.backward_serving import ServeBackward
+    from flashtune.layouts import Layout
+    from flashtune.servers import Result, Serve
+else:
+    # What `torch.autograd.Function` is made of, less the part that turns torch.func's transforms away: inside
+    # of an operator's autograd kernel one level of them is done at a time.
+    from torch.autograd.function import _SingleLevelFunction as Function
+
+TWICE = (
+    "flashtune.attention was differentiated twice and its kernels compute first derivatives alone: pass "
+    "float64 tensors, or let torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serve"
+)
+
+
+class AllGradients(NamedTuple):
+    """Gradients of all inputs of a call that may have some; None where an input is not there."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None
+
+
+# As `flashtune.backward_serving.ServeBackward`, with the gradients of side inputs.
+ServeAll = Callable[..., AllGradients]
+
+
+class Pair(NamedTuple):
+    """Both passes of one kind of call.
+
+    Attributes:
+        forward: Gives the output and the log-sum-exp.
+        backward: Gives the gradients of all inputs.
+        return_lse: Whether the call returns the log-sum-exp too.
+        is_traced: Whether the backward pass is an operator, which autograd knows by itself.
+    """
+
+    forward: Serve
+    backward: ServeAll
+    return_lse: bool
+    is_traced: bool = False
+
+
+def differentiable(pair: Pair) -> Serve:
+    """A server through which autograd goes back."""
+    return functools.partial(attend, pair)
+
+
+def with_sinks(backward: ServeBackward, layout: Layout) -> ServeAll:
+    """All gradients, of which kernels give those of q, k and v."""
+
+    def serve(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = NO_SIDE,
+    ) -> AllGradients:
+        gradients = backward(q, k, v, out, lse, dout, dlse, scale, side)
+        if side.sinks is None:
+            return AllGradients(*gradients)
+        return AllGradients(*gradients, sink_gradient(layout, side.sinks, out, lse, dout, dlse))
+
+    return serve
+
+
+def attend(pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+    """Attention by a pair, as a node of autograd's graph."""
+    result: Result = Attend.apply(q, k, v, side.sinks, pair, scale, side)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Attend(Function):
+    """Attention as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        pair: Pair,
+        scale: float | None,
+        side: Side,
+    ) -> Result:
+        """Runs the forward pass and keeps what the backward pass reads."""
+        del sinks  # named so that autograd knows of it
+        if side is NO_SIDE:
+            out, lse = pair.forward(q, k, v, scale)
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            out, lse = pair.forward(q, k, v, scale, side)
+            ctx.save_for_backward(q, k, v, out, lse, *side[:-1])
+        ctx.call = pair, scale, side.softcap
+        return (out, lse) if pair.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Runs the backward pass."""
+        if torch.is_grad_enabled() and not ctx.call[0].is_traced:
+            gradients = only_once(_gradients, ctx.call, dout, dlse, *ctx.saved_tensors)
+        else:
+            gradients = _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
+        return (*gradients, None, None, None)
+
+
+def only_once(
+    compute: Callable[..., tuple[Tensor | None, ...]], *arguments: object
+) -> tuple[Tensor | None, ...]:
+    """What a function computes of the other arguments; autograd must not go through it."""
+    gradients: tuple[Tensor | None, ...] = FirstDerivative.apply(compute, *arguments)  # type: ignore[no-untyped-call]
+    return gradients
+
+
+class FirstDerivative(Function):
+    """A backward pass where a graph of it is asked for: a node that leads to an error."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients, by a function of the other arguments."""
+        del ctx
+        return tuple(compute(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """There is none.
+
+        Raises:
+            ProblemError: Always.
+        """
+        del ctx, gradients
+        raise ProblemError(TWICE)
+
+
+def _gradients(
+    call: tuple[Pair, float | None, float | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *beside: Tensor | None,
+) -> AllGradients:
+    pair, scale, softcap = call
+    if not beside:
+        return pair.backward(q, k, v, out, lse, dout, dlse, scale)
+    side = Side(*beside, softcap)  # type: ignore[arg-type, call-arg]
+    return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
+
+
+def sink_gradient(
+    layout: Layout, sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """The gradient of the sinks, float32 [heads]: a sink takes weight from all values and has none itself.
+
+    Args:
+        layout: The order of the dimensions of out and dout.
+        sinks: Float32 [heads].
+        out: The output.
+        lse: The log-sum-exp, float32 [batch, heads, seqlen_q].
+        dout: The gradient of the output.
+        dlse: That of the log-sum-exp; None is zeros.
+    """
+    delta = (layout.heads_first(dout).float() * layout.heads_first(out).float()).sum(-1).reshape(lse.shape)
+    if dlse is not None:
+        delta = delta - dlse
+    # Where nothing is seen a sink may be -inf as the log-sum-exp is: then there is no weight to take.
+    weights = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
+    return -(weights * delta).sum(-1).view(-1, sinks.numel()).sum(0)

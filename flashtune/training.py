@@ -1,0 +1,124 @@
+"""What serves a call that autograd goes through: both passes prepared at once, so that they always agree.
+
+A backward pass then never meets a kernel that fails: whoever serves it was compiled, loaded and proven
+when the forward pass of its kind was called first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from flashtune.backward_serving import Gradients, ServeBackward, prepare_backward
+from flashtune.choices import tell_of_failure
+from flashtune.decision import Server, baseline
+from flashtune.errors import KernelError, VerificationError
+from flashtune.gradients import Pair, differentiable, with_sinks
+from flashtune.notices import tell_once
+from flashtune.pair_decision import PairDecision, decide_pair
+from flashtune.request import Prefer, Request
+from flashtune.servers import Serve, baseline_server, in_words
+from flashtune.serving import prepare_generated
+from flashtune.side import NO_SIDE, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
+    """What serves a request through which autograd goes back.
+
+    Raises:
+        ProblemError: Nobody can serve it.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+    """
+    decision = decide_pair(request, q, k, v, side)
+    if not decision.generated:
+        return baseline_of_pair(decision, request)
+    try:
+        forward = prepare_generated(decision.forward, request.forward, q, k, v, side)
+        backward = prepare_backward(decision.backward, request, q, k, v, side)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        instead = baseline(request)
+        tell_of_failure(failure, f"{in_words(instead)} (of both passes)", request.backward)
+        return baseline_server(instead, request)
+    return differentiable(Pair(forward, with_sinks(backward, request.layout), request.return_lse))
+
+
+def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> ServeBackward:
+    """What computes gradients where the forward pass was an operator's, and so can no longer be a baseline.
+
+    Raises:
+        ProblemError: No family computes it.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+    """
+    decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
+    if not decision.generated:
+        return recomputed(request)
+    try:
+        return prepare_backward(decision.backward, request, q, k, v, side)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        tell_of_failure(failure, "the unfused computation", request.backward)
+        return recomputed(request)
+
+
+def recomputed(request: Request) -> ServeBackward:
+    """Gradients by computing the forward pass again, unfused."""
+    standard = baseline_server(Server.STANDARD, request)
+
+    def serve(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = NO_SIDE,
+    ) -> Gradients:
+        del out, lse
+        with _autograd_inside_operator():
+            inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            result = standard(*inputs, scale, side)
+            gradients = torch.autograd.grad(result, inputs, dout if dlse is None else (dout, dlse))
+        return Gradients(
+            *(torch.empty_like(one).copy_(d) for one, d in zip((q, k, v), gradients, strict=True))
+        )
+
+    return serve
+
+
+def _laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(values)
+
+
+@contextlib.contextmanager
+def _autograd_inside_operator() -> Iterator[None]:
+    """Autograd records although the dispatcher is behind it, inside of an operator."""
+    included, excluded = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    # The key of any device stands for autograd on all of them.
+    recording = excluded.remove(torch._C.DispatchKey.AutogradCPU)
+    with torch._C._ForceDispatchKeyGuard(included, recording), torch.enable_grad():
+        yield
+
+
+def baseline_of_pair(decision: PairDecision, request: Request) -> Serve:
+    """The baseline that serves both passes; a warning says so where no family computes them."""
+    server: Server = decision.backward.server
+    if decision.backward.selection is None and not request.is_empty:
+        tell_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
+    return baseline_server(server, request)
