@@ -87,10 +87,12 @@ def score_bytes(problem: Problem) -> int:
 
 
 def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
-    """HBM traffic of `standard_attention`, item by item, in bytes.
+    """HBM traffic of `standard_attention`, item by item, in bytes; of a backward problem autograd's.
 
     Each operator reads its whole input from HBM and writes its whole output there, scores in float32.
     """
+    if problem.is_backward:
+        return _gradient_hbm_items(problem)
     size = problem.dtype.itemsize
     queries = problem.batch * problem.heads * problem.seqlen_q * size
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
@@ -108,3 +110,33 @@ def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
         TrafficItem("weights read by the second product", pairs * size),
         TrafficItem("out written once", queries * problem.value_head_dim),
     )
+
+
+def _gradient_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
+    """The weights are kept in both types, and gradients of weights and scores are made beside them."""
+    size = problem.dtype.itemsize
+    queries = problem.batch * problem.heads * problem.seqlen_q * size
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
+    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    widening = TrafficItem(
+        "the weights' gradients read and written to widen them", pairs * (SCORE_BYTES + size)
+    )
+    mask = TrafficItem("the scores' gradients read and written to mask them", pairs * 2 * SCORE_BYTES)
+    return (
+        TrafficItem("dout read for dv and for the weights' gradients", 2 * queries * problem.value_head_dim),
+        TrafficItem("q, k and v read once", queries * problem.head_dim + keys * _both(problem)),
+        TrafficItem("weights read for dv", pairs * size),
+        TrafficItem("the weights' gradients written", pairs * size),
+        *(() if problem.dtype is Dtype.FP32 else (widening,)),
+        TrafficItem(
+            "weights and their gradients read, the scores' gradients written", pairs * 3 * SCORE_BYTES
+        ),
+        *(() if problem.causal is Causal.NONE else (mask,)),
+        TrafficItem("the scores' gradients read and written to scale them", pairs * 2 * SCORE_BYTES),
+        TrafficItem("the scores' gradients read for dq and for dk", pairs * 2 * SCORE_BYTES),
+        TrafficItem("dq, dk and dv written once", queries * problem.head_dim + keys * _both(problem)),
+    )
+
+
+def _both(problem: Problem) -> int:
+    return problem.head_dim + problem.value_head_dim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -92,6 +91,8 @@ def gradient_run(forward: Run, tensors: Tensors) -> Run:
     with torch.enable_grad():
         result = forward()
     out = result[0] if isinstance(result, tuple) else result
+    assert isinstance(out, Tensor)
     given = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
     leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-    return functools.partial(torch.autograd.grad, out, leaves, tensors.backward.dout, retain_graph=True)
+    dout = tensors.backward.dout
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

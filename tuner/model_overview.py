@@ -7,13 +7,18 @@ import msgspec
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.standard import score_bytes, standard_hbm_items
 from flashtune.target import Target
+from flashtune.templates.rendering import render
 from flashtune.tuner.chosen import Chosen, choose
 from flashtune.tuner.explain import roofline
 from flashtune.tuner.model_sizes import ModelSizes, Phase
 from flashtune.tuner.models import LayerCall, ModelAttention, model_calls
+from flashtune.tuner.passes import backward_of
+from flashtune.tuner.workspaces import workspace_bytes
 
 # `standard_attention` holds its scores, what becomes of them, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5
+# Its backward pass holds the weights in both types, their gradients in both, and the scores' gradients.
+GRADIENT_SCORE_COPIES = 4
 LSE_BYTES = 4
 
 
@@ -21,8 +26,9 @@ class Way(msgspec.Struct, frozen=True):
     """One way to compute a model's attention at one length.
 
     Attributes:
-        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; of
-            the kind of layer that needs most.
+        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; in
+            training what the backward pass reads and writes beside these, too. Of the kind of layer that
+            needs most.
         traffic: HBM bytes that its order of loops moves, of all layers: what L2 is sure to hold counts once.
         bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
             cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
@@ -89,7 +95,9 @@ def overviews(
     for calls in model_calls(attention, sizes):
         problem = calls[0].problem
         points = groups.setdefault((problem.batch, problem.dtype), [])
-        points.append(_point(attention, calls, target, db))
+        gradients = (LayerCall(backward_of(call.problem), call.layers) for call in calls)
+        both = (*calls, *gradients) if sizes.phase is Phase.TRAINING else calls
+        points.append(_point(attention, both, target, db))
     return tuple(
         Overview(
             attention.name,
@@ -120,7 +128,7 @@ def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Targ
 
 
 def _together(ways: list[Way]) -> Way:
-    """All kinds of layers, one after the other."""
+    """All kinds of layers, and both passes of training, one after the other."""
     longest = max(ways, key=lambda way: way.bound_ms)
     return Way(
         max(way.memory for way in ways),
@@ -135,6 +143,14 @@ def _out_bytes(problem: Problem) -> int:
     return rows * problem.value_head_dim * problem.out_dtype.itemsize
 
 
+def _gradient_bytes(problem: Problem) -> int:
+    """The gradients of the output, of queries, keys and values."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    both = problem.head_dim + problem.value_head_dim
+    return (rows + keys) * both * problem.dtype.itemsize
+
+
 def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
     problem, layers = call
     moved = sum(item.bytes for item in chosen.family.hbm_items(problem, chosen.config, target))
@@ -143,6 +159,9 @@ def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
     # Values of 8 bits are transposed into memory of their own size.
     scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
     memory = _out_bytes(problem) + rows * LSE_BYTES + scratch
+    if problem.is_backward:
+        kernel = render(chosen.family, problem, chosen.config, chosen.specialization)
+        memory += _gradient_bytes(problem) + workspace_bytes(kernel, problem)
     return _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
 
 
@@ -155,7 +174,9 @@ def _standard(call: LayerCall, target: Target) -> Way:
     full = msgspec.structs.replace(
         plain, causal=Causal.NONE, window_left=None, window_right=None, first_tokens=0, chunk=0
     )
-    memory = _out_bytes(problem) + int(SCORE_COPIES * score_bytes(plain))
+    copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
+    memory = _out_bytes(problem) + int(copies * score_bytes(plain))
+    memory += _gradient_bytes(problem) if problem.is_backward else 0
     return _way(full, memory, traffic, traffic, layers, target)
 
 

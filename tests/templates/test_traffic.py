@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.standard import standard_hbm_items
 from flashtune.target import find_target
 from flashtune.templates.common.traffic import cycled_queries, floor_sum, streamed_keys, unpacked
@@ -138,6 +138,20 @@ def test_the_standard_computation_moves_its_scores() -> None:
     assert total(standard_hbm_items(problem)) == problem.minimal_bytes() + (4 + 8 + 8 + 6 + 2) * pairs
     causal = a_problem(1024, 2048, Causal.TOP_LEFT)
     assert total(standard_hbm_items(causal)) == total(standard_hbm_items(problem)) + 8 * pairs
+
+
+def test_the_standard_gradients_move_weights_and_scores_once_more() -> None:
+    problem = msgspec.structs.replace(a_problem(1024, 2048), direction=Direction.BACKWARD)
+    pairs = 16 * 1024 * 2048
+    items = standard_hbm_items(problem)
+    # Weights read, their gradients written and widened, softmax, scaled, read twice.
+    of_pairs = (2 + 2 + 6 + 12 + 8 + 8) * pairs
+    # All that is read or written anyway, less the output and the log-sum-exp, and its gradient twice.
+    rows = 16 * 1024
+    assert total(items) - of_pairs == problem.minimal_bytes() - 4 * rows
+    causal = msgspec.structs.replace(problem, causal=Causal.TOP_LEFT)
+    assert total(standard_hbm_items(causal)) == total(items) + 8 * pairs
+    assert len({item.name for item in items}) == len(items)
 
 
 @pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])

@@ -61,7 +61,9 @@ def command(
         _explain_models(models, target, db, plot_file, as_json)
         return
     if plot_file is not None:
-        raise UsageError("--plot draws whole models over sequence length: add --phase prefill or decode")
+        raise UsageError(
+            "--plot draws whole models over sequence length: add --phase prefill, decode or training"
+        )
     from flashtune.tuner.chosen import choose
     from flashtune.tuner.cli.explanation import print_explanation
     from flashtune.tuner.explain import explain

@@ -28,7 +28,8 @@ LENGTHS = "1024..131072"
 
 PHASE_HELP = (
     "Explain the attention of whole models, named by --model or --hf-config, over sequence length, in place "
-    "of kernels: prefill attends from a whole prompt to itself, decode from one new token of each sequence. "
+    "of kernels: prefill attends from a whole prompt to itself, decode from one new token of each sequence, "
+    "training does what prefill does and computes the gradients. "
     f"--seqlen is {LENGTHS} then, where left out."
 )
 

@@ -9,12 +9,17 @@ from flashtune.tuner.cli.output import plain, quantity
 from flashtune.tuner.model_overview import Overview, Way
 from flashtune.tuner.model_sizes import Phase
 
+WHAT = {
+    Phase.PREFILL: "of a whole prompt",
+    Phase.DECODE: "of one new token of each sequence",
+    Phase.TRAINING: "on whole sequences, both passes",
+}
+
 
 def print_overview(out: Console, overview: Overview) -> None:
     """Prints one overview."""
-    what = "a whole prompt" if overview.phase is Phase.PREFILL else "one new token of each sequence"
     title = (
-        f"{overview.model}, {overview.phase.value} of {what} on {overview.target}: "
+        f"{overview.model}, {overview.phase.value} {WHAT[overview.phase]} on {overview.target}: "
         f"{overview.layers} layers, batch {overview.batch}, {overview.dtype.value}"
     )
     out.rule(plain(title), align="left")

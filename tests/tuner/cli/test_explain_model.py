@@ -53,6 +53,24 @@ def test_figures_of_a_prefill() -> None:
     assert long.speedup > 10
 
 
+def test_figures_of_training() -> None:
+    found = overview_of("llama-3.1-8b", Phase.TRAINING)
+    forward = overview_of("llama-3.1-8b", Phase.PREFILL)
+    for point, prefill in zip(found.points, forward.points, strict=True):
+        assert point.kv_bytes == prefill.kv_bytes
+        # Two and a half times as many operations backward.
+        assert point.flash.bound_ms == pytest.approx(3.5 * prefill.flash.bound_ms, rel=0.05)
+        rows, keys = 32 * point.seqlen, 8 * point.seqlen
+        gradients = 2 * (rows + keys) * 256
+        # The backward pass keeps a number or two for each row beside the log-sum-exp.
+        kept = point.flash.memory - prefill.flash.memory - gradients
+        assert 4 * rows <= kept <= 16 * rows
+        assert point.standard.memory == 2 * rows * 128 + gradients + 16 * 32 * point.seqlen**2
+    short, long = found.points
+    assert long.flash.memory == 8 * short.flash.memory
+    assert found.points[0].families[1].startswith("backward_")
+
+
 def test_decode_is_bound_by_reading_keys_and_values() -> None:
     found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16", page_size="0")
     (point,) = found.points

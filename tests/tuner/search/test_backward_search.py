@@ -1,0 +1,120 @@
+"""Searching both passes of training: each is a problem of its own, with kernels of its own."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flashtune.db.store import Store
+from flashtune.errors import ProblemError
+from flashtune.problem import Direction, Problem
+from flashtune.record import Outcome, Provenance, Resources
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.candidates import Candidate, open_spaces
+from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.compile_pool import Compiled, compile_candidate
+from flashtune.tuner.equipment import Equipment
+from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.fitting import formula_ms
+from flashtune.tuner.passes import backward_of, forward_of
+from flashtune.tuner.prediction import Predictor
+from flashtune.tuner.request import Budget, SearchRequest, SearchResult
+from flashtune.tuner.resources import read_parts
+from flashtune.tuner.search import run_search
+from flashtune.tuner.summary import summary_lines
+from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
+
+H200 = find_target("h200")
+FORWARD = a_problem(seqlen_q=4096, seqlen_kv=4096, heads=16, kv_heads=16)
+BACKWARD = backward_of(FORWARD)
+LEAN = Resources(sram_bytes=65536, registers=64)
+
+
+def compiled(candidate: Candidate) -> Compiled:
+    return Compiled(Outcome.OK, KERNEL, LEAN)
+
+
+def search(store: Store, problem: Problem, trials: int = 40, *, lse: bool = False) -> SearchResult:
+    """A search in which candidates take their predicted times."""
+
+    def timed(candidate: Candidate) -> Evaluation:
+        return right(formula_ms(problem, find_family(candidate.family), candidate.config, LEAN, H200))
+
+    equipment = Equipment(FakeCompiler(compiled), FakeMeasurer(timed), 2)
+    budget = Budget(trials, None, None)
+    request = SearchRequest(problem=problem, target=H200, device=0, budget=budget, lse=lse)
+    return run_search(request, store, equipment=equipment)
+
+
+def test_only_families_of_the_pass_are_searched() -> None:
+    backward = {entry.family.name for entry in open_spaces(BACKWARD, H200, ())}
+    forward = {entry.family.name for entry in open_spaces(FORWARD, H200, ())}
+    assert "backward_split" in backward
+    assert all(find_family(name).direction is Direction.BACKWARD for name in backward)
+    assert backward.isdisjoint(forward)
+    with pytest.raises(ProblemError, match="computes the forward pass"):
+        open_spaces(BACKWARD, H200, ("forward_q_outer",))
+    (only,) = open_spaces(msgspec.structs.replace(BACKWARD, deterministic=True), H200, ("backward_split",))
+    assert only.family.name == "backward_split"
+
+
+def test_both_passes_of_a_shape_are_stored_side_by_side(store: Store) -> None:
+    ahead, back = search(store, FORWARD, lse=True), search(store, BACKWARD)
+    assert ahead.best is not None
+    assert back.best is not None
+    assert ahead.best.specialization == contiguous_specialization(FORWARD, lse=True)
+    assert ahead.best.specialization.lse
+    assert not back.best.specialization.lse
+    assert {row.record.problem for row in store.selections()} == {FORWARD, BACKWARD}
+    assert back.best.family.startswith("backward_")
+    assert any(line.startswith("next") and "backward" in line for line in summary_lines(back, "here"))
+
+
+def test_a_search_of_gradients_goes_on_where_it_stopped(store: Store) -> None:
+    first = search(store, BACKWARD, trials=20)
+    again = search(store, BACKWARD, trials=30)
+    assert again.tally.reused == first.tally.tried == 20
+    assert again.tally.tried == 30
+
+
+def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
+    search(store, FORWARD)
+    near = search(store, BACKWARD)
+    assert near.best is not None
+    longer = msgspec.structs.replace(BACKWARD, seqlen_q=8192, seqlen_kv=8192)
+    seen = search(store, longer, trials=2)
+    tried = [entry.record.config for entry in store.records(longer, H200.name)]
+    assert near.best.config in tried
+    assert seen.tally.tried == 2
+
+
+def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> None:
+    request = SearchRequest(problem=BACKWARD, target=H200, budget=Budget(3, None, None))
+    equipment = Equipment(FakeCompiler(compiled), Predictor(), 1)
+    result = run_search(request, store, equipment=equipment)
+    assert result.best is not None
+    assert result.best.provenance is Provenance.PREDICTED
+    assert 0.1 < (result.best.ms or 0.0) < 20.0
+
+
+def test_what_does_not_fit_any_of_the_kernels_of_a_launch_is_no_candidate() -> None:
+    family = find_family("backward_split")
+    config = msgspec.structs.replace(
+        family.default(BACKWARD, H200), block_m=32, block_n=64, num_warps=4, num_stages=1,
+        dq_block_m=128, dq_block_n=128, dq_warps=8, dq_stages=3,
+    )  # fmt: skip
+    assumed = contiguous_specialization(BACKWARD)
+    parts = read_parts(render(family, BACKWARD, config, assumed), H200)
+    main, of_queries = (part.resources.sram_bytes for part in (parts[0], parts[2]))
+    assert main < of_queries
+    tight = msgspec.structs.replace(H200, sram_per_block=(main + of_queries) // 2)
+    found = compile_candidate(BACKWARD, Candidate(family.name, config), assumed, tight)
+    assert found.outcome is Outcome.INFEASIBLE
+    assert found.resources is not None
+    assert found.resources.sram_bytes == of_queries
+
+
+def test_the_forward_pass_of_gradients_is_the_problem_that_is_trained() -> None:
+    assert forward_of(BACKWARD) == FORWARD
