@@ -18,6 +18,7 @@ from flashtune.templates.decode_latent_hopper.space import (
     GROUP_WARPS,
     PRODUCER_REGISTERS,
     LatentConfig,
+    combined_columns,
     latent_space,
     row_tiles,
     split_tile,
@@ -49,6 +50,7 @@ class LatentContext(Context, frozen=True):
     splits: int
     late_values: bool
     split_tile: int
+    combined: int
     combine_warps: int
     consumer_registers: int
     producer_registers: int
@@ -177,6 +179,7 @@ class DecodeLatentHopper:
             splits=config.splits,
             late_values=config.late_values,
             split_tile=split_tile(config),
+            combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,
             consumer_registers=CONSUMER_REGISTERS,
             producer_registers=PRODUCER_REGISTERS,

@@ -28,6 +28,8 @@ QUERIES = (1, 2, 4, 8, 16)
 PROGRAMS_PER_SM = 8
 # Halves of values this wide leave room for two blocks of keys; of narrower ones there is room for more.
 WIDEST_HALF = 256
+# What combines parts holds at most so many numbers of a row, in so many warps: more do not fit registers.
+COMBINE_NUMBERS = 8192
 COMBINE_WARPS = 4
 
 
@@ -84,6 +86,11 @@ def row_tiles(problem: Problem, config: LatentConfig) -> int:
 def split_tile(config: LatentConfig) -> int:
     """The least power of two that holds all parts."""
     return 1 << (config.splits - 1).bit_length()
+
+
+def combined_columns(problem: Problem, config: LatentConfig) -> int:
+    """Columns of the output that a combining program makes."""
+    return min(problem.value_head_dim, COMBINE_NUMBERS // split_tile(config))
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:

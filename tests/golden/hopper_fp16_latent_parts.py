@@ -4,7 +4,7 @@ Computes     fp16, head dim 576, value head dim 512, causal: bottom_right
 Keys         of each sequence in one piece, as many as seqlens_kv says; values are their first columns
 Config       4 queries and 16 heads a tile, 2 stages, 6 parts, late_values False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper 3b92e245355f
+Template     decode_latent_hopper 5aa4c46cc56d
 
 All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
 copied in once, as the left and the right half of the values and the rest, and serves both products.
@@ -435,9 +435,9 @@ def combine(
     rows,
     splits,
 ):
-    # One row of the output; rows are counted as those of a contiguous lse.
+    # One row of the output, of some columns; rows are counted as those of a contiguous lse.
     row = tl.program_id(0)
-    columns = tl.arange(0, 512)
+    columns = tl.program_id(1) * 512 + tl.arange(0, 512)
     parts = tl.arange(0, 8)
     places = parts * rows + row
     # [parts]
@@ -457,7 +457,8 @@ def combine(
     of_sequence = (row // seqlen_q // heads).to(tl.int64) * stride_ob
     o_row = of_sequence + row // seqlen_q % heads * stride_oh + row % seqlen_q * stride_os
     tl.store(out + o_row + columns, combined.to(out.dtype.element_ty))
-    tl.store(lse + row, (shift + tl.log2(total)) * 0.6931471805599453)
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, (shift + tl.log2(total)) * 0.6931471805599453)
 
 
 def descriptors(q, k, v, out):

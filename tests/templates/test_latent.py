@@ -190,3 +190,13 @@ def test_what_the_compiler_makes_of_it(name: str) -> None:
     assert resources.spill_bytes == 0
     if kernel.last is not None:
         assert compile_kernel(kernel.last, H200).metadata.shared <= H200.sram_per_block
+
+
+@pytest.mark.parametrize("splits", [2, 32, 66, 128])
+def test_what_combines_parts_fits_registers(splits: int) -> None:
+    """All columns of all parts at once did not, from 33 parts on."""
+    last = kernel_of(a_problem(batch=1), lse=True, splits=splits).last
+    assert last is not None
+    resources = read_resources(last, H200)
+    assert resources.spill_bytes == 0
+    assert resources.registers < 128
