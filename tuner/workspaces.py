@@ -31,5 +31,6 @@ def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
     )
     dtype = TORCH_DTYPES[problem.dtype]
     q, k, v, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    workspaces: tuple[tuple[int, ...], ...]
     _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v)
     return FLOAT32_BYTES * sum(math.prod(shape) for shape in workspaces)

@@ -1,0 +1,286 @@
+"""How much memory attention takes in training, forward and backward, over sequence length.
+
+    python benchmarks/training_memory.py --save memory.json --plot memory.html
+    python benchmarks/training_memory.py --heads 32 --head-dim 64 --full --lengths 1024 16384
+
+One sequence of each length, 16 heads of 128 columns in bf16, causal: peak of what torch's allocator hands out
+while one forward and one backward pass run, inputs included, by flashtune, by each of SDPA's backends and by
+the standard computation, which keeps its weights. What does not fit has no figure. At one length each kernel
+family of the backward pass is measured by itself as well. What stays in any case are queries, keys, values,
+the output and the gradients of all four: ratios are over these. Every way runs twice, since first calls
+compile and prove kernels; the second is measured. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashtune
+from flashtune.dtypes import TORCH_DTYPES
+from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.standard import standard_attention
+from flashtune.record import Versions
+from flashtune.target import Target, device_target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import families
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.chosen import choose, contiguous_specialization
+from flashtune.tuner.finals import BACKENDS, kernel_run
+from flashtune.tuner.tensors import make_tensors
+from flashtune.versions import current_versions
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+LENGTHS = tuple(1024 << step for step in range(8))
+FAMILIES_AT = 16_384
+GIB = 2**30
+OURS = "flashtune"
+STANDARD = "standard"
+HELD = "inputs, output, gradients"
+WIDTH, HEIGHT = 760, 480
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """What one way takes at one length.
+
+    Attributes:
+        name: The implementation, or a kernel family.
+        bytes: The peak; None where it does not fit, or does not compute this.
+        over_held: The peak over what stays in any case.
+        message: Why there is none.
+    """
+
+    name: str
+    bytes: int | None
+    over_held: float | None
+    message: str = ""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One length: what stays in any case, in bytes, and what each way takes."""
+
+    seqlen: int
+    held: int
+    peaks: tuple[Peak, ...]
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What was measured, and where.
+
+    Attributes:
+        gpu: The GPU.
+        versions: What ran.
+        problem: Key of the backward problem at the first length.
+        rows: One for each length.
+        families: Each family of the backward pass by itself, at one length.
+    """
+
+    gpu: str
+    versions: Versions
+    problem: str
+    rows: tuple[Row, ...]
+    families: Row
+
+
+def main() -> None:
+    """Measures, prints, and writes what is asked for."""
+    options = _options()
+    if not torch.cuda.is_available():
+        raise SystemExit("training_memory.py measures a GPU's memory, and no GPU is visible here")
+    device = torch.device("cuda", 0)
+    target = device_target(0)
+    posed = [_problem(options, seqlen) for seqlen in options.lengths]
+    rows = []
+    for problem in posed:
+        rows.append(measure_row(problem, device))
+        print(line(rows[-1]), flush=True)
+    by_family = measure_families(_problem(options, options.families_at), target, device)
+    print(f"families: {line(by_family)}")
+    family = choose(posed[0], target, None).family.name
+    document = Document(
+        torch.cuda.get_device_name(device), current_versions(family), posed[0].key, tuple(rows), by_family
+    )
+    if options.save:
+        options.save.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    if options.plot:
+        options.plot.write_text(figure(document).to_html(include_plotlyjs=True), encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--families-at", type=int, default=FAMILIES_AT, metavar="LENGTH")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures there as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there; needs plotly")
+    return parser.parse_args()
+
+
+def _problem(options: argparse.Namespace, seqlen: int) -> Problem:
+    return Problem(
+        dtype=Dtype.BF16,
+        head_dim=options.head_dim,
+        value_head_dim=options.head_dim,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        causal=Causal.NONE if options.full else Causal.BOTTOM_RIGHT,
+        direction=Direction.BACKWARD,
+    )
+
+
+def held_bytes(problem: Problem) -> int:
+    """Queries, keys, values and the output, and the gradients of all four, in bytes."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    return 2 * (rows + keys) * (problem.head_dim + problem.value_head_dim) * problem.dtype.itemsize
+
+
+def measure_row(problem: Problem, device: torch.device) -> Row:
+    """Peaks of all ways to compute a problem."""
+    steps = {name: functools.partial(step, attend, problem, device) for name, attend in ways(problem).items()}
+    return _row(problem, steps, device)
+
+
+def measure_families(problem: Problem, target: Target, device: torch.device) -> Row:
+    """Peaks of the kernels of each family that computes a backward problem, selected or by default."""
+    assumed = contiguous_specialization(problem)
+    able = [family.name for family in families() if why_not(family, problem, target, assumed) is None]
+    steps = {name: functools.partial(family_step, name, problem, target, device) for name in able}
+    return _row(problem, steps, device)
+
+
+def _row(problem: Problem, steps: Mapping[str, Callable[[], None]], device: torch.device) -> Row:
+    held = held_bytes(problem)
+    return Row(problem.seqlen_q, held, tuple(measure(name, run, held, device) for name, run in steps.items()))
+
+
+def ways(problem: Problem) -> dict[str, Attend]:
+    """The implementations by name."""
+    causal, grouped = problem.is_causal, problem.group_size > 1
+    scale = problem.head_dim**-0.5
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flashtune.attention(q, k, v, causal=causal, prefer="generated")
+        assert isinstance(out, Tensor)
+        return out
+
+    def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return standard_attention(q, k, v, scale=scale, causal=problem.causal)[0]
+
+    def by_backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(BACKENDS[name]):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return {
+        OURS: ours,
+        **{name: functools.partial(by_backend, name) for name in BACKENDS},
+        STANDARD: standard,
+    }
+
+
+def step(attend: Attend, problem: Problem, device: torch.device) -> None:
+    """One forward and one backward pass on fresh tensors, all of which it lets go."""
+    dtype = TORCH_DTYPES[problem.dtype]
+
+    def leaf(heads: int, seqlen: int) -> Tensor:
+        shape = (problem.batch, heads, seqlen, problem.head_dim)
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q = leaf(problem.heads, problem.seqlen_q)
+    k, v = (leaf(problem.kv_heads, problem.seqlen_kv) for _ in range(2))
+    out = attend(q, k, v)
+    torch.autograd.grad(out, (q, k, v), torch.empty_like(out).normal_())
+
+
+def family_step(name: str, problem: Problem, target: Target, device: torch.device) -> None:
+    """The same by one family's kernels, without autograd."""
+    tensors = make_tensors(problem, device)
+    config = choose(problem, target, None, name).config
+    assumed = contiguous_specialization(problem)
+    kernel_run(problem, Candidate(name, config), assumed, target, tensors)()
+
+
+def measure(name: str, run: Callable[[], None], held: int, device: torch.device) -> Peak:
+    """The peak of the second run."""
+    try:
+        run()
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    except torch.OutOfMemoryError:
+        return Peak(name, None, None, "out of memory")
+    except RuntimeError as error:
+        return Peak(name, None, None, str(error).splitlines()[0][:200])
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return Peak(name, peak, round(peak / held, 4))
+
+
+def line(row: Row) -> str:
+    """One row as text."""
+    cells = [
+        f"{peak.name} {peak.bytes / GIB:.3f} GiB ({peak.over_held:.3f}x)"
+        if peak.bytes is not None and peak.over_held is not None
+        else f"{peak.name} {peak.message}"
+        for peak in row.peaks
+    ]
+    return f"{row.seqlen} tokens, {row.held / GIB:.3f} GiB held: {', '.join(cells)}"
+
+
+def figure(document: Document) -> Figure:
+    """Peak memory over sequence length, one line for each way."""
+    from plotly.graph_objects import Figure, Scatter
+
+    plot = Figure()
+    for name, lengths, sizes in lines(document.rows):
+        dash = "dash" if name == HELD else "solid"
+        plot.add_trace(Scatter(x=lengths, y=sizes, name=name, mode="lines+markers", line={"dash": dash}))
+    ticks = [row.seqlen for row in document.rows]
+    plot.update_xaxes(type="log", title_text="tokens", tickvals=ticks, ticktext=[f"{x:,}" for x in ticks])
+    plot.update_yaxes(type="log", title_text="peak memory, GiB")
+    title = f"Attention, forward and backward, on {document.gpu}"
+    plot.update_layout(title=title, template="plotly_white", width=WIDTH, height=HEIGHT)
+    return plot
+
+
+def lines(rows: Sequence[Row]) -> list[tuple[str, list[int], list[float]]]:
+    """Name, lengths and GiB of each line, gaps left out; what stays in any case is the last."""
+    names = dict.fromkeys(peak.name for row in rows for peak in row.peaks)
+    found = []
+    for name in names:
+        points = [(row.seqlen, peak.bytes) for row in rows for peak in row.peaks if peak.name == name]
+        known = [(seqlen, size / GIB) for seqlen, size in points if size is not None]
+        found.append((name, [seqlen for seqlen, _ in known], [size for _, size in known]))
+    return [*found, (HELD, [row.seqlen for row in rows], [row.held / GIB for row in rows])]
+
+
+if __name__ == "__main__":
+    main()
