@@ -123,11 +123,13 @@ def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
     return (steps | 1) * step
 
 
-def guarded_flat(shape: tuple[int, ...], device: torch.device, role: Role) -> Guarded:
-    """A contiguous, aligned, poisoned float32 tensor: a log-sum-exp, a workspace, or scales."""
+def guarded_flat(
+    shape: tuple[int, ...], device: torch.device, role: Role, dtype: torch.dtype = torch.float32
+) -> Guarded:
+    """A contiguous, aligned, poisoned tensor: a log-sum-exp, a workspace, scales, a bias's gradient."""
     size = math.prod(shape)
     guard = -(-min(size + GUARD_ROWS, MAX_FLAT_GUARD) // GRANULE) * GRANULE
-    buffer = torch.empty(size + 2 * guard, dtype=torch.float32, device=device)
+    buffer = torch.empty(size + 2 * guard, dtype=dtype, device=device)
     tensor = Guarded(buffer, buffer[guard : guard + size].view(shape), role)
     poison(tensor)
     return tensor

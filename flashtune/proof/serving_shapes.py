@@ -57,24 +57,24 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
         reduced: Whether they must be short, as an interpreter needs.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
-    beside = _beside(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
+    beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
     turns = LATENT_HEADS if problem.latent else DECODE_HEADS if splits else HEADS
     for turn, shape in enumerate((*shapes, *beside)):
         heads = turns[turn % len(turns)]
         few = _few_queries(shape, heads, problem) if splits else shape
         # Where a row may see no key for want of keys, the last problems are the longest: fewer heads will do.
-        yield _with_lengths(problem, few, heads, turn, BATCHES[turn % len(BATCHES)], quick=quick)
+        yield with_lengths(problem, few, heads, turn, BATCHES[turn % len(BATCHES)], quick=quick)
     if reduced:
         return
     if splits:
         long = Shape(Probe.RANDOM, 1, min(2 * splits, 8) * tile.keys + 1, SMALL_REPEATS)
         heads = LATENT_HEADS[0] if problem.latent else MANY_HEADS
-        yield _even_lengths(problem, long, heads, MANY_BATCH)
+        yield even_lengths(problem, long, heads, MANY_BATCH)
         return
     for shape, (many, kv_heads, batch) in zip(
         rounds_of(tile, quick=quick), ((13, 1, 5), (15, 5, 7)) * 2, strict=False
     ):
-        yield _even_lengths(problem, shape, (many, kv_heads), batch)
+        yield even_lengths(problem, shape, (many, kv_heads), batch)
 
 
 def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:
@@ -112,8 +112,10 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
             yield Shape(probe, queries, length)
 
 
-def _beside(tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool) -> Iterator[Shape]:
-    """What borders of masks, pages and sinks add."""
+def beside_plain(
+    tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool
+) -> Iterator[Shape]:
+    """What borders of masks, pages and sinks add to the problems of plain kernels."""
     queries = 4 if decoding else tile.queries + 1
     lengths = dict.fromkeys(_around_masks(queries, tile, problem, reduced))
     for one, keys in lengths:
@@ -165,7 +167,7 @@ def _few_queries(shape: Shape, heads: tuple[int, int], problem: Problem) -> Shap
     return msgspec.structs.replace(shape, seqlen_q=min(shape.seqlen_q, most))
 
 
-def _with_lengths(
+def with_lengths(
     problem: Problem, shape: Shape, heads: tuple[int, int], turn: int, batch: int, *, quick: bool
 ) -> Posed:
     """The longest sequence among others that are at borders of their own, each problem in another order."""
@@ -184,7 +186,7 @@ def _with_lengths(
     return Posed(shape, heads, Lengths(*(tuple(part) for part in zip(*turned, strict=True))), True)
 
 
-def _even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> Posed:
+def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> Posed:
     """Sequences that are nearly as long as one another: many tiles."""
     if problem.latent:
         heads = LATENT_HEADS[0]

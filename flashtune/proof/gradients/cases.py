@@ -8,11 +8,15 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from flashtune.config import Config
+from flashtune.features import Feature
 from flashtune.problem import Problem
 from flashtune.proof import cases as forward
 from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level
-from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, tiles_of
+from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, mask_squares, tiles_of
 from flashtune.proof.inputs import Layout
+from flashtune.proof.probes import Probe
+from flashtune.proof.serving_shapes import BATCHES, Posed, beside_plain, even_lengths, with_lengths
+from flashtune.proof.serving_shapes import HEADS as POSED_HEADS
 from flashtune.proof.shapes import ROUNDS, Shape, Tile, rounds_of
 
 # Pairs of queries and keys, of two KV heads, that the tuned shape's reference may have: heads that share
@@ -31,13 +35,17 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     """
     tiles = tiles_of(config, reduced=reduced)
     quick = level is Level.QUICK
-    shapes = gradient_shapes(tiles, problem, quick=quick)
-    cases = tuple(_cases(problem, shapes, tiles, FEW_HEADS if reduced else HEADS))
-    if reduced:
-        # Nothing races in an interpreter, and programs run one after the other.
-        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
-    rounds = rounds_of(Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth), quick=quick)
-    return (*cases, *_cases(problem, rounds, tiles, ROUNDS))
+    shapes = tuple(gradient_shapes(tiles, problem, quick=quick))
+    tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
+    rounds = () if reduced else tuple(rounds_of(tile, quick=quick))
+    if problem.features - {Feature.DETERMINISTIC}:
+        problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
+        cases = tuple(_posed(problem, problems, tiles))
+    else:
+        heads = FEW_HEADS if reduced else HEADS
+        cases = (*_cases(problem, shapes, tiles, heads), *_cases(problem, rounds, tiles, ROUNDS))
+    # Nothing races in an interpreter, and programs run one after the other.
+    return tuple(msgspec.structs.replace(case, repeats=1) for case in cases) if reduced else cases
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
@@ -55,6 +63,53 @@ def _smaller_groups(problem: Problem) -> Problem:
     pairs = max(1, problem.seqlen_q * problem.seqlen_kv * min(2, problem.batch * problem.kv_heads))
     group = min(problem.group_size, max(1, MAX_MAIN_SCORES // pairs))
     return msgspec.structs.replace(problem, heads=group * problem.kv_heads)
+
+
+def _with_features(
+    problem: Problem,
+    shapes: tuple[Shape, ...],
+    tile: Tile,
+    rounds: tuple[Shape, ...],
+    *,
+    quick: bool,
+    reduced: bool,
+) -> Iterator[Posed]:
+    """The problems of plain kernels with sequences that may differ, and those at the borders of masks."""
+    beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=False)
+    square = mask_squares(tile, problem, reduced=reduced)
+    for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *beside, *square)):
+        # What was about the diagonal is about all borders.
+        edge = shape.probe is Probe.DIAGONAL
+        one = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
+        heads, batch = POSED_HEADS[turn % len(POSED_HEADS)], BATCHES[turn % len(BATCHES)]
+        yield with_lengths(problem, one, heads, turn, batch, quick=quick)
+    for shape, (many, kv_heads, batch) in zip(rounds, itertools.cycle(ROUNDS), strict=False):
+        yield even_lengths(problem, shape, (many, kv_heads), batch)
+
+
+def _posed(problem: Problem, problems: Iterable[Posed], tiles: Tiles) -> Iterator[Case]:
+    turns = zip(itertools.cycle(SCALES), itertools.cycle((Layout.BSHD, Layout.BHSD)))
+    for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
+        heads, kv_heads = one.heads
+        # Tensors have room for a few keys more than any sequence has, every other time.
+        spare = 5 * (turn % 2) if problem.lengths and not problem.packed else 0
+        yield Case(
+            problem=msgspec.structs.replace(
+                problem,
+                heads=heads,
+                kv_heads=kv_heads,
+                batch=len(one.lengths.queries),
+                seqlen_q=max(1, *one.lengths.queries),
+                seqlen_kv=max(1, *one.lengths.keys) + spare,
+                packed=one.lengths.total_q if problem.packed else 0,
+            ),
+            probe=one.shape.probe,
+            block=tiles.least,
+            scale=factor * problem.head_dim**-0.5,
+            layout=layout,
+            repeats=one.shape.repeats,
+            lengths=one.lengths if one.ragged else msgspec.UNSET,
+        )
 
 
 def _cases(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +11,16 @@ from flashtune.backward import bind_backward
 from flashtune.proof.findings import Finding
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
-from flashtune.proof.placing import missing, pick
+from flashtune.proof.placing import capacities, missing, pick, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.kernel import Kernel
     from flashtune.launch import Binary
+    from flashtune.problem import Problem
     from flashtune.proof.cases import Case
     from flashtune.proof.gradients.prepared import Prepared
-    from flashtune.proof.gradients.reference import Gradient
     from flashtune.target import Target
 
 
@@ -77,13 +77,12 @@ def gradient_findings(
 
 
 def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
-    expected, pairs = prepared.expected, prepared.chosen
     for name, one in prepared.written.items():
-        gradient: Gradient = getattr(expected, name)
-        if name == "dq":
-            result = _of_queries(case, prepared, one.view, gradient.exact)
-        else:
-            result = one.view[pairs.batch, pairs.kv_head]
+        gradient = prepared.expected.gradients[name]
+        result = _PICKED[name](case.problem, prepared, one.view)
+        absent = _absent(name, case.problem, prepared)
+        if absent is not None:
+            result = torch.where(absent[..., None], gradient.exact, result)
         ratio = worst_ratio(result, gradient.exact, gradient.allowed)
         yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
         # Infinity times zero is NaN, and nothing else than zero comes of a number.
@@ -91,13 +90,58 @@ def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
         yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
 
 
-def _of_queries(case: Case, prepared: Prepared, written: Tensor, exact: Tensor) -> Tensor:
-    """Rows of all heads of the compared pairs, as in `Expected`; where there is no row, what is exact."""
-    problem, pairs = case.problem, prepared.chosen
-    heads = (pairs.batch[:, None] * problem.heads + pairs.heads(problem)).flatten()
-    everything = torch.arange(problem.seqlen_q)
-    picked = pick(written, problem, prepared.lengths, heads, everything)
-    absent = missing(problem, prepared.lengths, heads, everything)
-    if absent is not None:
-        picked = torch.where(absent.to(picked.device)[..., None], exact.view(picked.shape), picked)
-    return picked.reshape(exact.shape)
+def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    """Rows of all heads of the compared pairs, [pairs, group, seqlen_q, columns]; absent ones are any."""
+    heads = _heads(problem, prepared)
+    picked = pick(written, problem, prepared.lengths, heads.flatten(), torch.arange(problem.seqlen_q))
+    return picked.reshape(*heads.shape, *picked.shape[1:])
+
+
+def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    """Rows of the compared pairs, [pairs, seqlen_kv, columns]; what there is none of is any."""
+    pairs = prepared.chosen.pairs
+    if not problem.packed:
+        return written[pairs.batch, pairs.kv_head]
+    first = starts(capacities(problem, prepared.lengths)).to(torch.int64)[pairs.batch][:, None]
+    rows = (first + torch.arange(problem.seqlen_kv)).clamp_max(written.shape[2] - 1)
+    return written[0][pairs.kv_head[:, None], rows]
+
+
+def _of_bias(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    pairs, rows = prepared.chosen
+    return written[pairs.batch[:, None], pairs.heads(problem)][:, :, rows, :, None]
+
+
+def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    pairs = prepared.chosen.pairs
+    return written[pairs.batch[:, None], pairs.heads(problem)][..., None]
+
+
+# What was written of each gradient where it is compared, as in `Expected`.
+_PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
+    "dq": _of_queries,
+    "dk": _of_keys,
+    "dv": _of_keys,
+    "dbias": _of_bias,
+    "dslopes": _of_slopes,
+}
+
+
+def _absent(name: str, problem: Problem, prepared: Prepared) -> Tensor | None:
+    """Which of the rows a packed sequence does not have; None where all have all."""
+    device = prepared.tensors.q.device
+    if name == "dq":
+        heads = _heads(problem, prepared)
+        rows = torch.arange(problem.seqlen_q)
+        absent = missing(problem, prepared.lengths, heads.flatten(), rows)
+        return None if absent is None else absent.unflatten(0, tuple(heads.shape)).to(device)
+    if problem.packed and name in ("dk", "dv"):
+        room = torch.tensor(capacities(problem, prepared.lengths))[prepared.chosen.pairs.batch]
+        return (torch.arange(problem.seqlen_kv) >= room[:, None]).to(device)
+    return None
+
+
+def _heads(problem: Problem, prepared: Prepared) -> Tensor:
+    """Heads of the compared pairs, each `sequence · heads of a sequence + head`: [pairs, group]."""
+    pairs = prepared.chosen.pairs
+    return pairs.batch[:, None] * problem.heads + pairs.heads(problem)

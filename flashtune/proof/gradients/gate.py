@@ -30,6 +30,9 @@ dq = scale·dS·K, dk = scale·dSᵀ·Q and dv = Pᵀ·dO.
             16-bit products, what they cut off: up to two roundoffs of the sum at each step of 16
             products and half of that on average, always towards zero.
 
+A bias's gradient is dS itself, rounded once; that of a slope is -Σ dS·distance in float32, and
+all pairs of a row share the error of their delta.
+
 Caps multiply dS by 1 - tanh²: its error is that of a hyperbolic tangent, in proportion to P·|dP - delta|.
 
 Rows that meet no pair at all have no error: they are zero, exactly.
@@ -128,6 +131,18 @@ def _product_steps(width: int) -> float:
     return max(LEAST_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
+class Gradient(NamedTuple):
+    """What a right kernel writes of one gradient, and how far it may be off; in float64.
+
+    Attributes:
+        exact: [..., rows, columns].
+        allowed: [..., rows].
+    """
+
+    exact: Tensor
+    allowed: Tensor
+
+
 class RowFigures(NamedTuple):
     """What decides on a gradient's rows, [..., rows] each in float64.
 
@@ -147,22 +162,28 @@ class RowFigures(NamedTuple):
 
 
 def allowed_query_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """The largest error that each row of dq may have."""
-    return _allowed(figures, problem, FACTOR)
+    """The largest error that each row of dq, or of a bias's gradient, may have."""
+    return _allowed(figures, problem, FACTOR, problem.dtype)
 
 
 def allowed_key_error(figures: RowFigures, problem: Problem) -> Tensor:
     """The largest error that each row of dk or of dv may have."""
-    return _allowed(figures, problem, BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR)
+    factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
+    return _allowed(figures, problem, factor, problem.dtype)
 
 
-def _allowed(figures: RowFigures, problem: Problem, factor: float) -> Tensor:
+def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
+    """The largest error that the gradient of each slope may have: it is float32 and stays so."""
+    return _allowed(figures, problem, FACTOR, Dtype.FP32)
+
+
+def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype) -> Tensor:
     plain, typical, largest, terms, steps = figures
     adding = terms.sqrt()
     if problem.dtype is not Dtype.FP32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
-    relative = UNIT_ROUNDOFF[problem.dtype] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
-    allowed = factor * torch.maximum(plain, typical) + largest * relative + LEAST_ROUNDING[problem.dtype]
+    relative = UNIT_ROUNDOFF[stored] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
+    allowed = factor * torch.maximum(plain, typical) + largest * relative + LEAST_ROUNDING[stored]
     return allowed.masked_fill(terms == 0, 0.0)
 
 

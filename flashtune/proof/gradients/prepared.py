@@ -11,11 +11,12 @@ import torch
 
 from flashtune.backward import BackwardTensors
 from flashtune.dtypes import TORCH_DTYPES
+from flashtune.features import Bias
 from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side
 from flashtune.proof.cases import Case, lengths_of
-from flashtune.proof.gradients.pairs import Pairs, sample_pairs
-from flashtune.proof.gradients.reference import Expected, expect_gradients
+from flashtune.proof.gradients.pairs import sample_pairs
+from flashtune.proof.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.proof.gradients.values import make_dlse, make_dout
 from flashtune.proof.gradients.weights import Given
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat, poison
@@ -29,6 +30,7 @@ from flashtune.proof.prepared import (
     SMALL_CACHED,
 )
 from flashtune.proof.probes import aside, make_values
+from flashtune.proof.reference import sample
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Prepared(NamedTuple):
         tensors: The same as a launch takes them.
         side: Its side inputs.
         lengths: Of each sequence.
-        chosen: The pairs that are compared.
+        chosen: What is compared.
         expected: What they must be.
         checksum: Sums of the bits of all that is read.
     """
@@ -60,7 +62,7 @@ class Prepared(NamedTuple):
     tensors: BackwardTensors
     side: Side
     lengths: Lengths
-    chosen: Pairs
+    chosen: Chosen
     expected: Expected
     checksum: Tensor
 
@@ -72,7 +74,10 @@ def prepare_and_keep(
     once = msgspec.structs.replace(case, repeats=1)
     if case.far is not None:
         return prepare(once, alignment, device, seed, dlse)
-    elements = case.problem.minimal_bytes() // case.problem.dtype.itemsize
+    problem = case.problem
+    elements = problem.minimal_bytes() // problem.dtype.itemsize
+    if problem.bias is not Bias.NONE:
+        elements += problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
     if elements > LARGE_ELEMENTS:
         return _large(once, alignment, device, seed, dlse)
     return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed, dlse)
@@ -94,17 +99,12 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     given = _given(case, lengths, generator, dlse)
-    chosen = sample_pairs(problem, generator)
+    chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
     expected = expect_gradients(problem, given, chosen)
     frame = Frame(alignment, case.layout, case.far)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
     came = _came_back(problem, given, chosen, expected, memory, frame)
-    shapes = {"dq": memory.q, "dk": memory.k, "dv": memory.v}
-    # Rows of each tensor differ in width, so that one's stride does not serve for another.
-    written = {
-        name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
-        for index, (name, one) in enumerate(shapes.items())
-    }
+    written = _written(problem, memory, frame)
     read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
     views = {name: one.view for name, one in (*came.items(), *written.items())}
     tensors = BackwardTensors(memory.q.view, memory.k.view, memory.v.view, **views)
@@ -122,10 +122,10 @@ def _given(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool)
 
 
 def _came_back(
-    problem: Problem, given: Given, chosen: Pairs, expected: Expected, memory: Memory, frame: Frame
+    problem: Problem, given: Given, chosen: Chosen, expected: Expected, memory: Memory, frame: Frame
 ) -> dict[str, Guarded]:
     """The output, the log-sum-exp and their gradients where a kernel reads them."""
-    batch, heads = chosen.batch[:, None], chosen.heads(problem)
+    batch, heads = chosen.pairs.batch[:, None], chosen.pairs.heads(problem)
     out = torch.zeros_like(given.dout)
     out[batch, heads] = expected.out
     size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
@@ -145,6 +145,22 @@ def _came_back(
         poison(one)
         _fill(one.view, values[name], places)
     return came
+
+
+def _written(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
+    """Where a kernel writes the gradients, by their names."""
+    # Rows of each tensor differ in width, so that one's stride does not serve for another.
+    written = {
+        name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
+        for index, (name, one) in enumerate((("dq", memory.q), ("dk", memory.k), ("dv", memory.v)))
+    }
+    device = memory.q.view.device
+    if problem.bias is Bias.ADDITIVE:
+        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
+        written["dbias"] = guarded_flat(shape, device, Role.OUTPUT, TORCH_DTYPES[problem.dtype])
+    if problem.alibi:
+        written["dslopes"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
+    return written
 
 
 def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from flashtune.config import Config
 from flashtune.problem import Causal, Problem
 from flashtune.proof.probes import Probe
-from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, SMALL_REPEATS, Shape
+from flashtune.proof.serving_shapes import FARTHEST_REDUCED, FARTHEST_SQUARE
+from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, SMALL_REPEATS, Shape, Tile
 
 # Names of a tile's sides in configs: of the first kernel, and of another that goes over the scores once more.
-QUERY_SIDES, KEY_SIDES = ("block_m", "block_m2"), ("block_n", "block_n2")
+QUERY_SIDES, KEY_SIDES = ("block_m", "dq_block_m"), ("block_n", "dq_block_n")
+STAGES = ("num_stages", "dq_stages")
 DEFAULT_SIDE = 128
 
 
@@ -46,7 +48,8 @@ def tiles_of(config: Config, *, reduced: bool) -> Tiles:
         sides = {int(getattr(config, name)) for name in names if hasattr(config, name)}
         return tuple(sorted(sides)) or (DEFAULT_SIDE,)
 
-    depth = 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2)
+    stages = max(int(getattr(config, name, 1)) for name in STAGES)
+    depth = 1 if reduced else min(stages, MAX_BLOCKS - 2)
     return Tiles(named(QUERY_SIDES), named(KEY_SIDES), depth)
 
 
@@ -108,6 +111,18 @@ def _around_diagonal(tiles: Tiles) -> Iterator[Shape]:
         yield Shape(Probe.DIAGONAL, m + 1 + shift, m + 1)
     yield Shape(Probe.NEEDLE, 2 * m + 1, (tiles.depth + 2) * n)
     yield Shape(Probe.NEEDLE, (tiles.depth + 2) * m, 2 * n + 1)
+
+
+def mask_squares(tile: Tile, problem: Problem, *, reduced: bool) -> Iterator[Shape]:
+    """As many queries as keys or more, so that some keys are seen by no query behind a window or a chunk."""
+    m, n = tile.queries, tile.keys
+    left = 0 if problem.window_left is None else problem.window_left + 1
+    farthest = FARTHEST_REDUCED if reduced else FARTHEST_SQUARE
+    for border in sorted({left, problem.chunk} - {0}):
+        if border <= farthest:
+            yield Shape(Probe.EDGE, border + m // 2 + 1, border + m // 2 + 1)
+            yield Shape(Probe.RANDOM, border + m + 3, border + n - 1)
+            yield Shape(Probe.NEEDLE, border + n + 1, border + n + 1)
 
 
 def _lengths(sides: tuple[int, ...], multiples: int) -> list[int]:

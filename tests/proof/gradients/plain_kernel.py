@@ -26,18 +26,19 @@ class TwoTiles(Config, frozen=True):
 
     block_m: int = 16
     block_n: int = 16
-    block_m2: int = 16
-    block_n2: int = 16
+    dq_block_m: int = 16
+    dq_block_n: int = 16
     num_warps: int = 4
     num_stages: int = 1
     max_registers: int = 0
 
 
 class Scores(NamedTuple):
-    """P and dS of one sequence, float32 [heads, queries, keys], before they are rounded."""
+    """P, dS of products and dS of scores of one sequence, float32 [heads, queries, keys], not yet rounded."""
 
     weights: Tensor
     slopes: Tensor
+    laid: Tensor
 
 
 class Hooks(NamedTuple):
@@ -96,9 +97,10 @@ def _one(
     if tensors.dlse is not None:
         delta = delta - tensors.dlse[block, :, rows]
     made = _scores(problem, scale, side, hooks, sequence, (q, k[head]), lse)
-    slopes = made.weights * (dout @ v[head].mT - hooks.delta(delta)[..., None]) * made.slopes
-    scores = Scores(made.weights, slopes)
-    of = {name: hooks.scores(name, scores) for name in ("dq", "dk", "dv")}
+    weights, steepness, distance = made
+    laid = weights * (dout @ v[head].mT - hooks.delta(delta)[..., None])
+    scores = Scores(weights, laid * steepness, laid)
+    of = {name: hooks.scores(name, scores) for name in ("dq", "dk", "dv", "dbias", "dslopes")}
     dq = hooks.scale("dq", scale) * (of["dq"].slopes.to(low).float() @ k[head])
     dk = hooks.scale("dk", scale) * (of["dk"].slopes.to(low).float().mT @ q)
     dv = of["dv"].weights.to(low).float().mT @ dout
@@ -109,6 +111,12 @@ def _one(
         shared = hooks.gradient(name, part.new_zeros(shape[0], count, part.shape[-1]).index_add(0, own, part))
         written[block, :, first : first + room] = 0.0
         written[block, :, keys] = shared.to(low)
+    if tensors.dbias is not None:
+        tensors.dbias[sequence] = 0.0
+        tensors.dbias[sequence, :, : q.shape[1], :count] = hooks.gradient("dbias", of["dbias"].laid).to(low)
+    if tensors.dslopes is not None:
+        dslopes = -(of["dslopes"].laid * distance).sum((-1, -2))
+        tensors.dslopes[sequence] = hooks.gradient("dslopes", dslopes[:, None])[:, 0]
 
 
 def _room(problem: Problem, tensors: BackwardTensors, side: Side, sequence: int) -> int:
@@ -126,18 +134,19 @@ def _scores(
     sequence: int,
     operands: tuple[Tensor, Tensor],
     lse: Tensor,
-) -> Scores:
-    """P, and the derivative of a capped score."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, the derivative of a capped score, and how far queries and keys are apart."""
     scores = operands[0] @ operands[1].mT * scale
-    slopes = torch.ones(())
+    steepness = torch.ones(())
     if side.softcap is not None:
         bent = torch.tanh(scores / side.softcap)
-        scores, slopes = side.softcap * bent, 1.0 - bent * bent
+        scores, steepness = side.softcap * bent, 1.0 - bent * bent
     query, key = torch.arange(scores.shape[1])[:, None], torch.arange(scores.shape[2])
     place = query if problem.causal == "top_left" else query + scores.shape[2] - scores.shape[1]
+    distance = (place - key).abs()
     hidden = out_of_sight(problem, place, key, sequence, side)
     if side.slopes is not None:
-        scores = scores - side.slopes[sequence][:, None, None] * (place - key).abs()
+        scores = scores - side.slopes[sequence][:, None, None] * distance
     if side.bias is not None:
         bias = side.bias[sequence, :, : scores.shape[1], : scores.shape[2]]
         if problem.bias is Bias.BOOLEAN:
@@ -145,4 +154,5 @@ def _scores(
         else:
             scores = scores + bias.float()
     scores = scores.masked_fill(hooks.hidden(hidden), float("-inf"))
-    return Scores((scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp(), slopes)
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
+    return weights, steepness, distance

@@ -22,7 +22,7 @@ LN_2 = math.log(2.0)
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
 @pytest.mark.parametrize("causal", list(Causal))
 def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, dtype: Dtype, causal: Causal) -> None:
-    problem, config = a_problem(dtype=dtype, causal=causal), TwoTiles(block_n=32, block_m2=32)
+    problem, config = a_problem(dtype=dtype, causal=causal), TwoTiles(block_n=32, dq_block_m=32)
     for dlse in (False, True):
         assert refused(monkeypatch, problem, level=Level.FULL, config=config, dlse=dlse) == []
 
@@ -61,7 +61,7 @@ def one_head_left_out(name: str) -> Hooks:
         if gradient != name or len(right.weights) < 4:
             return right
         heads = (torch.arange(len(right.weights)) % 2 == 0)[:, None, None]
-        return Scores(right.weights * heads, right.slopes * heads)
+        return Scores(*(one * heads for one in right))
 
     return Hooks(scores=scores)
 
