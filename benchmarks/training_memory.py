@@ -29,8 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashtune
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.standard import standard_attention
 from flashtune.record import Versions
+from flashtune.standard import standard_attention
 from flashtune.target import Target, device_target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families
