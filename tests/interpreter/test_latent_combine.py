@@ -1,4 +1,4 @@
-"""What combines the parts of latent decoding, on the CPU; the kernel before it is in Gluon and not interpreted."""
+"""What combines the parts of latent decoding, on the CPU: the Gluon kernel before it cannot run there."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_what_the_compiler_makes_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("splits", [2, 32, 66, 128])
 def test_what_combines_parts_fits_registers(splits: int) -> None:
-    """All columns of all parts at once did not, from 33 parts on."""
+    """All columns of all parts at once did not, from 65 parts on."""
     last = kernel_of(a_problem(batch=1), lse=True, splits=splits).last
     assert last is not None
     resources = read_resources(last, H200)
