@@ -27,6 +27,8 @@ from flashtune.templates.family import Context, TrafficItem
 SMALL_SRAM = 128 * 1024
 HOPPER = 90
 FLOAT32 = 4
+# What hides keys from some queries of a block and not from others.
+MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
 # Numbers of out and of dout that a program of the prologue holds, and its warps.
 DELTA_NUMBERS = 8192
 DELTA_WARPS = 4
@@ -97,30 +99,22 @@ class BackwardSplit:
     def default(self, problem: Problem, target: Target) -> Config:
         """Tiles that fit every target of the table, for shapes that nobody tuned."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        long_first = problem.causal is not Causal.NONE
-        if width > 512:
-            return SplitConfig(
-                block_m=16, block_n=32, num_warps=4, num_stages=1,
-                dq_block_m=32, dq_block_n=16, dq_warps=4, dq_stages=1, long_first=long_first,
-            )  # fmt: skip
-        if problem.dtype is Dtype.FP32:
-            return SplitConfig(
-                block_m=32, block_n=64 if width <= 256 else 32, num_warps=4, num_stages=1,
-                dq_block_m=64 if width <= 256 else 32, dq_block_n=32, dq_warps=4, dq_stages=1,
-                long_first=long_first,
-            )  # fmt: skip
-        if target.capability == HOPPER:
-            return SplitConfig(
-                block_m=64, block_n=128 if width <= 256 else 64, num_warps=8, num_stages=2,
-                dq_block_m=128, dq_block_n=64, dq_warps=8, dq_stages=2, long_first=long_first,
-            )  # fmt: skip
-        small = target.sram_per_block < SMALL_SRAM
+        masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
+        tiles = _tiles(width, problem, target)
+        block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
         return SplitConfig(
-            block_m=32 if small or width > 256 else 64, block_n=64, num_warps=4 if width <= 256 else 8,
-            num_stages=1 if small and width > 128 else 2,
-            dq_block_m=64, dq_block_n=32 if small else 64, dq_warps=4, dq_stages=1 if small else 2,
-            long_first=long_first,
-        )  # fmt: skip
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            dq_block_m=dq_block_m,
+            dq_block_n=dq_block_n,
+            dq_warps=dq_warps,
+            dq_stages=dq_stages,
+            # Where nothing is masked but the last block, one loop is as good and leaves more registers.
+            two_phases=masked and width <= 256,
+            long_first=problem.causal is not Causal.NONE,
+        )
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
@@ -238,6 +232,21 @@ class BackwardSplit:
             index_bits=specialization.index_bits,
             lse=specialization.lse,
         )
+
+
+def _tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
+    """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
+    if width > 512:
+        return 16, 32, 4, 1, 32, 16, 4, 1
+    if problem.dtype is Dtype.FP32:
+        return (32, 64, 4, 1, 64, 32, 4, 1) if width <= 256 else (16, 32, 4, 1, 32, 16, 4, 1)
+    # A bias is a tile of its own, which registers must hold beside the scores.
+    narrow = width > 256 or problem.bias is not Bias.NONE
+    if target.capability == HOPPER:
+        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2, 128, 32 if narrow else 64, 8, 2
+    if target.sram_per_block < SMALL_SRAM:
+        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2, 64, 32, 4, 1
+    return 32 if narrow else 64, 64, 8 if narrow else 4, 2, 64, 32 if narrow else 64, 4, 2
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
