@@ -1,0 +1,96 @@
+"""Gradients on a real GPU: searched, timed beside the peers' and benched."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.db.store import Store
+from flashtune.problem import Causal, Dtype
+from flashtune.record import Provenance
+from flashtune.target import device_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.bench import run_bench
+from flashtune.tuner.bench_peers import FLEX, STANDARD
+from flashtune.tuner.bench_records import OURS
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.finals import kernel_run, peer_runs
+from flashtune.tuner.passes import backward_of, forward_of
+from flashtune.tuner.request import Budget, SearchRequest
+from flashtune.tuner.search import run_search
+from flashtune.tuner.tensors import make_tensors
+from tests.tuner.search.fakes import a_problem
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+
+
+def test_a_search_selects_proven_gradients_with_their_peers(store: Store) -> None:
+    problem = backward_of(
+        a_problem(
+            dtype=Dtype.BF16, heads=16, kv_heads=8, seqlen_q=1024, seqlen_kv=1024, causal=Causal.TOP_LEFT
+        )
+    )
+    budget = Budget(12, None, None)
+    request = SearchRequest(problem=problem, target=device_target(0), device=0, budget=budget)
+    result = run_search(request, store)
+    assert result.provenance is Provenance.MEASURED
+    assert result.best is not None, result.reasons
+    assert result.best.verdict is not None
+    assert result.best.verdict.passed
+    assert result.best.measurement is not None
+    assert {"sdpa-flash", "standard"} <= {peer.name for peer in result.best.measurement.peers}
+    assert result.pinned
+
+
+def test_a_forward_pass_that_saves_the_log_sum_exp_is_searched(store: Store) -> None:
+    problem = a_problem(dtype=Dtype.BF16, heads=16, kv_heads=16, seqlen_q=1024, seqlen_kv=1024)
+    request = SearchRequest(
+        problem=problem, target=device_target(0), device=0, budget=Budget(6, None, None), lse=True
+    )
+    result = run_search(request, store)
+    assert result.best is not None, result.reasons
+    assert result.best.specialization.lse
+
+
+@pytest.mark.parametrize(
+    ("causal", "lengths"),
+    [(Causal.NONE, (256, 256)), (Causal.BOTTOM_RIGHT, (256, 256)), (Causal.BOTTOM_RIGHT, (128, 384))],
+)
+def test_kernels_and_peers_compute_the_same_gradients(causal: Causal, lengths: tuple[int, int]) -> None:
+    problem = backward_of(
+        a_problem(dtype=Dtype.BF16, kv_heads=2, causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
+    )
+    target = device_target(0)
+    tensors = make_tensors(problem, DEVICE)
+    assert tensors.backward is not None
+    family = find_family("backward_split")
+    candidate = Candidate(family.name, family.default(problem, target))
+    assumed = contiguous_specialization(problem)
+    kernel_run(problem, candidate, assumed, target, tensors)()
+    ours = (tensors.backward.dq, tensors.backward.dk, tensors.backward.dv)
+    runs = dict(peer_runs(problem, tensors))
+    assert {"sdpa-efficient", "standard"} <= runs.keys()
+    for name, run in runs.items():
+        found = run()
+        assert isinstance(found, tuple)
+        for one, other in zip(ours, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2, msg=name)
+
+
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_contestants_gradients_are_timed_side_by_side(causal: Causal, deterministic: bool) -> None:
+    problem = backward_of(a_problem(dtype=Dtype.BF16, seqlen_q=512, seqlen_kv=512, causal=causal))
+    problem = msgspec.structs.replace(problem, deterministic=deterministic)
+    found = run_bench(problem, 0)
+    names = [row.name for row in found.rows]
+    assert names[0] == OURS, found.left_out
+    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), found.left_out
+    for row in found.rows:
+        assert 0 < row.p20 <= row.ms <= row.p80
+        assert row.error <= 1
+        assert row.tflops == pytest.approx(problem.nominal_flops() / row.ms / 1e9)
+    assert forward_of(problem).nominal_flops() * 5 == problem.nominal_flops() * 2
