@@ -68,7 +68,7 @@ def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -
         device: Where they are.
         lse: Whether there is room for the log-sum-exp of a forward pass.
     """
-    tensors = _inputs(problem, device)
+    tensors = make_inputs(problem, device)
     if problem.is_backward:
         return msgspec.structs.replace(tensors, backward=gradient_tensors(problem, tensors))
     if not lse:
@@ -77,7 +77,8 @@ def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -
     return msgspec.structs.replace(tensors, lse=room)
 
 
-def _inputs(problem: Problem, device: torch.device) -> Tensors:
+def make_inputs(problem: Problem, device: torch.device) -> Tensors:
+    """Random inputs alone, and room for the output; of a backward problem those of its forward pass."""
     if problem.features:
         return _with_features(problem, device)
     rows = (problem.batch, problem.heads, problem.seqlen_q)

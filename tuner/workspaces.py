@@ -6,31 +6,20 @@ import math
 
 import torch
 
+from flashtune.backward import NUMBERS
 from flashtune.compilation import load_module
-from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Kernel
 from flashtune.problem import Problem
+from flashtune.tuner.tensors import make_inputs
 
 FLOAT32_BYTES = 4
 
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
-    """Bytes of the workspaces that a backward kernel asks for, on contiguous tensors of a problem.
-
-    Args:
-        kernel: It takes no side inputs.
-        problem: The backward problem.
-    """
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    shapes = (
-        (*rows, problem.head_dim),
-        (*keys, problem.head_dim),
-        (*keys, problem.value_head_dim),
-        (*rows, problem.value_head_dim),
-    )
-    dtype = TORCH_DTYPES[problem.dtype]
-    q, k, v, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    """Bytes of the workspaces that a backward kernel asks for, on a problem's usual tensors."""
+    given = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    beside = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
     workspaces: tuple[tuple[int, ...], ...]
-    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v)
+    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *beside)
     return FLOAT32_BYTES * sum(math.prod(shape) for shape in workspaces)
