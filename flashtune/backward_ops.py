@@ -22,12 +22,12 @@ from flashtune.calls import known_server, remembered
 from flashtune.delegation import usual_backend
 from flashtune.feature_calls import key_of_call, unsigned
 from flashtune.feature_request import read_call
-from flashtune.gradients import AllGradients, Pair, ServeAll, attend, only_once, with_sinks
+from flashtune.gradients import AllGradients, Pair, ServeAll, attend, only_once, with_side
 from flashtune.kernel import Specialization
 from flashtune.modes import transforms
 from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, library, operands
 from flashtune.options import Call
-from flashtune.pair_decision import Assumptions, decide_assumed, side_gradients
+from flashtune.pair_decision import DIFFERENTIABLE_SIDE, Assumptions, decide_assumed, side_gradients
 from flashtune.problem import Problem
 from flashtune.request import Request
 from flashtune.servers import Result
@@ -122,35 +122,48 @@ def _backward_operator(
     side: Side = NO_SIDE,
 ) -> AllGradients:
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
-    gradients = AllGradients(*torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call)))
-    return gradients if side.sinks is not None else gradients._replace(dsinks=None)
+    gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
+    bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    beside = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
+    return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in beside))
 
 
 def _compute(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = unsigned(call_of(*rest))  # type: ignore[arg-type]
-    key = NAME, *key_of_call(call), call.options.deterministic
+) -> tuple[Tensor, ...]:
+    call = call_of(*rest)  # type: ignore[arg-type]
+    key = NAME, call.options.deterministic, *key_of_call(call)
     server = known_server(key)
     if server is None:
 
         def make(request: Request) -> ServeAll:
             served = prepare_alone(request, call.q, call.k, call.v, call.side)
-            return with_sinks(served, request.layout)
+            return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
         server = remembered(key, call.q, lambda: read_call(call, True), make)
-    gradients: AllGradients = server(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.side)
-    dsinks = lse.new_empty(0) if gradients.dsinks is None else gradients.dsinks
-    return gradients.dq, gradients.dk, gradients.dv, dsinks
+    served = unsigned(call)
+    gradients: AllGradients = server(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    if served is not call:
+        gradients = gradients._replace(dq=-gradients.dq)
+    return tuple(lse.new_empty(0) if one is None else one for one in gradients)
 
 
-def _shapes(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object) -> tuple[Tensor, ...]:
     del dout, dlse, out
     call = call_of(*rest)  # type: ignore[arg-type]
-    dsinks = lse.new_empty(0) if call.side.sinks is None else torch.empty_like(call.side.sinks)
-    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), dsinks
+    side = call.side
+    bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    beside = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
+    dsinks, dslopes = beside
+    dbias = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return (
+        torch.empty_like(call.q),
+        torch.empty_like(call.k),
+        torch.empty_like(call.v),
+        dsinks,
+        dbias,
+        dslopes,
+    )
 
 
 def _differentiate(*arguments: object) -> tuple[Tensor | None, ...]:
@@ -168,7 +181,7 @@ def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
         return found
 
 
-library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=TAGS)
 library.impl(NAME, _compute, "CompositeExplicitAutograd")
 library.impl(NAME, _differentiate, "Autograd")
 torch.library.register_fake(f"flashtune::{NAME}", _shapes, lib=library)

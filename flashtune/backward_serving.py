@@ -13,10 +13,11 @@ import msgspec
 import torch
 
 from flashtune.backward import BackwardTensors, bind_backward
-from flashtune.choices import Asked, Choice, chosen, first_that_serves
+from flashtune.choices import Asked, Choice, chosen, first_that_serves, remember_choice
 from flashtune.decision import Decision, Server
 from flashtune.dispatch import default_selection
 from flashtune.errors import KernelError
+from flashtune.features import Bias
 from flashtune.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.pair_decision import backward_specialization, backward_tensors, specialization_of_pass
 from flashtune.problem import Dtype
@@ -34,11 +35,21 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's inputs, in its layout and their types."""
+    """What kernels write.
+
+    Attributes:
+        dq: The gradient of q, in the call's layout and of its type; likewise the next two.
+        dk: That of k.
+        dv: That of v.
+        dbias: That of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type; None without one.
+        dslopes: That of ALiBi's slopes, float32 [batch, heads]; None without them.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
 
 
 class ServeBackward(Protocol):
@@ -56,7 +67,7 @@ class ServeBackward(Protocol):
         scale: float | None,
         side: Side = ...,
     ) -> Gradients:
-        """Gradients of q, k and v for those of the output and, where the call returns it, the log-sum-exp."""
+        """The gradients, from those of the output and, where the call returns it, of the log-sum-exp."""
         ...
 
 
@@ -71,15 +82,34 @@ def prepare_backward(
     """
     if decision.server is Server.INTERPRETER:
         return functools.partial(_interpreted, decision, request)
-    needed = backward_specialization(request, q, k, v, side)
-    asked = Asked(request.backward, needed, request.prefer, request.device)
+    asked = asked_backward(request, q, k, v, side)
 
     def attempt(selection: Selection, target: Target) -> ServeBackward:
-        server = BackwardServer(chosen(selection, target, asked), request)
-        server.bind_usual(q, k, v, side)
+        choice = chosen(selection, target, asked)
+        server = bound_backward(choice, request, q, k, v, side)
+        remember_choice(asked, choice)
         return server
 
     return first_that_serves(decision, asked, attempt)
+
+
+def asked_backward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+    """What the choice of a backward kernel hangs on."""
+    needed = backward_specialization(request, q, k, v, side)
+    return Asked(request.backward, needed, request.prefer, request.device)
+
+
+def bound_backward(
+    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> ServeBackward:
+    """A chosen kernel, bound to a gradient that lies as the output does.
+
+    Raises:
+        KernelError: It does not load.
+    """
+    server = BackwardServer(choice, request)
+    server.bind_usual(q, k, v, side)
+    return server
 
 
 class BackwardServer:
@@ -121,8 +151,12 @@ class BackwardServer:
         launch = self._launches[key]
         if launch is None:
             return self(q, k, v, out, lse, dout.contiguous(), dlse, scale, side)
-        gradients = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        tensors = BackwardTensors(q, k, v, out, lse, dout, *gradients, dlse)
+        if side is NO_SIDE:
+            gradients = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        else:
+            gradients = _allocated(self._request, q, k, v)
+        dq, dk, dv, *beside = gradients
+        tensors = BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse, *beside)
         launch(tensors, self._default_scale if scale is None else scale, side)
         return gradients
 
@@ -153,6 +187,20 @@ class BackwardServer:
 
     def _needed(self, tensors: BackwardTensors, side: Side) -> Specialization:
         return specialization_of_pass(self._request, tensors, side)
+
+
+def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Memory for all gradients that a kernel writes."""
+    problem = request.problem
+    # Behind the last of packed sequences nothing is written, and nobody's gradient is zero.
+    make = torch.zeros_like if problem.packed else torch.empty_like
+    heads = problem.batch, problem.heads
+    dbias = dslopes = None
+    if problem.bias is Bias.ADDITIVE:
+        dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
+    if problem.alibi:
+        dslopes = q.new_empty(heads, dtype=torch.float32)
+    return Gradients(make(q), make(k), make(v), dbias, dslopes)
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:
@@ -190,15 +238,16 @@ def _interpreted(
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
-    gradients = [torch.empty_like(tensor) for tensor in (q_wide, k_wide, v_wide)]
+    dq, dk, dv, *more = _allocated(request, q_wide, k_wide, v_wide)
     views, heads_first = request.views, request.layout.heads_first
     tensors = BackwardTensors(
         *views(q_wide, k_wide, v_wide),
         heads_first(out_wide),
         lse,
         heads_first(dout_wide),
-        *views(*gradients),
+        *views(dq, dk, dv),
         None if dlse is None else dlse.contiguous(),
+        *more,
     )
     needed = specialization_of_pass(request, tensors, side)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
@@ -206,4 +255,7 @@ def _interpreted(
     beside = _beside(request, side, tensors)
     launch = bind_backward(kernel, decision.target, tensors, beside)
     launch(tensors, request.default_scale if scale is None else scale, beside)
-    return Gradients(*(one.to(tensor.dtype) for one, tensor in zip(gradients, (q, k, v), strict=True)))
+    dbias, dslopes = more
+    return Gradients(
+        dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias if dbias is None else dbias.to(q.dtype), dslopes
+    )

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flashtune.choices import forget_choices
 from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
 from flashtune.quantization import negated
 from flashtune.recording import counted, on_change, recording
 from flashtune.request import Request, read_request, requires_grad
-from flashtune.serving import Result, Serve, forget_choices, prepare
+from flashtune.serving import Result, Serve, prepare
 from flashtune.side import NO_SIDE, Side
 from flashtune.training import prepare_pair
 

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 Served = TypeVar("Served")
 
+# Choices of calls with features that are kept, a few of each kind of model and batch.
+CHOICES_LIMIT = 1024
+
+_choices: dict[Asked, Choice] = {}
+
 
 class Choice(NamedTuple):
     """A kernel that was chosen, compiled and proven: what shapes of one problem have in common."""
@@ -44,6 +49,25 @@ class Asked(NamedTuple):
     specialization: Specialization
     prefer: Prefer
     device: torch.device
+
+
+def known_choice(asked: Asked) -> Choice | None:
+    """What was chosen for calls with features: packed sequences come in ever new numbers of tokens."""
+    return _choices.get(asked) if asked.problem.features else None
+
+
+def remember_choice(asked: Asked, choice: Choice) -> None:
+    """Keeps a choice for the next call that asks the same."""
+    if not asked.problem.features:
+        return
+    if len(_choices) >= CHOICES_LIMIT:
+        _choices.clear()
+    _choices[asked] = choice
+
+
+def forget_choices() -> None:
+    """Every problem is new again."""
+    _choices.clear()
 
 
 def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashtune.errors import ProblemError
-from flashtune.side import NO_SIDE, Side
+from flashtune.side import NO_SIDE, TENSOR_COUNT, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,14 @@ TWICE = (
 
 
 class AllGradients(NamedTuple):
-    """Gradients of all inputs of a call that may have some; None where an input is not there."""
+    """Gradients of all inputs of a call that may have some; None where nobody asks for one."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
 
 
 # As `flashtune.backward_serving.ServeBackward`, with the gradients of side inputs.
@@ -68,8 +70,14 @@ def differentiable(pair: Pair) -> Serve:
     return functools.partial(attend, pair)
 
 
-def with_sinks(backward: ServeBackward, layout: Layout) -> ServeAll:
-    """All gradients, of which kernels give those of q, k and v."""
+def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
+    """All gradients, those of side inputs in the shapes that these have.
+
+    Args:
+        backward: What runs the kernels.
+        layout: The order of the output's dimensions.
+        wanted: Names of the side inputs whose gradients are asked for.
+    """
 
     def serve(
         q: Tensor,
@@ -82,17 +90,25 @@ def with_sinks(backward: ServeBackward, layout: Layout) -> ServeAll:
         scale: float | None,
         side: Side = NO_SIDE,
     ) -> AllGradients:
-        gradients = backward(q, k, v, out, lse, dout, dlse, scale, side)
-        if side.sinks is None:
-            return AllGradients(*gradients)
-        return AllGradients(*gradients, sink_gradient(layout, side.sinks, out, lse, dout, dlse))
+        if side is NO_SIDE:
+            found = backward(q, k, v, out, lse, dout, dlse, scale)
+            return AllGradients(found.dq, found.dk, found.dv)
+        found = backward(q, k, v, out, lse, dout, dlse, scale, side)
+        dsinks = dbias = dslopes = None
+        if side.sinks is not None and "sinks" in wanted:
+            dsinks = sink_gradient(layout, side.sinks, out, lse, dout, dlse)
+        if side.bias is not None and found.dbias is not None and "bias" in wanted:
+            dbias = found.dbias.sum_to_size(side.bias.shape)
+        if side.slopes is not None and found.dslopes is not None and "slopes" in wanted:
+            dslopes = found.dslopes.sum_to_size(side.slopes.shape)
+        return AllGradients(found.dq, found.dk, found.dv, dsinks, dbias, dslopes)
 
     return serve
 
 
 def attend(pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
     """Attention by a pair, as a node of autograd's graph."""
-    result: Result = Attend.apply(q, k, v, side.sinks, pair, scale, side)  # type: ignore[no-untyped-call]
+    result: Result = Attend.apply(q, k, v, side.sinks, side.bias, side.slopes, pair, scale, side)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -106,24 +122,27 @@ class Attend(Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        bias: Tensor | None,
+        slopes: Tensor | None,
         pair: Pair,
         scale: float | None,
         side: Side,
     ) -> Result:
         """Runs the forward pass and keeps what the backward pass reads."""
-        del sinks  # named so that autograd knows of it
+        del sinks, bias, slopes  # named so that autograd knows of them
         if side is NO_SIDE:
             out, lse = pair.forward(q, k, v, scale)
             ctx.save_for_backward(q, k, v, out, lse)
         else:
             out, lse = pair.forward(q, k, v, scale, side)
-            ctx.save_for_backward(q, k, v, out, lse, *side[:-1])
-        ctx.call = pair, scale, side.softcap
+            ctx.save_for_backward(q, k, v, out, lse, *side[:TENSOR_COUNT])
+        ctx.call = pair, scale, side[TENSOR_COUNT:]
         return (out, lse) if pair.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass."""
+    def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
+        """Runs the backward pass, for the gradients of the results."""
+        dout, dlse = results if len(results) > 1 else (results[0], None)
         if torch.is_grad_enabled() and not ctx.call[0].is_traced:
             gradients = only_once(_gradients, ctx.call, dout, dlse, *ctx.saved_tensors)
         else:
@@ -160,7 +179,7 @@ class FirstDerivative(Function):
 
 
 def _gradients(
-    call: tuple[Pair, float | None, float | None],
+    call: tuple[Pair, float | None, tuple[float | None, ...]],
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -170,10 +189,10 @@ def _gradients(
     lse: Tensor,
     *beside: Tensor | None,
 ) -> AllGradients:
-    pair, scale, softcap = call
+    pair, scale, numbers = call
     if not beside:
         return pair.backward(q, k, v, out, lse, dout, dlse, scale)
-    side = Side(*beside, softcap)  # type: ignore[arg-type, call-arg]
+    side = Side(*beside, *numbers)  # type: ignore[arg-type, call-arg]
     return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
 
 

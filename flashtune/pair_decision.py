@@ -22,7 +22,7 @@ from flashtune.dispatch import STANDARD, default_selection, faster_peer_of_pair,
 from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.request import Prefer, Request
-from flashtune.side import NO_SIDE, Side
+from flashtune.side import NO_SIDE, TENSOR_COUNT, Side
 from flashtune.side_inputs import CALLED, side_views
 from flashtune.tables import tuned_records
 from flashtune.target import device_target, find_target
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flashtune.record import Selection
 
 # Whose gradients are worked out from what the kernels leave, beside those of q, k and v.
-DIFFERENTIABLE_SIDE = ("sinks",)
+DIFFERENTIABLE_SIDE = ("slopes", "bias", "sinks")
 
 
 class PairDecision(NamedTuple):
@@ -95,7 +95,7 @@ def decide_assumed(request: Request, assumed: Assumptions) -> PairDecision:
     try:
         return _generated(request, assumed)
     except ProblemError as error:
-        if request.prefer is Prefer.GENERATED or request.problem.packed:
+        if request.prefer is Prefer.GENERATED:
             raise
         return _both(Decision(baseline(request), str(error)))
 
@@ -124,7 +124,7 @@ def side_gradients(side: Side) -> tuple[str, ...]:
     """Names of the side inputs whose gradients are asked for."""
     if side is NO_SIDE:
         return ()
-    named = zip(Side._fields[:-1], side[:-1], strict=True)
+    named = zip(Side._fields[:TENSOR_COUNT], side[:TENSOR_COUNT], strict=True)
     return tuple(name for name, tensor in named if tensor is not None and tensor.requires_grad)
 
 

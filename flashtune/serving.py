@@ -5,7 +5,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from flashtune.choices import Asked, Choice, chosen, first_that_serves, tell_of_failure
+from flashtune.choices import (
+    Asked,
+    Choice,
+    chosen,
+    first_that_serves,
+    known_choice,
+    remember_choice,
+    tell_of_failure,
+)
 from flashtune.decision import Server, baseline, decide, needed_specialization, output_like
 from flashtune.errors import KernelError, VerificationError
 from flashtune.launch import bind
@@ -21,12 +29,7 @@ if TYPE_CHECKING:
     from flashtune.record import Selection
     from flashtune.target import Target
 
-__all__ = ["Result", "Serve", "forget_choices", "prepare"]
-
-# Choices of calls with features that are kept, a few of each kind of model and batch.
-CHOICES_LIMIT = 1024
-
-_choices: dict[Asked, Choice] = {}
+__all__ = ["Result", "Serve", "prepare"]
 
 
 def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
@@ -38,10 +41,9 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
         VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
     if request.problem.features and not request.is_empty:
-        # Packed sequences come in ever new numbers of tokens.
-        choice = _choices.get(_asked(request, q, k, v, side))
+        choice = known_choice(asked_forward(request, q, k, v, side))
         if choice is not None:
-            return _bound(choice, request, q, k, v, side)
+            return bound_forward(choice, request, q, k, v, side)
     decision = decide(request, q, k, v, side)
     if decision.server in (Server.GENERATED, Server.INTERPRETER):
         return _generated_or_baseline(decision, request, q, k, v, side)
@@ -61,26 +63,19 @@ def prepare_generated(
     """
     if decision.server is Server.INTERPRETER:
         return functools.partial(interpreted, decision, request)
-    asked = _asked(request, q, k, v, side)
+    asked = asked_forward(request, q, k, v, side)
 
     def attempt(selection: Selection, target: Target) -> Serve:
         choice = chosen(selection, target, asked)
-        served = _bound(choice, request, q, k, v, side)
-        if request.problem.features:
-            if len(_choices) >= CHOICES_LIMIT:
-                _choices.clear()
-            _choices[asked] = choice
+        served = bound_forward(choice, request, q, k, v, side)
+        remember_choice(asked, choice)
         return served
 
     return first_that_serves(decision, asked, attempt)
 
 
-def forget_choices() -> None:
-    """Every problem is new again."""
-    _choices.clear()
-
-
-def _asked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Asked:
+def asked_forward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+    """What the choice of a forward kernel hangs on."""
     needed = needed_specialization(request, q, k, v, side)
     return Asked(request.problem, needed, request.prefer, request.device)
 
@@ -98,7 +93,9 @@ def _generated_or_baseline(
         return baseline_server(instead, request)
 
 
-def _bound(choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve:
+def bound_forward(
+    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Serve:
     """A chosen kernel bound to these strides.
 
     Raises:

@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from flashtune.backward_serving import Gradients, ServeBackward, prepare_backward
-from flashtune.choices import tell_of_failure
+from flashtune.backward_serving import (
+    Gradients,
+    ServeBackward,
+    asked_backward,
+    bound_backward,
+    prepare_backward,
+)
+from flashtune.choices import known_choice, tell_of_failure
 from flashtune.decision import Server, baseline
 from flashtune.errors import KernelError, VerificationError
-from flashtune.gradients import Pair, differentiable, with_sinks
+from flashtune.features import Bias
+from flashtune.gradients import Pair, differentiable, with_side
 from flashtune.notices import tell_once
-from flashtune.pair_decision import PairDecision, decide_pair
+from flashtune.pair_decision import PairDecision, decide_pair, side_gradients
 from flashtune.request import Prefer, Request
 from flashtune.servers import Serve, baseline_server, in_words
-from flashtune.serving import prepare_generated
+from flashtune.serving import asked_forward, bound_forward, prepare_generated
 from flashtune.side import NO_SIDE, Side
+from flashtune.side_inputs import side_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +45,10 @@ def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side =
         KernelError: Only generated kernels may serve, and none compiles or loads.
         VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
+    if request.problem.features and not request.is_empty:
+        known = _known_pair(request, q, k, v, side)
+        if known is not None:
+            return known
     decision = decide_pair(request, q, k, v, side)
     if not decision.generated:
         return baseline_of_pair(decision, request)
@@ -49,7 +61,22 @@ def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side =
         instead = baseline(request)
         tell_of_failure(failure, f"{in_words(instead)} (of both passes)", request.backward)
         return baseline_server(instead, request)
-    return differentiable(Pair(forward, with_sinks(backward, request.layout), request.return_lse))
+    return _paired(forward, backward, request, side)
+
+
+def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+    """Kernels that were chosen for such calls, bound to these lengths."""
+    first = known_choice(asked_forward(request.forward, q, k, v, side))
+    last = known_choice(asked_backward(request, q, k, v, side))
+    if first is None or last is None:
+        return None
+    forward = bound_forward(first, request.forward, q, k, v, side)
+    return _paired(forward, bound_backward(last, request, q, k, v, side), request, side)
+
+
+def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Side) -> Serve:
+    wanted = side_gradients(side)
+    return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
 
 
 def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> ServeBackward:
@@ -75,6 +102,8 @@ def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side 
 def recomputed(request: Request) -> ServeBackward:
     """Gradients by computing the forward pass again, unfused."""
     standard = baseline_server(Server.STANDARD, request)
+    written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
+    names = [name for name, given in written.items() if given]
 
     def serve(
         q: Tensor,
@@ -88,13 +117,19 @@ def recomputed(request: Request) -> ServeBackward:
         side: Side = NO_SIDE,
     ) -> Gradients:
         del out, lse
+        if request.is_empty:
+            return Gradients(*map(torch.zeros_like, (q, k, v)))
+        views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
             inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            result = standard(*inputs, scale, side)
-            gradients = torch.autograd.grad(result, inputs, dout if dlse is None else (dout, dlse))
-        return Gradients(
-            *(torch.empty_like(one).copy_(d) for one, d in zip((q, k, v), gradients, strict=True))
-        )
+            beside = {name: getattr(views, name).detach().clone().requires_grad_() for name in names}
+            result = standard(*inputs, scale, side._replace(**beside))
+            found = torch.autograd.grad(
+                result, (*inputs, *beside.values()), dout if dlse is None else (dout, dlse)
+            )
+        # In the strides that a compiler was promised.
+        gradients = Gradients(*map(_laid_out_like, (q, k, v), found))
+        return gradients._replace(**{f"d{name}": one for name, one in zip(names, found[3:], strict=True)})
 
     return serve
 
@@ -106,12 +141,9 @@ def _laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _autograd_inside_operator() -> Iterator[None]:
     """Autograd records although the dispatcher is behind it, inside of an operator."""
-    included, excluded = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    included = torch._C._dispatch_tls_local_include_set()
     # The key of any device stands for autograd on all of them.
-    recording = excluded.remove(torch._C.DispatchKey.AutogradCPU)
+    recording = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
     with torch._C._ForceDispatchKeyGuard(included, recording), torch.enable_grad():
         yield
 

@@ -171,7 +171,7 @@ def test_a_kernel_that_fails_gives_way_to_another_familys_default(
         return None
 
     monkeypatch.setattr(serving, "chosen", refuse_native)
-    monkeypatch.setattr(serving, "_bound", lambda *_: "served")
+    monkeypatch.setattr(serving, "bound_forward", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     request, decided_for = decided(monkeypatch, tuned, misaligned=False)
     assert decided_for.server is Server.GENERATED

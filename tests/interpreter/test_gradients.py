@@ -1,0 +1,317 @@
+"""Gradients of `attention` by every way that torch has to go back through it, on the CPU, against float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flashtune
+from flashtune import training
+from flashtune.calls import forget_servers
+from flashtune.errors import KernelError, ProblemError
+from flashtune.notices import FlashtuneWarning, forget_told
+from flashtune.problem import Causal
+from flashtune.standard import standard_attention
+
+Triple = tuple[Tensor, Tensor, Tensor]
+HEADS, KV_HEADS = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    forget_servers()
+    forget_told()
+    torch._dynamo.reset()
+    yield
+    forget_servers()
+
+
+def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:
+    torch.manual_seed(seqlen_q)
+    q = torch.randn(2, HEADS, seqlen_q, head_dim)
+    k = torch.randn(2, KV_HEADS, seqlen_kv, head_dim)
+    v = torch.randn(2, KV_HEADS, seqlen_kv, value_head_dim)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out: Tensor = flashtune.attention(q, k, v, causal=True, prefer="generated", **options)
+    return out
+
+
+def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v).square().sum()
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    """Gradients of `loss`, from the definition in float64."""
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    return torch.autograd.grad(definition(*wide)[0].square().sum(), wide)  # type: ignore[return-value]
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention and its log-sum-exp by operators that autograd knows."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def close(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=2e-5)
+
+
+def test_the_gradient_of_the_log_sum_exp_comes_in() -> None:
+    q, k, v = tensors()
+    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")
+    weights = torch.randn(lse.shape)
+    found = torch.autograd.grad(out.square().sum() + (lse * weights).sum(), (q, k, v))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    out, lse = definition(*wide)
+    close(found, torch.autograd.grad(out.square().sum() + (lse * weights).sum(), wide))
+    lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
+    alone = torch.autograd.grad((lse * weights).sum(), (q, k))
+    close(alone, torch.autograd.grad((definition(*wide)[1] * weights).sum(), wide[:2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_have_their_inputs_types(dtype: torch.dtype) -> None:
+    q, k, v = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors())
+    found = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    assert {gradient.dtype for gradient in found} == {dtype}
+    for one, other in zip(found, expected(q, k, v), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("way", ["expanded", "transposed", "every_other", "misaligned"])
+def test_the_outputs_gradient_may_lie_anyhow(way: str) -> None:
+    q, k, v = tensors()
+    out = attend(q, k, v)
+    dout = torch.randn(out.shape)
+    if way == "expanded":
+        dout = torch.tensor(0.5).expand(out.shape)
+    elif way == "transposed":
+        dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    elif way == "every_other":
+        dout = torch.stack([dout, dout], -1).flatten(-2)[..., ::2]
+    else:
+        dout = torch.empty(out.numel() + 1)[1:].view(out.shape).copy_(dout)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    wanted = torch.autograd.grad(definition(*wide)[0], wide, dout.double())
+    close(torch.autograd.grad(out, (q, k, v), dout), wanted)
+
+
+def test_gradients_lie_as_inputs_do() -> None:
+    q, k, v = (tensor.detach().transpose(1, 2).contiguous() for tensor in tensors())
+    views = [tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
+    found = torch.autograd.grad(loss(*views), views)
+    assert [one.stride() for one in found] == [view.stride() for view in views]
+    moved = [tensor.requires_grad_() for tensor in (q, k, v)]
+    by_layout = torch.autograd.grad(attend(*moved, layout="bshd").square().sum(), moved)
+    close([one.transpose(1, 2) for one in by_layout], expected(*views))
+    close(found, expected(*views))
+
+
+def test_only_what_asks_for_a_gradient_gets_one() -> None:
+    q, k, v = tensors()
+    q.requires_grad_(False)
+    v.requires_grad_(False)
+    loss(q, k, v).backward()
+    assert q.grad is None
+    assert v.grad is None
+    assert k.grad is not None
+    close([k.grad], expected(q, k, v)[1:2])
+
+
+def test_gradcheck() -> None:
+    q, k, v = (tensor.detach()[:, :, :3, :8].requires_grad_() for tensor in tensors())
+    torch.autograd.gradcheck(attend, (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
+
+
+@pytest.mark.parametrize("way", ["grad", "vjp", "vmap", "compiled"])
+def test_transforms(way: str) -> None:
+    q, k, v = tensors()
+    wanted = expected(q, k, v)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    gradients = torch.func.grad(loss, argnums=(0, 1, 2))
+    if way == "vjp":
+        out, back = torch.func.vjp(attend, q, k, v)
+        close(back(2 * out), wanted)
+    elif way == "vmap":
+        batches = [torch.stack([tensor, tensor + 1]) for tensor in (q, k, v)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # there is a loop where no rule is
+            found = torch.func.vmap(gradients)(*batches)
+        close([one[0] for one in found], wanted)
+        close([one[1] for one in found], expected(q + 1, k + 1, v + 1))
+    elif way == "compiled":
+        close(torch.compile(gradients, backend="aot_eager", fullgraph=True)(q, k, v), wanted)
+    else:
+        close(gradients(q, k, v), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    q, k, v = tensors()
+    result: Tensor = checkpoint(loss, q, k, v, use_reentrant=reentrant)
+    result.backward()
+    close((q.grad, k.grad, v.grad), expected(q, k, v))
+
+
+def test_saved_tensors_may_be_moved_meanwhile() -> None:
+    q, k, v = tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept.clone()):
+        result = loss(q, k, v)
+    close(torch.autograd.grad(result, (q, k, v)), expected(q, k, v))
+
+
+def test_compilers_see_a_node_for_each_pass() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(keep(graph, inputs)))
+    q, k, v = tensors()
+    call = torch.compile(loss, backend=backend, fullgraph=True)
+    close(torch.autograd.grad(call(q, k, v), (q, k, v)), expected(q, k, v))
+    nodes = [
+        [str(node.target) for node in graph.graph.nodes if "flashtune" in str(node.target)]
+        for graph in graphs
+    ]
+    assert nodes == [["flashtune.attention_with_lse.default"], ["flashtune.attention_backward.default"]]
+
+
+def test_lengths_do_not_compile_again() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = torch.compile(loss, backend=counter, fullgraph=True)
+    q, k, v = tensors()
+    for length in (20, 18, 16, 12):
+        part = q[:, :, :length]
+        close(
+            torch.autograd.grad(call(part, k, v), (q, k, v)), torch.autograd.grad(loss(part, k, v), (q, k, v))
+        )
+    assert counter.frame_count <= 2, "once for one length, once for all"
+
+
+def test_programs_are_exported_with_gradients_on() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v)
+
+    q, k, v = tensors()
+    program = torch.export.export(Module(), (q, k, v))
+    close([program.module()(q, k, v)], [attend(q, k, v)])
+
+
+@pytest.mark.parametrize("way", ["eager", "operator", "func"])
+def test_second_derivatives_are_refused(way: str) -> None:
+    q, k, v = tensors()
+    if way == "func":
+
+        def first(q: Tensor) -> Tensor:
+            return torch.func.grad(loss)(q, k.detach(), v.detach()).square().sum()
+
+        with pytest.raises(ProblemError, match="differentiated twice"):
+            torch.func.grad(first)(q.detach())
+        return
+    if way == "operator":
+        q = torch.nn.Parameter(q.detach())
+    (first_gradient,) = torch.autograd.grad(loss(q, k, v), (q,), create_graph=True)
+    close([first_gradient], expected(q, k, v)[:1])
+    with pytest.raises(ProblemError, match="differentiated twice"):
+        torch.autograd.grad(first_gradient.sum(), (q,))
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+def test_gradients_of_what_lies_beside(way: str) -> None:
+    call = attend if way == "eager" else torch.compile(attend, backend="aot_eager", fullgraph=True)
+    q, k, v = tensors()
+    bias = torch.randn(1, HEADS, 20, 28, requires_grad=True)
+    found = torch.autograd.grad(call(q, k, v, attn_bias=bias).square().sum(), (q, k, v, bias))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, bias)]
+    close(found, torch.autograd.grad(definition(*wide)[0].square().sum(), wide))
+
+    slopes, sinks = torch.rand(HEADS, requires_grad=True), torch.randn(HEADS, requires_grad=True)
+    found = torch.autograd.grad(
+        call(q, k, v, alibi_slopes=slopes, sinks=sinks, softcap=3.0).square().sum(), (q, k, v, slopes, sinks)
+    )
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, slopes, sinks)]
+    close(found, torch.autograd.grad(sloped(*wide).square().sum(), wide))
+
+
+def sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
+    """Causal attention with slopes, a cap of 3 and sinks."""
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    place = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    key = torch.arange(k.shape[2])
+    scores = 3 * torch.tanh(q @ k.mT * q.shape[3] ** -0.5 / 3)
+    scores = scores - slopes[:, None, None] * (place - key).abs()
+    scores = scores.masked_fill(key > place, -torch.inf)
+    sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
+
+
+def test_packed_sequences() -> None:
+    torch.manual_seed(3)
+    lengths = (9, 0, 14)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    # Two rows lie behind the last sequence: nobody's gradients are zeros.
+    q, k = torch.randn(25, HEADS, 32, requires_grad=True), torch.randn(25, KV_HEADS, 32, requires_grad=True)
+    v = torch.randn(25, KV_HEADS, 16, requires_grad=True)
+    out = flashtune.attention_varlen(q, k, v, starts, starts, 14, 14, causal=True, prefer="generated")
+    found = torch.autograd.grad(out[:23].square().sum(), (q, k, v))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    total = torch.zeros((), dtype=torch.float64)
+    for begin, end in ((0, 9), (9, 23)):
+        part = [tensor[begin:end].transpose(0, 1)[None] for tensor in wide]
+        total = total + definition(*part)[0].square().sum()
+    close(found, torch.autograd.grad(total, wide))
+    assert not found[0][23:].any()
+
+
+def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise KernelError("PTXASError: out of registers")
+
+    monkeypatch.setattr(training, "prepare_backward", refuse)
+    q, k, v = tensors()
+    with pytest.raises(KernelError, match="out of registers"):
+        loss(q, k, v)
+    for call in (
+        flashtune.attention,
+        torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True),
+    ):
+        forget_told()
+        with pytest.warns(FlashtuneWarning, match="out of registers"):
+            result = call(q, k, v, causal=True).square().sum()
+            close(torch.autograd.grad(result, (q, k, v)), expected(q, k, v))
+
+
+def test_nothing_to_attend_to_has_gradients_of_zero() -> None:
+    q, k, v = tensors()
+    none = [tensor.detach()[:, :, :0].requires_grad_() for tensor in (k, v)]
+    out = flashtune.attention(q, *none)
+    assert not out.any()
+    out, lse = flashtune.attention(q[:, :, :0], k, v, return_lse=True)
+    assert (out.numel(), lse.numel()) == (0, 0)
+
+
+def test_what_the_reference_is() -> None:
+    q, k, v = (tensor.detach().double() for tensor in tensors())
+    out = standard_attention(q, k, v, scale=32**-0.5, causal=Causal.BOTTOM_RIGHT)[0]
+    close([out], [definition(q, k, v)[0]])
