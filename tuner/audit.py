@@ -28,7 +28,7 @@ BAR = 0.9
 # Half of the points lie here: SRAM by the compiler over the capacity of a block.
 BAND = (0.75, 1.33)
 # Compilations for each point that is kept, at most.
-MOST_DRAWN = 12
+MOST_DRAWN = 24
 
 Watch = Callable[[str, int, int], None]
 

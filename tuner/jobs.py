@@ -19,7 +19,7 @@ from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_kernel
-from flashtune.proof.prepared import forget
+from flashtune.proof.passes import forget
 from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
 from flashtune.templates.registry import find_family

@@ -16,6 +16,8 @@ from flashtune.tuner.jobs import evaluate_candidate, fatal_error, prepare, time_
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
 
 JOB_SECONDS = 20.0
+# Gradients are three results of five products, and their reference is as much more work.
+BACKWARD_PATIENCE = 3.0
 FINALS_SECONDS = 180.0
 START_SECONDS = 120.0
 
@@ -53,7 +55,8 @@ class GpuWorker:
         del compiled  # Triton's cache has the binary
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation] = Future()
-        job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), self._seconds)
+        seconds = self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
+        job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), seconds)
         job.add_done_callback(lambda done: self._settle(done, settled))
         return settled
 

@@ -84,10 +84,10 @@ def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
     near = search(store, BACKWARD)
     assert near.best is not None
     longer = msgspec.structs.replace(BACKWARD, seqlen_q=8192, seqlen_kv=8192)
-    seen = search(store, longer, trials=2)
+    seen = search(store, longer, trials=8)
     tried = [entry.record.config for entry in store.records(longer, H200.name)]
     assert near.best.config in tried
-    assert seen.tally.tried == 2
+    assert seen.tally.tried == 8
 
 
 def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> None:
