@@ -1,0 +1,247 @@
+"""The backward pass in one, portable: keys outermost for dk and dv, and dq added up in float32 by all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Bias, Feature
+from flashtune.kernel import Alignment, Argument, Specialization, Step
+from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.backward_fused.space import (
+    FusedConfig,
+    Products,
+    Reduction,
+    can_copy,
+    chunks_of,
+    fused_space,
+)
+from flashtune.templates.backward_fused.sram import fused_items
+from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.templates.common.backward_arguments import (
+    backward_arguments,
+    plain_arguments,
+    stride_arguments,
+)
+from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.traffic import cycled_queries, unpacked
+from flashtune.templates.family import Context, TrafficItem
+
+SMALL_SRAM = 128 * 1024
+HOPPER = 90
+FLOAT32 = 4
+# Numbers of a tensor that a program of the prologue or of the epilogue holds, and their warps.
+STEP_NUMBERS = 8192
+STEP_WARPS = 4
+# Numbers that a program of the prologue clears at once, at the most.
+CLEARED = 4096
+SUMS = "workspace_2"
+
+
+class FusedContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    asks: Asked
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+    reduction: Reduction
+    two_phases: bool
+    decomposed: bool
+    heads_inner: bool
+    products: Products
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    delta_chunk: Chunk
+    delta_rows: int
+    delta_warps: int
+    sum_chunk: Chunk
+    sum_rows: int
+    sum_piece: int
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+class BackwardFused:
+    """The family; it holds no state."""
+
+    name = "backward_fused"
+    config_type = FusedConfig
+    features = frozenset(Feature) - {
+        Feature.PAGES,
+        Feature.QUANTIZED_KV,
+        Feature.LATENT,
+        Feature.DROPOUT,
+        Feature.DETERMINISTIC,
+    }
+    direction = Direction.BACKWARD
+    interpreted = True
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+            return f"backward_fused takes head dims up to {MAX_HEAD_DIM}"
+        if problem.dtype.is_quantized:
+            return f"backward_fused takes no {problem.dtype}"
+        if {Feature.PACKED, Feature.BIAS} <= problem.features:
+            return "backward_fused takes no bias over packed sequences"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return True
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return fused_space(problem, target)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        """Tiles that fit every target of the table, for shapes that nobody tuned."""
+        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        if width > 512:
+            return FusedConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
+        if problem.dtype is Dtype.FP32:
+            return FusedConfig(block_m=32, block_n=64 if width <= 256 else 32, num_warps=4, num_stages=1)
+        if target.capability == HOPPER:
+            return FusedConfig(block_m=64, block_n=128 if width <= 256 else 64, num_warps=8, num_stages=2)
+        small = target.sram_per_block < SMALL_SRAM
+        return FusedConfig(
+            block_m=32 if small or width > 256 else 64, block_n=64, num_warps=4 if width <= 256 else 8,
+            num_stages=1 if small and width > 128 else 2,
+        )  # fmt: skip
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
+        dslopes = ("dslopes",) if problem.alibi else ()
+        read = ("q", "k", "v", "dout", "workspace_0", "workspace_1")
+        return backward_arguments(problem, specialization, (*read, SUMS, "dk", "dv", *dbias, *dslopes))
+
+    def options(self, config: Config) -> LaunchOptions:
+        assert isinstance(config, FusedConfig)
+        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        dlse = ("dlse",) if specialization.lse else ()
+        dslopes = ("dslopes",) if problem.alibi else ()
+        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", SUMS, *dslopes)
+        counts = ("heads", "seqlen_q", "sum_pieces", *(("slope_count",) if problem.alibi else ()))
+        arguments = (
+            *plain_arguments(problem.dtype, specialization, tensors),
+            *stride_arguments(specialization, tensors),
+            *(Argument(name, "i32") for name in counts),
+        )
+        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        packed = problem.packed > 0
+        arguments = (
+            *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
+            *((Argument("cu_seqlens_q", "*i32"),) if packed else ()),
+            Argument("scale", "fp32"),
+            *stride_arguments(specialization, ("dq",)),
+            *(Argument(name, "i32") for name in ("heads", "seqlen_q", *(("sequences",) if packed else ()))),
+        )
+        return Step("convert_sums", arguments, LaunchOptions(STEP_WARPS, 1))
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, FusedConfig)
+        return fused_items(problem, config, target, specialization)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        assert isinstance(config, FusedConfig)
+        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
+
+    def overlap(self, config: Config) -> float | None:
+        return None
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, FusedConfig)
+        # Five products where the forward pass has two.
+        forward = portable_span(
+            unpacked(msgspec.structs.replace(problem, direction=Direction.FORWARD)),
+            config.block_n,
+            config.block_m,
+            target,
+            longest_first=problem.causal is not Causal.NONE,
+            heads_inner=config.heads_inner,
+        )
+        return 2.5 * forward
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        return ()
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, FusedConfig)
+        problem = unpacked(problem)
+        size = problem.dtype.itemsize
+        both = (problem.head_dim + problem.value_head_dim) * size
+        heads = problem.batch * problem.heads
+        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
+        sums = problem.head_dim * FLOAT32
+        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
+        return (
+            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+            TrafficItem("sums of dq cleared", rows * sums),
+            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
+            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
+            TrafficItem("sums of dq added to for every block of keys", walked * sums),
+            TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
+        )
+
+    def context(self, problem: Problem, config: Config, specialization: Specialization) -> FusedContext:
+        assert isinstance(config, FusedConfig)
+        qk_chunks, v_chunks = chunks_of(problem, config)
+        delta_chunk = head_chunks(problem.value_head_dim, False)[0]
+        sum_chunk = head_chunks(problem.head_dim, False)[0]
+        return FusedContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            # Sinks are in the log-sum-exp.
+            asks=msgspec.structs.replace(asked_of(problem), sinks=False),
+            block_m=config.block_m,
+            block_n=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            max_registers=config.max_registers,
+            reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
+            two_phases=config.two_phases,
+            decomposed=config.decomposed,
+            heads_inner=config.heads_inner,
+            products=config.products,
+            qk_chunks=qk_chunks,
+            v_chunks=v_chunks,
+            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+            delta_chunk=delta_chunk,
+            delta_rows=max(16, STEP_NUMBERS // delta_chunk.width),
+            delta_warps=STEP_WARPS,
+            sum_chunk=sum_chunk,
+            sum_rows=min(config.block_m, max(16, STEP_NUMBERS // sum_chunk.width)),
+            sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),
+            alignment=specialization.alignment,
+            index_bits=specialization.index_bits,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = BackwardFused()

@@ -1,0 +1,130 @@
+"""The space of the fused backward family: what a config holds, and which values are worth trying."""
+
+from __future__ import annotations
+
+import enum
+
+from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.problem import Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
+
+# What the copy engine addresses begins on a border of so many float32 numbers.
+DESCRIBED_NUMBERS = 4
+
+
+class Products(enum.StrEnum):
+    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+
+    IEEE = "ieee"
+    TF32X3 = "tf32x3"
+
+
+class Reduction(enum.StrEnum):
+    """How a tile of dq is added to sums in memory: by atomics from registers, or by the copy engine."""
+
+    ATOMICS = "atomics"
+    COPY_ENGINE = "copy_engine"
+
+
+class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a block that a program walks.
+        block_n: Keys of the block that it holds.
+        reduction: How its share of dq is added.
+        two_phases: Blocks that no mask touches run in a loop of their own.
+        decomposed: A head dim that is no power of two as several tiles instead of one padded.
+        heads_inner: Neighbouring programs work on different heads, not on different blocks of keys.
+        max_registers: Register cap, 0 for none.
+        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    reduction: Reduction = Reduction.ATOMICS
+    two_phases: bool = True
+    decomposed: bool = False
+    heads_inner: bool = False
+    max_registers: RegisterCap = 0
+    products: Products = Products.IEEE
+
+
+# Under this many queries and keys small tiles are worth trying.
+SHORT = 128
+# With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
+# registers where wgmma looks for the tile's address.
+LEAST_WIDTH = 64
+WARP_ROWS = 16
+WARPGROUP_ROWS = 64
+MOST_REGISTERS = 255
+# Sums and scores of one thread leave this many registers for the rest.
+SPARE_REGISTERS = 24
+
+
+def fused_space(problem: Problem, target: Target) -> Space:
+    """All configs worth trying."""
+    wide = problem.dtype is Dtype.FP32
+    short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
+    odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    copies = target.has_descriptors and can_copy(problem)
+    axes = (
+        Axis("block_m", (16, 32, 64) if wide else (32, 64, 128)),
+        Axis("block_n", (16, 32, 64, 128) if short else (64, 128)),
+        Axis("num_warps", (4, 8)),
+        Axis("num_stages", (1, 2, 3)),
+        Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
+        Axis("two_phases", (True, False), False),
+        Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
+        Axis("heads_inner", (False, True)),
+        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+    )
+    return Space(FusedConfig, axes, lambda config: fits_registers(problem, config, target))
+
+
+def can_copy(problem: Problem) -> bool:
+    """Whether rows of the sums lie where the copy engine can address them."""
+    return problem.head_dim % DESCRIBED_NUMBERS == 0
+
+
+def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """The tiles of queries' and keys' columns, and those of values' columns."""
+    widths = problem.head_dim, problem.value_head_dim
+    qk, v = (_chunks(problem, width, config.decomposed) for width in widths)
+    return qk, v
+
+
+def _chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
+    chunks = head_chunks(width, decomposed)
+    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
+        return chunks
+    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
+
+
+def _may_split(problem: Problem) -> bool:
+    """Whether no tile of a head dim that is cut would be too narrow."""
+    if problem.dtype is Dtype.FP32:
+        return True
+    widths = problem.head_dim, problem.value_head_dim
+    return all(chunk.width >= LEAST_WIDTH for width in widths for chunk in head_chunks(width, True))
+
+
+def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether sums, and the scores or the tile of dq at work, fit the registers of their warps."""
+    assert isinstance(config, FusedConfig)
+    # Two groups of warps may share 64 rows: each then has half of the columns.
+    if config.num_warps * WARP_ROWS > 2 * max(config.block_n, WARPGROUP_ROWS // 2):
+        return False
+    threads = config.num_warps * target.warp_size
+    qk, v = map(columns, chunks_of(problem, config))
+    sums = config.block_n * (qk + v) // threads
+    # Weights and their gradients are live at once, and one of them in the type of the next product.
+    scores = 2 * config.block_n * config.block_m // threads
+    if problem.dtype is not Dtype.FP32:
+        scores += config.block_n * config.block_m // threads // 2
+    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    if config.max_registers > room:
+        return False
+    share = config.block_m * chunks_of(problem, config)[0][0].width // threads
+    return sums + max(scores, share) + SPARE_REGISTERS <= (config.max_registers or room)
