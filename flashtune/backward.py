@@ -17,6 +17,7 @@ from flashtune.launch import Binary, compile_binary
 from flashtune.launches import LEAST_SCALE, allocate_workspace
 from flashtune.queueing import Queue
 from flashtune.side import NO_SIDE, Side
+from flashtune.side import NUMBERS as SIDE_NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 WORKSPACE = "workspace_"
 # What is passed by value.
-NUMBERS = ("scale", "softcap")
+NUMBERS = ("scale", *SIDE_NUMBERS)
 
 
 class BackwardTensors(NamedTuple):

@@ -18,6 +18,7 @@ from flashtune.pair_decision import side_gradients
 from flashtune.quantization import negated
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve
+from flashtune.side import TENSOR_COUNT
 from flashtune.side_inputs import check_kinds
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
             max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
         )
     try:
-        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side[:-1])
+        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side[:TENSOR_COUNT])
     except AttributeError:
         check_kinds(side, q.device)
         raise
@@ -62,6 +63,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         options,
         *beside,
         side.softcap is None,
+        side.dropout is None,
         torch.is_grad_enabled()
         and requires_grad(q, k, v, side)
         and (asked_gradients(options.deterministic), side_gradients(side)),

@@ -80,6 +80,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
         kv_dtype=kv_dtype,
         kv_scale=_scale_kind(call, kv_dtype, paged, places, k.shape[1]),
         latent=options.latent > 0,
+        dropout=side.dropout is not None,
     )
     check_shapes(problem, side, batch)
     problem = normal_form(problem)

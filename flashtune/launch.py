@@ -13,13 +13,13 @@ import torch
 from flashtune.compilation import compile_kernel, interpreting, load_module
 from flashtune.descriptors import DescriptorArguments, typed, without_memory
 from flashtune.launches import (
-    SOFTCAP,
     DescriptorLaunch,
     DeviceLaunch,
     InterpreterLaunch,
     QuantizedLaunch,
     SideLaunch,
     allocate_workspace,
+    divided,
 )
 from flashtune.quantization import E4M3, unit_scales
 from flashtune.queueing import Queue
@@ -108,7 +108,7 @@ def bind(
     """
     module = load_module(kernel)
     # Scales of quantised queries lie as they always do: nothing is planned by them.
-    planned = () if q.dtype is E4M3 else tuple(name for name in kernel.side if name != SOFTCAP)
+    planned = () if q.dtype is E4M3 else divided(kernel.side)[0]
     tensors = (q, k, v, out, *(getattr(side, name) for name in planned))
     grid, workspaces, integers = module.launch_plan(*tensors)
     if interpreting():

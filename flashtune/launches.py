@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashtune.descriptors import typed
-from flashtune.side import NO_SIDE, Side
+from flashtune.side import NO_SIDE, NUMBERS, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
-# What is passed among the numbers, behind the scale, and not among the tensors.
-SOFTCAP = "softcap"
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
+
+
+def divided(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of side inputs, apart: of the tensors, and of what is passed by value behind the scale."""
+    tensors = tuple(name for name in names if name not in NUMBERS)
+    return tensors, names[len(tensors) :]
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -47,7 +51,7 @@ class InterpreterLaunch:
         """`names` are those of the side inputs that the kernel takes."""
         self._queue = queue
         self._epilogue = epilogue
-        self._names = names
+        self._names, self._numbers = divided(names)
         self._allocate = allocate
         self._workspaces = workspaces
 
@@ -65,10 +69,8 @@ class InterpreterLaunch:
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         beside = [getattr(side, name) for name in self._names]
-        numbers = [max(scale, LEAST_SCALE)]
-        if self._names and self._names[-1] == SOFTCAP:
-            numbers.append(beside.pop())
-        self._queue(q, k, v, out, row_lse, *beside, *workspaces, *numbers)
+        numbers = [getattr(side, name) for name in self._numbers]
+        self._queue(q, k, v, out, row_lse, *beside, *workspaces, max(scale, LEAST_SCALE), *numbers)
         if self._epilogue is not None:
             self._epilogue(out, row_lse, *workspaces)
 
@@ -160,7 +162,7 @@ class DescriptorLaunch:
 class SideLaunch:
     """The binary of a kernel that reads more than q, k and v, or that has an epilogue."""
 
-    __slots__ = ("_allocate", "_capped", "_epilogue", "_names", "_queue", "_workspaces")
+    __slots__ = ("_allocate", "_epilogue", "_names", "_numbers", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -173,8 +175,7 @@ class SideLaunch:
         """`names` are those of the side inputs that the kernel takes."""
         self._queue = queue
         self._epilogue = epilogue
-        self._capped = bool(names) and names[-1] == SOFTCAP
-        self._names = names[:-1] if self._capped else names
+        self._names, self._numbers = divided(names)
         self._workspaces = workspaces
         self._allocate = allocate
 
@@ -194,9 +195,10 @@ class SideLaunch:
         beside = [getattr(side, name).data_ptr() for name in self._names]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
-        numbers = (scale if scale > LEAST_SCALE else LEAST_SCALE, side.softcap)
+        numbers = [getattr(side, name) for name in self._numbers]
+        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
-        self._queue((*tensors, *beside, *pointers, *(numbers if self._capped else numbers[:1])))
+        self._queue((*tensors, *beside, *pointers, scale, *numbers))
         if self._epilogue is not None:
             self._epilogue((address, row_lse, *pointers))
 

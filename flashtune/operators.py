@@ -21,7 +21,8 @@ CALL_ARGUMENTS = (
     "str prefer, SymInt? window_left, SymInt? window_right, SymInt sink_tokens, SymInt chunk, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt latent, bool deterministic, Tensor? q_scale, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? slopes, Tensor? bias, Tensor? sinks, Tensor? prefix, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqlens_kv, Tensor? block_table, float? softcap"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqlens_kv, Tensor? block_table, "
+    "Tensor? seed, float? softcap, float? dropout"
 )
 
 

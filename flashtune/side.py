@@ -25,7 +25,9 @@ class Side(NamedTuple):
         cu_seqlens_kv: Likewise of keys that are packed and not in pages.
         seqlens_kv: How many keys each sequence has: int32 [batch].
         block_table: The pages of each sequence, in order: int32 [batch, pages of the longest].
+        seed: What decides which weights are dropped: int64 [1].
         softcap: Scores s become softcap · tanh(s / softcap).
+        dropout: The share of weights that are dropped.
     """
 
     q_scale: Tensor | None = None
@@ -39,7 +41,9 @@ class Side(NamedTuple):
     cu_seqlens_kv: Tensor | None = None
     seqlens_kv: Tensor | None = None
     block_table: Tensor | None = None
+    seed: Tensor | None = None
     softcap: float | None = None
+    dropout: float | None = None
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -54,7 +58,10 @@ class Side(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that there are, in order."""
-        return tuple(value for value in self[:-1] if value is not None)
+        return tuple(value for value in self[:TENSOR_COUNT] if value is not None)
 
 
+# What is passed by value, behind the scale, is last in `Side`.
+NUMBERS = ("softcap", "dropout")
+TENSOR_COUNT = len(Side._fields) - len(NUMBERS)
 NO_SIDE = Side()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.features import KvScale
-from flashtune.side import Side
+from flashtune.side import TENSOR_COUNT, Side
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -31,7 +31,7 @@ def check_kinds(side: Side, device: torch.device) -> None:
     Raises:
         ProblemError: One is of another kind.
     """
-    for name, tensor in zip(Side._fields[:-1], side[:-1], strict=True):
+    for name, tensor in zip(Side._fields[:TENSOR_COUNT], side[:TENSOR_COUNT], strict=True):
         if tensor is None:
             continue
         called = CALLED.get(name, name)
@@ -41,7 +41,7 @@ def check_kinds(side: Side, device: torch.device) -> None:
             raise ProblemError(f"{called} is on {tensor.device} and q on {device}: move it there")
         if name == "bias":
             continue
-        wanted = torch.int32 if name in INTEGERS else torch.float32
+        wanted = torch.int64 if name == "seed" else torch.int32 if name in INTEGERS else torch.float32
         if tensor.dtype is not wanted:
             raise ProblemError(f"{called} is {tensor.dtype}: pass {called}.to({wanted})")
         if name not in ("slopes", "k_scale", "v_scale") and tensor.numel() > 1 and tensor.stride(-1) != 1:

@@ -38,6 +38,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         page_size: Keys of a page, or 0.
         quantized: Whether keys and values are stored in 8 bits.
         page_scales: Whether each head's part of a page has scales of its own there.
+        dropout: Whether weights are dropped.
     """
 
     window_left: int
@@ -54,6 +55,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     quantized: bool
     page_scales: bool
+    dropout: bool
 
 
 def asked_of(problem: Problem) -> Asked:
@@ -73,6 +75,7 @@ def asked_of(problem: Problem) -> Asked:
         page_size=problem.page_size,
         quantized=problem.kv_dtype is not None,
         page_scales=problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE,
+        dropout=problem.dropout,
     )
 
 
@@ -81,7 +84,7 @@ def asked_arguments(
 ) -> tuple[Argument, ...]:
     """The arguments of `forward_arguments`, and what the problem's features add.
 
-    q, k, v, out, lse, side tensors, workspaces, scale, softcap, twelve strides, those of side tensors, five
+    q, k, v, out, lse, side tensors, workspaces, scale, numbers, twelve strides, those of side tensors, five
     counts, and of packed sequences how many there are.
     """
     plain = forward_arguments(problem.dtype, specialization, workspaces)

@@ -33,13 +33,15 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
         ("cu_seqlens_kv", "*i32", Feature.PACKED in asked and not paged),
         ("seqlens_kv", "*i32", paged or Feature.LENGTHS in asked),
         ("block_table", "*i32", paged),
+        ("seed", "*i64", Feature.DROPOUT in asked),
     )
     return tuple(Argument(name, kind) for name, kind, present in given if present)
 
 
 def side_numbers(problem: Problem) -> tuple[Argument, ...]:
     """What is passed by value behind the scale."""
-    return (Argument("softcap", "fp32"),) if problem.softcap else ()
+    given = (("softcap", problem.softcap), ("dropout", problem.dropout))
+    return tuple(Argument(name, "fp32") for name, present in given if present)
 
 
 def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:

@@ -74,7 +74,7 @@ class DecodeSplitKV:
 
     name = "decode_split_kv"
     config_type = DecodeConfig
-    features = frozenset(Feature)
+    features = frozenset(Feature) - {Feature.DROPOUT, Feature.DETERMINISTIC}
     direction = Direction.FORWARD
     interpreted = True
 
