@@ -236,15 +236,18 @@ class BackwardSplit:
 
 def _tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
     """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
-    if width > 512:
-        return 16, 32, 4, 1, 32, 16, 4, 1
     if problem.dtype is Dtype.FP32:
-        return (32, 64, 4, 1, 64, 32, 4, 1) if width <= 256 else (16, 32, 4, 1, 32, 16, 4, 1)
+        # Operands of ordinary arithmetic are in registers, several times over.
+        if width > 512:
+            return 16, 16, 8, 1, 16, 16, 8, 1
+        return (16, 32, 4, 1, 32, 16, 4, 1) if width <= 256 else (16, 32, 8, 1, 32, 16, 8, 1)
     # A bias is a tile of its own, which registers must hold beside the scores.
     narrow = width > 256 or problem.bias is not Bias.NONE
     if target.capability == HOPPER:
         return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2, 128, 32 if narrow else 64, 8, 2
     if target.sram_per_block < SMALL_SRAM:
+        if width > 256:
+            return 32, 32, 4, 1, 32, 32, 4, 1
         return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2, 64, 32, 4, 1
     return 32 if narrow else 64, 64, 8 if narrow else 4, 2, 64, 32 if narrow else 64, 4, 2
 

@@ -7,7 +7,7 @@ import enum
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
 
 
 class Products(enum.StrEnum):
@@ -51,6 +51,8 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 # Under this many queries and keys small tiles are worth trying.
 SHORT = 128
+# From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
+WIDE_HEAD = 256
 # With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
 # registers where wgmma looks for the tile's address.
 LEAST_WIDTH = 64
@@ -66,7 +68,8 @@ def split_space(problem: Problem, target: Target) -> Space:
     wide = problem.dtype is Dtype.FP32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    held = (16, 32, 64, 128) if short else (64, 128)
+    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    held = (16, 32, 64, 128) if short else (32, 64, 128) if widest >= WIDE_HEAD else (64, 128)
     walked = (16, 32, 64) if wide else (32, 64, 128)
     axes = (
         Axis("block_m", walked),
@@ -125,13 +128,14 @@ def _fits(
 ) -> bool:
     """Whether a kernel that holds so many rows and adds up so many columns of each fits its warps."""
     # Two groups of warps may share 64 rows: each then has half of the columns.
-    if warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
+    wide = problem.dtype is Dtype.FP32
+    if not wide and warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
         return False
     threads = warps * target.warp_size
     sums = held * summed // threads
     # Weights and their gradients are live at once, and one of them in the type of the next product.
     scores = 2 * held * walked // threads
-    if problem.dtype is not Dtype.FP32:
+    if not wide:
         scores += held * walked // threads // 2
     room = min(MOST_REGISTERS, target.registers_per_sm // threads)
     if cap > room:

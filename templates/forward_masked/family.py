@@ -58,7 +58,7 @@ class ForwardMasked:
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = frozenset(Feature) - {Feature.LATENT}
+    features = frozenset(Feature) - {Feature.LATENT, Feature.DETERMINISTIC}
     direction = Direction.FORWARD
     interpreted = True
 

@@ -25,7 +25,8 @@ def rows() -> dict[Feature, frozenset[str]]:
         _, shape, names = (cell.strip() for cell in line.strip("|").split("|"))
         key = shape.strip("`")
         assert parse_shape(f"heads=8,seqlen=64,head_dim=64,{key}")
-        name = key.split("=")[0]
+        # A pass may stand before what it alone knows.
+        name = key.split(",")[-1].split("=")[0]
         feature = Feature(KEYS.get(name, name))
         assert feature not in found
         found[feature] = frozenset(re.findall(r"`(\w+)`", names))
