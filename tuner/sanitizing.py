@@ -45,7 +45,14 @@ FOUND = 86
 # Beside PATH and CUDA_HOME, where toolkits are installed.
 USUAL_FOLDERS = ("/usr/local/cuda", "/opt/cuda")
 # The kernels of rendered modules; torch's own are not looked at.
-KERNELS = ("forward_", "transpose_values")
+KERNELS = (
+    "forward_",
+    "transpose_values",
+    "backward_",
+    "delta",
+    "gradient_of_queries",
+    "convert_sums",
+)
 MAX_FINDING = 300
 
 _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: ([^\n]*)")

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.backward import BackwardTensors, bind_backward
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.launch import bind
 from flashtune.problem import Dtype
@@ -167,7 +168,19 @@ def launch_once(subject: Subject, target: Target, device: torch.device) -> None:
     v = make(problem.kv_heads, problem.seqlen_kv, problem.value_head_dim, problem.dtype)
     out = make(problem.heads, problem.seqlen_q, problem.value_head_dim, problem.out_dtype)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
-    lse = torch.empty(rows, device=device) if subject.specialization.lse else None
+    # Of a backward pass its gradient, which is read.
+    lse = torch.zeros(rows, device=device) if subject.specialization.lse else None
+
+    def make_like(tensor: Tensor) -> Tensor:
+        _, heads, length, width = tensor.shape
+        return make(heads, length, width, problem.dtype)
+
+    scale = problem.head_dim**-0.5
     with torch.cuda.device(device):
-        bind(kernel, target, q, k, v, out)(q, k, v, out, lse, problem.head_dim**-0.5)
+        if problem.is_backward:
+            gradients = (make_like(out), *map(make_like, (q, k, v)))
+            tensors = BackwardTensors(q, k, v, out, torch.zeros(rows, device=device), *gradients, dlse=lse)
+            bind_backward(kernel, target, tensors)(tensors, scale)
+        else:
+            bind(kernel, target, q, k, v, out)(q, k, v, out, lse, scale)
         torch.cuda.synchronize(device)

@@ -16,10 +16,13 @@ import torch
 from flashtune.errors import FlashtuneError, TableError
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.target import device_target, find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from flashtune.tuner import sanitizing_run
 from flashtune.tuner.reports import read_report, write_report
 from flashtune.tuner.sanitizing import (
     FOUND,
+    KERNELS,
     MEMCHECK,
     RACECHECK,
     Finding,
@@ -67,10 +70,21 @@ def test_every_shipped_kernel_and_samples_of_every_family(listed: tuple[Subject,
     assert len({subject.digest for subject in shipped}) == len(shipped) > 40
     drawn = [subject.candidate.family for subject in listed if not subject.shipped]
     assert {name: drawn.count(name) for name in drawn} == dict.fromkeys(drawn, 8)
-    assert set(drawn) == {"forward_hopper", "forward_kv_outer", "forward_masked", "forward_q_outer"}
+    forward = {name for name in drawn if name.startswith("forward_")}
+    assert forward == {"forward_hopper", "forward_kv_outer", "forward_masked", "forward_q_outer"}
+    assert set(drawn) - forward >= {"backward_split"}
     assert subjects(TARGET, 4, 1, busy=True) == listed
     quiet = subjects(TARGET, 4, 1, busy=False)
     assert [subject.digest for subject in quiet] == [subject.digest for subject in listed]
+
+
+def test_every_kernel_of_a_backward_pass_is_looked_at(listed: tuple[Subject, ...]) -> None:
+    for subject in listed:
+        if subject.problem.is_backward:
+            family = find_family(subject.candidate.family)
+            kernel = render(family, subject.problem, subject.candidate.config, subject.specialization)
+            entries = [step.entry for step in (kernel, kernel.prologue, kernel.epilogue) if step]
+            assert all(any(name in entry for name in KERNELS) for entry in entries), entries
 
 
 def test_shapes_are_small_and_ragged(listed: tuple[Subject, ...]) -> None:
