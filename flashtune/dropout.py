@@ -2,7 +2,8 @@
 
 A weight stays or falls by its seed, its row and its key alone, so that both passes agree without storing
 anything, whatever their tiles are. The generator is counter-based (Salmon et al., 2011). What kernels do in
-32-bit words (`templates/common/dropout.jinja`) is done here on tensors of 64-bit integers, for proofs and tests.
+32-bit words (`templates/common/dropout.jinja`) is done here on tensors of 64-bit integers, for proofs and
+tests.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from flashtune.pair_decision import side_gradients
 from flashtune.quantization import negated
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve
-from flashtune.side import TENSOR_COUNT
 from flashtune.side_inputs import check_kinds
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
             max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
         )
     try:
-        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side[:TENSOR_COUNT])
+        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
     except AttributeError:
         check_kinds(side, q.device)
         raise

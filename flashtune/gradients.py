@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashtune.errors import ProblemError
-from flashtune.side import NO_SIDE, TENSOR_COUNT, Side
+from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,8 +135,8 @@ class Attend(Function):
             ctx.save_for_backward(q, k, v, out, lse)
         else:
             out, lse = pair.forward(q, k, v, scale, side)
-            ctx.save_for_backward(q, k, v, out, lse, *side[:TENSOR_COUNT])
-        ctx.call = pair, scale, side[TENSOR_COUNT:]
+            ctx.save_for_backward(q, k, v, out, lse, *side.optional_tensors)
+        ctx.call = pair, scale, side.numbers
         return (out, lse) if pair.return_lse else out
 
     @staticmethod
@@ -192,7 +192,7 @@ def _gradients(
     pair, scale, numbers = call
     if not beside:
         return pair.backward(q, k, v, out, lse, dout, dlse, scale)
-    side = Side(*beside, *numbers)  # type: ignore[arg-type, call-arg]
+    side = Side(*beside, *numbers)  # type: ignore[arg-type]
     return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
 
 

@@ -85,8 +85,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
         arguments: Run-time arguments in order: q, k, v, out, lse, side inputs (by their names in `Side`),
-            workspaces, scale, numbers of `Side` where there are some, integers; descriptors instead of q, k, v,
-            out and what a prologue wrote. Of a backward pass: what `BackwardTensors` and `Side` name, and
+            workspaces, scale, numbers of `Side` where there are some, integers; descriptors instead of q, k,
+            v, out and what a prologue wrote. Of a backward pass: what `BackwardTensors` and `Side` name, and
             `workspace_0` and so on, in any order, then integers; descriptors come first.
         options: Launch options of the compiler.
         specialization: What is assumed of the tensors.

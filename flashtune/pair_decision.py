@@ -22,7 +22,7 @@ from flashtune.dispatch import STANDARD, default_selection, faster_peer_of_pair,
 from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.request import Prefer, Request
-from flashtune.side import NO_SIDE, TENSOR_COUNT, Side
+from flashtune.side import NO_SIDE, TENSORS, Side
 from flashtune.side_inputs import CALLED, side_views
 from flashtune.tables import tuned_records
 from flashtune.target import device_target, find_target
@@ -124,7 +124,7 @@ def side_gradients(side: Side) -> tuple[str, ...]:
     """Names of the side inputs whose gradients are asked for."""
     if side is NO_SIDE:
         return ()
-    named = zip(Side._fields[:TENSOR_COUNT], side[:TENSOR_COUNT], strict=True)
+    named = zip(TENSORS, side.optional_tensors, strict=True)
     return tuple(name for name, tensor in named if tensor is not None and tensor.requires_grad)
 
 

@@ -58,10 +58,20 @@ class Side(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that there are, in order."""
-        return tuple(value for value in self[:TENSOR_COUNT] if value is not None)
+        return tuple(tensor for tensor in self.optional_tensors if tensor is not None)
+
+    @property
+    def optional_tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order of `TENSORS`."""
+        return self[: -len(NUMBERS)]  # type: ignore[return-value]
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        """What is passed by value, in the order of `NUMBERS`."""
+        return self[-len(NUMBERS) :]  # type: ignore[return-value]
 
 
 # What is passed by value, behind the scale, is last in `Side`.
 NUMBERS = ("softcap", "dropout")
-TENSOR_COUNT = len(Side._fields) - len(NUMBERS)
+TENSORS = Side._fields[: -len(NUMBERS)]
 NO_SIDE = Side()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.features import KvScale
-from flashtune.side import TENSOR_COUNT, Side
+from flashtune.side import TENSORS, Side
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -31,7 +31,7 @@ def check_kinds(side: Side, device: torch.device) -> None:
     Raises:
         ProblemError: One is of another kind.
     """
-    for name, tensor in zip(Side._fields[:TENSOR_COUNT], side[:TENSOR_COUNT], strict=True):
+    for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
         if tensor is None:
             continue
         called = CALLED.get(name, name)

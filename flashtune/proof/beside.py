@@ -36,6 +36,8 @@ MAX_BIAS = 2**28
 SCALE_POWER = 2
 # Probes whose scores a side input must not drown.
 LOUD = (Probe.RANDOM, Probe.SINK)
+# Shares of weights that fall: as in training, and so many that most of a row's do.
+USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 
 def make_side(
@@ -55,8 +57,15 @@ def make_side(
         bias=_bias(probe, problem, block, generator) if problem.bias is not Bias.NONE else None,
         sinks=_sinks(probe, problem, lengths, generator) if problem.sinks else None,
         prefix=_prefixes(lengths, block).to(generator.device) if problem.prefix else None,
+        seed=_seed(generator) if problem.dropout else None,
         softcap=_cap(probe) if problem.softcap else None,
+        dropout=(HIGH_DROPOUT if probe is Probe.RISING else USUAL_DROPOUT) if problem.dropout else None,
     )
+
+
+def _seed(generator: torch.Generator) -> Tensor:
+    """Both of its words count: int64 [1]."""
+    return torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device)
 
 
 def _cap(probe: Probe) -> float:

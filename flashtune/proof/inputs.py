@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 # NaNs that arithmetic does not produce, so that they are told from a NaN that a kernel wrote. 8 bits have
 # room for no choice of them, but inputs alone have 8 bits.
-POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE}
+POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE, torch.int64: 0x7FE5CAFE7FE5CAFE}
 # A workspace may hold 8-bit floats: with all bits set, each byte is a NaN as well.
 WORKSPACE_POISON = -1
 # Integers as wide as an element, by its bytes.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Rows of poison on either side: as many as the largest tile could run over.
 GUARD_ROWS = 256
 GRANULE = 64

@@ -206,7 +206,9 @@ def _beside(
         given["seqlens_kv"] = integers(used, problem.seqlen_kv + OVER)
     if table is not None:
         given["block_table"] = integers(table.entries, -1)
-    return tuple(kept), Side(**given, softcap=side.softcap)
+    if side.seed is not None:
+        given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
+    return tuple(kept), Side(**given, softcap=side.softcap, dropout=side.dropout)
 
 
 def _cache_scale(

@@ -22,6 +22,7 @@ import torch
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Problem
 from flashtune.proof.chunks import chunked
+from flashtune.proof.dropping import factors
 from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.scores import Laid, Rows, Seen, laid_over, seen_by
@@ -139,7 +140,8 @@ def expect(
         laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
         sinks = None if side.sinks is None else side.sinks[some.head].double()[:, None]
         softcap = side.softcap or 0.0
-        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap))
+        kept = factors(problem, lengths, side, some, q.device)
+        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))
     return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -169,13 +171,19 @@ def _expect_heads(
     laid: Laid,
     sinks: Tensor | None,
     softcap: float,
+    kept: Tensor | None,
 ) -> Expected:
-    """One chunk: q [heads, rows, head_dim], k and v [heads or 1, keys, ...], sinks [heads, 1], in float64."""
+    """One chunk: q [heads, rows, head_dim], k and v [heads or 1, keys, ...], sinks [heads, 1], in float64.
+
+    `kept` are factors of the weights, [heads, rows, keys]; None for ones.
+    """
     scores = laid.scores.masked_fill_(seen.hidden, float("-inf"))
     weights, total, lse = _softmax(scores, sinks)
     # What was added to keys that have weight, and to no others: weights are relative to the largest here.
     added = None if laid.added is None else laid.added.masked_fill_(weights < LEAST_WEIGHT, 0.0).amax(-1)
     weights.div_(total[..., None])
+    if kept is not None:
+        weights.mul_(kept)
     out = _product(weights, wide_v)
     empty = lse == float("-inf")
     squares = weights.mul_(weights)
@@ -192,7 +200,7 @@ def _expect_heads(
         products = _product(wide_q * wide_q, (wide_k * wide_k).mT).masked_fill_(seen.hidden, 0.0)
         focus = squares.sum(-1).sqrt()
         row_scale = row_scale._replace(products=scale * products.amax(-1).sqrt(), focus=focus)
-    plain_out, plain_lse = _plain(scores, wide_v, problem, sinks)
+    plain_out, plain_lse = _plain(scores, wide_v, problem, sinks, kept)
     plain_error = (plain_out - out).abs().amax(-1)
     # -inf less -inf is NaN, and no error.
     plain_lse_error = (plain_lse - lse).abs().masked_fill(empty, 0.0)
@@ -226,10 +234,13 @@ def _softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tenso
     return weights, total.masked_fill(empty, 1.0), (shift + total.log()).masked_fill(empty, float("-inf"))
 
 
-def _plain(scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _plain(
+    scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
     weights, total, lse = _softmax(scores.float(), None if sinks is None else sinks.float())
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
     # The range is a power of two: its inverse is exact.
-    out = _product(low.double() * (1 / WEIGHT_RANGE[problem.dtype]), wide_v).float() / total[..., None]
+    rounded = low.double() * (1 / WEIGHT_RANGE[problem.dtype])
+    out = _product(rounded if kept is None else rounded * kept, wide_v).float() / total[..., None]
     return out.to(TORCH_DTYPES[problem.out_dtype]).double(), lse.double()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from flashtune.side import Side
 
 # What changes scores or hides keys; without any of it a count says which keys a row sees.
-OVER_SCORES = frozenset(Feature) - {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT}
+BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
+OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
 
 
 class Rows(NamedTuple):

@@ -44,12 +44,12 @@ def key_sums(problem: Problem, work: Work) -> OfKeys:
     # Deltas of different rows are off independently.
     of_product = (errors.delta.square() + errors.product.square())[..., None] * q
     dk_spread = exact.slopes.square().mT @ (weight * q) + squares.mT @ of_product
-    dv_spread = squares.mT @ (weight * dout)
+    dv_spread = exact.kept.square().mT @ (weight * dout)
     return OfKeys(
         dk=exact.slopes.mT @ wide.q,
-        dv=exact.weights.mT @ wide.dout,
+        dv=exact.kept.mT @ wide.dout,
         plain_dk=plain.slopes.mT @ wide.q,
-        plain_dv=plain.weights.mT @ wide.dout,
+        plain_dv=plain.kept.mT @ wide.dout,
         dk_spread=dk_spread + least * q.sum(-2, keepdim=True),
         dv_spread=dv_spread + least * dout.sum(-2, keepdim=True),
         queries=work.queries,

@@ -20,11 +20,14 @@ class Scores(NamedTuple):
 
     Attributes:
         weights: P.
+        kept: P as it meets the values: zero where it is dropped, and the rest the larger. P itself where
+            nothing is.
         slopes: dS, of the scores as they were multiplied: times the slope of a cap.
         laid: dS of the scores at last, with all that is laid over them; the same where nothing is capped.
     """
 
     weights: Tensor
+    kept: Tensor
     slopes: Tensor
     laid: Tensor
 
@@ -61,27 +64,34 @@ def work_on(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Work:
     weights = weights_of(problem, given, wide, pairs, rows)
     out, lse = rounded(weights.out, problem), weights.lse.float()
     products = wide.dout @ wide.v.mT
+    if weights.kept is not None:
+        products.mul_(weights.kept)
     exact_delta = (wide.dout * weights.out).sum(-1) - wide.dlse
     plain_delta = ((wide.dout * out.double()).sum(-1) - wide.dlse).float()
-    exact = _scores(weights.exact, products, exact_delta, weights.slope)
+    exact = _scores(weights.exact, products, exact_delta, weights.slope, weights.kept)
     plain = _plain(problem, weights, lse, products.float(), plain_delta)
     errors = query_errors(problem, _sizes(given, wide, weights), given.side.softcap or 0.0)
     return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors)
 
 
-def _scores(weights: Tensor, products: Tensor, delta: Tensor, slope: Tensor | None) -> Scores:
+def _scores(
+    weights: Tensor, products: Tensor, delta: Tensor, slope: Tensor | None, kept: Tensor | None
+) -> Scores:
     laid = (products - delta[..., None]).mul_(weights)
-    return Scores(weights, laid if slope is None else laid * slope, laid)
+    dropped = weights if kept is None else weights * kept
+    return Scores(weights, dropped, laid if slope is None else laid * slope, laid)
 
 
 def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, delta: Tensor) -> Scores:
     """P and dS as unfused code in low precision has them, both rounded to the inputs' type."""
     low = TORCH_DTYPES[problem.dtype]
     p = (weights.scores.float() - finite(lse)[..., None]).exp_()
-    scores = _scores(p, products, delta, None if weights.slope is None else weights.slope.float())
+    scores = _scores(p, products, delta, None if weights.slope is None else weights.slope.float(), None)
     slopes = scores.slopes.to(low).double()
     laid = slopes if weights.slope is None else scores.laid.to(low).double()
-    return Scores(p.to(low).double(), slopes, laid)
+    rounded_p = p.to(low).double()
+    kept = rounded_p if weights.kept is None else rounded_p * weights.kept
+    return Scores(rounded_p, kept, slopes, laid)
 
 
 def _sizes(given: Given, wide: Wide, weights: Weights) -> Sizes:
@@ -89,7 +99,7 @@ def _sizes(given: Given, wide: Wide, weights: Weights) -> Sizes:
         score=given.scale * _norm(wide.q) * _norm(wide.k).amax(-1, keepdim=True),
         lse=finite(weights.lse).abs(),
         added=weights.added,
-        product=_norm(wide.dout) * _norm(wide.v).amax(-1, keepdim=True),
+        product=_norm(wide.dout) * _norm(wide.v).amax(-1, keepdim=True) / (1.0 - (given.side.dropout or 0.0)),
         delta=_norm(wide.dout * weights.out),
     )
 

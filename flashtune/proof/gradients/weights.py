@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.dtypes import TORCH_DTYPES
+from flashtune.proof.dropping import factors
 from flashtune.proof.scores import Rows, laid_over, seen_by
 from flashtune.side import Side
 
@@ -70,6 +71,7 @@ class Weights(NamedTuple):
         scores: [pairs, group · rows, keys] in float64, with all that is laid over them; -inf where hidden.
         exact: P, alike.
         slope: 1 - tanh² where scores are capped, alike; None where they are not.
+        kept: What dropout multiplies P by, alike; None where nothing is dropped.
         out: [pairs, group · rows, value_head_dim].
         lse: [pairs, group · rows], -inf where nothing is seen.
         added: Largest magnitude of what was added to a score that has weight, alike; None for nothing.
@@ -80,6 +82,7 @@ class Weights(NamedTuple):
     scores: Tensor
     exact: Tensor
     slope: Tensor | None
+    kept: Tensor | None
     out: Tensor
     lse: Tensor
     added: Tensor | None
@@ -120,7 +123,10 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
     visible = (~seen.hidden).expand(by_head.shape)
     queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
     keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
-    return Weights(scores, exact, slope, exact @ wide.v, lse, added, keys, queries)
+    kept = factors(problem, given.lengths, side, some, device)
+    kept = None if kept is None else kept.view_as(exact)
+    out = (exact if kept is None else exact * kept) @ wide.v
+    return Weights(scores, exact, slope, kept, out, lse, added, keys, queries)
 
 
 def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
