@@ -178,8 +178,9 @@ def launch_once(subject: Subject, target: Target, device: torch.device) -> None:
     scale = problem.head_dim**-0.5
     with torch.cuda.device(device):
         if problem.is_backward:
-            gradients = (make_like(out), *map(make_like, (q, k, v)))
-            tensors = BackwardTensors(q, k, v, out, torch.zeros(rows, device=device), *gradients, dlse=lse)
+            given = torch.zeros(rows, device=device)
+            dout, dq, dk, dv = map(make_like, (out, q, k, v))
+            tensors = BackwardTensors(q, k, v, out, given, dout, dq, dk, dv, lse)
             bind_backward(kernel, target, tensors)(tensors, scale)
         else:
             bind(kernel, target, q, k, v, out)(q, k, v, out, lse, scale)
