@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.dropout import kept_weights
 from flashtune.features import Bias, KvScale
 from flashtune.problem import Causal, Problem
 from flashtune.side import Side
@@ -151,4 +152,10 @@ def _attend(problem: Problem, one: Sequence, side: Side, scale: float) -> tuple[
     sink = sinks.double()[:, None, None].expand(heads, queries, 1)
     lse = torch.logsumexp(torch.cat([scores, sink], -1), -1)
     weights = torch.nan_to_num(torch.exp(scores - lse[..., None]))
+    if side.seed is not None:
+        assert side.dropout is not None
+        number = one.batch * heads + torch.arange(heads)
+        rows = one.first_row + torch.arange(queries)
+        stay = kept_weights(side.seed, number, rows, keys, side.dropout)
+        weights = weights * stay / (1.0 - side.dropout)
     return weights @ v, lse

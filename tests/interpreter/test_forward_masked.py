@@ -78,7 +78,9 @@ def make_call(problem: Problem) -> Call:
         cu_seqlens_kv=starts(keys) if problem.packed and not problem.page_size else None,
         seqlens_kv=torch.tensor(keys, dtype=torch.int32) if problem.lengths or problem.page_size else None,
         block_table=table,
+        seed=torch.randint(2**63 - 1, (1,)) if problem.dropout else None,
         softcap=1.5 if problem.softcap else None,
+        dropout=0.3 if problem.dropout else None,
     )
     return Call(q, k, v, side)
 
@@ -210,6 +212,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
+    "dropout": {"dropout": True},
     "packed": {"packed": 75},
     "lengths": {"lengths": True},
     "pages": {"page_size": 16},
@@ -298,7 +301,7 @@ def test_more_sequences_than_one_step_searches_are_found() -> None:
     check(problem, Call(q, k, v, side), config)
 
 
-@pytest.mark.parametrize("name", ["window_right", "packed", "e4m3_page", "additive", "softcap"])
+@pytest.mark.parametrize("name", ["window_right", "packed", "e4m3_page", "additive", "softcap", "dropout"])
 def test_the_rendered_file_works_alone(name: str) -> None:
     """`attention` of the rendered module takes what it needs by name, and a negative scale."""
     torch.manual_seed(0)
