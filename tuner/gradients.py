@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,14 +13,16 @@ from flashtune.backward import BackwardTensors
 from flashtune.dispatch import default_selection
 from flashtune.features import Bias
 from flashtune.kernel import specialization_of
-from flashtune.launch import bind
+from flashtune.launch import Binary, bind, compile_binary
 from flashtune.rendered import kernel_of
 from flashtune.standard_features import standard_features
 from flashtune.target import device_target
 from flashtune.tuner.passes import forward_of
 
 if TYPE_CHECKING:
+    from flashtune.kernel import Kernel, Specialization
     from flashtune.problem import Problem
+    from flashtune.target import Target
     from flashtune.tuner.measurement import Run
     from flashtune.tuner.tensors import Tensors
 
@@ -60,9 +63,19 @@ def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
         return
     target = device_target(q.device.index or 0)
     specialization = specialization_of((q, k, v, out), lse=True, bias=side.bias)
-    record = default_selection(problem, target, specialization).record
-    launch = bind(kernel_of(record, specialization), target, q, k, v, out, side)
+    kernel, binary = _default_kernel(problem, target, specialization)
+    launch = bind(kernel, target, q, k, v, out, side, compiled=binary)
     launch(q, k, v, out, lse, tensors.scale, side)
+
+
+@functools.lru_cache(maxsize=8)
+def _default_kernel(
+    problem: Problem, target: Target, specialization: Specialization
+) -> tuple[Kernel, Binary]:
+    """Kept: every candidate of a search is given fresh tensors."""
+    record = default_selection(problem, target, specialization).record
+    kernel = kernel_of(record, specialization)
+    return kernel, compile_binary(kernel, target)
 
 
 def differentiable(tensors: Tensors) -> Tensors:
