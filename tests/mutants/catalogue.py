@@ -5,6 +5,8 @@ from __future__ import annotations
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from tests.mutants import (
+    backward_figures,
+    backward_pairs,
     hopper_eight_bits,
     hopper_masks,
     hopper_places,
@@ -12,6 +14,7 @@ from tests.mutants import (
     hopper_softmax,
     hopper_waits,
 )
+from tests.mutants import backward_size as backward
 from tests.mutants.core import Mutant
 from tests.mutants.portable import INTERPRETED, USUAL
 from tests.mutants.portable_orders import portable_mutants
@@ -19,7 +22,8 @@ from tests.mutants.portable_orders import portable_mutants
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
     """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
-    return tuple(mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
+    forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
+    return (*forward, *backward_mutants(backward.INTERPRETED))
 
 
 def runs_on(mutant: Mutant, target: Target) -> bool:
@@ -29,7 +33,20 @@ def runs_on(mutant: Mutant, target: Target) -> bool:
 
 def gpu_mutants() -> tuple[Mutant, ...]:
     """Every mutant of every family, at sizes that are searched."""
-    return (*portable_mutants(USUAL), *hopper_mutants())
+    return (*portable_mutants(USUAL), *hopper_mutants(), *backward_mutants(backward.USUAL))
+
+
+def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
+    """Those of the split backward family, in kernels of a size."""
+    return (
+        *backward_pairs.masks(size),
+        *backward_pairs.blocks(size),
+        *backward_pairs.forgotten(size),
+        *backward_figures.figures(size),
+        *backward_figures.roundings(size),
+        *backward_figures.places(size),
+        *backward_figures.written(size),
+    )
 
 
 def hopper_mutants() -> tuple[Mutant, ...]:

@@ -10,15 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.backward import bind_backward
 from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.launch import bind, compile_binary
 from flashtune.problem import Problem
-from flashtune.proof.cases import Case, Level, companions, main_cases
+from flashtune.proof import cases
+from flashtune.proof.cases import Case, Level
 from flashtune.proof.check import check_kernel, check_rendered
+from flashtune.proof.gradients import cases as gradient_cases
+from flashtune.proof.gradients import prepared as gradients
 from flashtune.proof.inputs import poison
-from flashtune.proof.prepared import Prepared, prepare
+from flashtune.proof.prepared import prepare
 from flashtune.record import Verdict
 from flashtune.target import Target, device_target
 from flashtune.templates.registry import find_family
@@ -88,26 +92,28 @@ def differ(right: Kernel, broken: Kernel, problem: Problem, config: Config, seed
         target = device_target(0)
         launches = LAUNCHES if racy else 1
         for number, case in enumerate(_cases(problem, config, seed)):
-            prepared = prepare(case, right.specialization.alignment, DEVICE, seed + number)
-            (expected,) = _launched(right, target, case, prepared, 1)
-            for written in _launched(broken, target, case, prepared, launches):
+            (expected,) = _launched(right, target, case, seed + number, 1)
+            for written in _launched(broken, target, case, seed + number, launches):
                 if not all(torch.equal(*pair) for pair in zip(expected, written, strict=True)):
                     return case.label
     return ""
 
 
 def _cases(problem: Problem, config: Config, seed: int) -> Iterator[Case]:
-    yield from main_cases(problem)
-    yield from companions(problem, config, Level.FULL, reduced=False)
+    own = gradient_cases if problem.is_backward else cases
+    yield from own.main_cases(problem)
+    yield from own.companions(problem, config, Level.FULL, reduced=False)
     chance = random.Random(seed)
     for _ in range(RANDOM_PROBLEMS):
         trial = random_trial(chance, problem, config)
         yield trial.case
 
 
-def _launched(
-    kernel: Kernel, target: Target, case: Case, prepared: Prepared, launches: int
-) -> Iterator[list[Tensor]]:
+def _launched(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[list[Tensor]]:
+    if case.problem.is_backward:
+        yield from _launched_back(kernel, target, case, seed, launches)
+        return
+    prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
     q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     lse = prepared.lse.view if kernel.specialization.lse else None
     launch = bind(kernel, target, q, k, v, out, compiled=compile_binary(kernel, target))
@@ -116,6 +122,20 @@ def _launched(
         poison(prepared.lse)
         launch(q, k, v, out, lse, case.scale, prepared.side)
         yield bits(prepared, lse)
+
+
+def _launched_back(
+    kernel: Kernel, target: Target, case: Case, seed: int, launches: int
+) -> Iterator[list[Tensor]]:
+    alignment, dlse = kernel.specialization.alignment, kernel.specialization.lse
+    prepared = gradients.prepare(case, alignment, DEVICE, seed, dlse)
+    tensors, side = prepared.tensors, prepared.side
+    launch = bind_backward(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
+    for _ in range(launches):
+        for one in prepared.written.values():
+            poison(one)
+        launch(tensors, case.scale, side)
+        yield [one.view.clone().view(torch.int16) for one in prepared.written.values()]
 
 
 def warm() -> None:

@@ -47,7 +47,7 @@ def sampled_subjects(count: int, seed: int, target: Target) -> list[Subject]:
 
 def _subjects(family: Family, chance: random.Random, target: Target) -> Iterator[Subject]:
     for _ in range(DRAWS):
-        problem = _problem(chance)
+        problem = msgspec.structs.replace(_problem(chance), direction=family.direction)
         specialization = Specialization(
             chance.choice(tuple(Alignment)), chance.choice((32, 32, 64)), chance.random() < 0.5
         )

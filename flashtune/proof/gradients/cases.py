@@ -76,7 +76,7 @@ def _with_features(
 ) -> Iterator[Posed]:
     """The problems of plain kernels with sequences that may differ, and those at the borders of masks."""
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=False)
-    square = mask_squares(tile, problem, reduced=reduced)
+    square = mask_squares(tile, problem, quick=quick, reduced=reduced)
     for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *beside, *square)):
         # What was about the diagonal is about all borders.
         edge = shape.probe is Probe.DIAGONAL

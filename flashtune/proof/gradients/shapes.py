@@ -113,7 +113,7 @@ def _around_diagonal(tiles: Tiles) -> Iterator[Shape]:
     yield Shape(Probe.NEEDLE, (tiles.depth + 2) * m, 2 * n + 1)
 
 
-def mask_squares(tile: Tile, problem: Problem, *, reduced: bool) -> Iterator[Shape]:
+def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[Shape]:
     """As many queries as keys or more, so that some keys are seen by no query behind a window or a chunk."""
     m, n = tile.queries, tile.keys
     left = 0 if problem.window_left is None else problem.window_left + 1
@@ -121,6 +121,8 @@ def mask_squares(tile: Tile, problem: Problem, *, reduced: bool) -> Iterator[Sha
     for border in sorted({left, problem.chunk} - {0}):
         if border <= farthest:
             yield Shape(Probe.EDGE, border + m // 2 + 1, border + m // 2 + 1)
+            if quick:
+                continue
             yield Shape(Probe.RANDOM, border + m + 3, border + n - 1)
             yield Shape(Probe.NEEDLE, border + n + 1, border + n + 1)
 
