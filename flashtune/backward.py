@@ -78,10 +78,10 @@ class Stage(NamedTuple):
 class BackwardLaunch:
     """Runs the kernels of a backward pass on tensors of the shapes and strides that it was bound to.
 
-    Strides are bound, so that only addresses are read. `scale` is not negative.
+    Strides are bound, so that only addresses are read, each once. `scale` is not negative.
     """
 
-    __slots__ = ("_allocate", "_arguments", "_described", "_stages", "_workspaces")
+    __slots__ = ("_allocate", "_arguments", "_described", "_side", "_stages", "_tensors", "_workspaces")
 
     def __init__(
         self,
@@ -93,7 +93,17 @@ class BackwardLaunch:
         main: int = 0,
     ) -> None:
         """`described` are the tensors that the stage at `main` takes as descriptors."""
-        self._stages = tuple((queue, names, index == main) for index, (queue, names) in enumerate(stages))
+        taken = {name for stage in stages for name in stage.names}
+        tensors = [name for name in BackwardTensors._fields if name in taken]
+        side = [name for name in Side._fields if name in taken and name not in NUMBERS]
+        scratch = [f"{WORKSPACE}{index}" for index in range(len(workspaces))]
+        order = [*tensors, *side, *scratch, *NUMBERS]
+        self._tensors = tuple(map(BackwardTensors._fields.index, tensors))
+        self._side = tuple(map(Side._fields.index, side))
+        self._stages = tuple(
+            (queue, tuple(map(order.index, names)), index == main)
+            for index, (queue, names) in enumerate(stages)
+        )
         self._workspaces = workspaces
         self._allocate = allocate
         self._described = described
@@ -101,17 +111,19 @@ class BackwardLaunch:
 
     def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
         """Queues all kernels on their device's current stream."""
-        values: dict[str, Any] = (
-            tensors._asdict() if side is NO_SIDE else {**side._asdict(), **tensors._asdict()}
-        )
-        for index, shape in enumerate(self._workspaces):
-            values[f"{WORKSPACE}{index}"] = self._allocate(shape, tensors.q.device)
-        values["scale"] = scale if scale > LEAST_SCALE else LEAST_SCALE
+        workspaces = [self._allocate(shape, tensors.q.device) for shape in self._workspaces]
+        values: list[Any] = [tensors[at].data_ptr() for at in self._tensors]  # type: ignore[union-attr]
+        if self._side:
+            values += [side[at].data_ptr() for at in self._side]  # type: ignore[union-attr]
+        values += [workspace.data_ptr() for workspace in workspaces]
+        values.append(scale if scale > LEAST_SCALE else LEAST_SCALE)
+        values += side.numbers
         described: list[Any] = []
         if self._arguments is not None:
-            described = self._arguments(tuple(values[name] for name in self._described))
-        for queue, names, is_main in self._stages:
-            passed = [values[name] if name in NUMBERS else values[name].data_ptr() for name in names]
+            named = {**tensors._asdict(), **{f"{WORKSPACE}{at}": one for at, one in enumerate(workspaces)}}
+            described = self._arguments(tuple(named[name] for name in self._described))
+        for queue, places, is_main in self._stages:
+            passed = [values[at] for at in places]
             queue((*described, *passed) if is_main else tuple(passed))
 
 

@@ -133,10 +133,11 @@ class Attend(Function):
         if side is NO_SIDE:
             out, lse = pair.forward(q, k, v, scale)
             ctx.save_for_backward(q, k, v, out, lse)
+            ctx.call = pair, scale, ()
         else:
             out, lse = pair.forward(q, k, v, scale, side)
             ctx.save_for_backward(q, k, v, out, lse, *side.optional_tensors)
-        ctx.call = pair, scale, side.numbers
+            ctx.call = pair, scale, side.numbers
         return (out, lse) if pair.return_lse else out
 
     @staticmethod

@@ -16,8 +16,6 @@ from flashtune import training
 from flashtune.calls import forget_servers
 from flashtune.errors import KernelError, ProblemError
 from flashtune.notices import FlashtuneWarning, forget_told
-from flashtune.problem import Causal
-from flashtune.standard import standard_attention
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
@@ -134,8 +132,10 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
 
 
 def test_gradcheck() -> None:
-    q, k, v = (tensor.detach()[:, :, :3, :8].requires_grad_() for tensor in tensors())
-    torch.autograd.gradcheck(attend, (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
+    q, k, v = (tensor.detach()[:1, :2, :3, :8].requires_grad_() for tensor in tensors())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it would rather have float64
+        assert torch.autograd.gradcheck(attend, (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
 
 
 @pytest.mark.parametrize("way", ["grad", "vjp", "vmap", "compiled"])
@@ -145,7 +145,7 @@ def test_transforms(way: str) -> None:
     q, k, v = q.detach(), k.detach(), v.detach()
     gradients = torch.func.grad(loss, argnums=(0, 1, 2))
     if way == "vjp":
-        out, back = torch.func.vjp(attend, q, k, v)
+        out, back = torch.func.vjp(attend, q, k, v)[:2]
         close(back(2 * out), wanted)
     elif way == "vmap":
         batches = [torch.stack([tensor, tensor + 1]) for tensor in (q, k, v)]
@@ -182,7 +182,7 @@ def test_compilers_see_a_node_for_each_pass() -> None:
         graphs.append(graph)
         return graph.forward
 
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(keep(graph, inputs)))
@@ -224,7 +224,8 @@ def test_second_derivatives_are_refused(way: str) -> None:
     if way == "func":
 
         def first(q: Tensor) -> Tensor:
-            return torch.func.grad(loss)(q, k.detach(), v.detach()).square().sum()
+            found: Tensor = torch.func.grad(loss)(q, k.detach(), v.detach())
+            return found.square().sum()
 
         with pytest.raises(ProblemError, match="differentiated twice"):
             torch.func.grad(first)(q.detach())
@@ -284,7 +285,10 @@ def test_packed_sequences() -> None:
     assert not found[0][23:].any()
 
 
-def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     def refuse(*_: object) -> object:
         raise KernelError("PTXASError: out of registers")
 
@@ -292,14 +296,17 @@ def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(monkeypatch: p
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)
-    for call in (
-        flashtune.attention,
-        torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True),
-    ):
-        forget_told()
-        with pytest.warns(FlashtuneWarning, match="out of registers"):
-            result = call(q, k, v, causal=True).square().sum()
-            close(torch.autograd.grad(result, (q, k, v)), expected(q, k, v))
+
+    def gradients() -> Triple:
+        result = call(q, k, v, causal=True).square().sum()
+        return torch.autograd.grad(result, (q, k, v))  # type: ignore[return-value]
+
+    call: Callable[..., Tensor] = flashtune.attention
+    if way == "aot_eager":
+        call = torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True)
+    with pytest.warns(FlashtuneWarning, match="out of registers"):
+        found = gradients()
+    close(found, expected(q, k, v))
 
 
 def test_nothing_to_attend_to_has_gradients_of_zero() -> None:
@@ -309,9 +316,3 @@ def test_nothing_to_attend_to_has_gradients_of_zero() -> None:
     assert not out.any()
     out, lse = flashtune.attention(q[:, :, :0], k, v, return_lse=True)
     assert (out.numel(), lse.numel()) == (0, 0)
-
-
-def test_what_the_reference_is() -> None:
-    q, k, v = (tensor.detach().double() for tensor in tensors())
-    out = standard_attention(q, k, v, scale=32**-0.5, causal=Causal.BOTTOM_RIGHT)[0]
-    close([out], [definition(q, k, v)[0]])
