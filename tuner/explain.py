@@ -35,7 +35,7 @@ class Roofline(msgspec.Struct, frozen=True):
     """The least time that a target needs for a problem, in ms, and what sets it.
 
     Attributes:
-        flops: Operations of the two products over the pairs that the mask keeps.
+        flops: Operations of all products over the pairs that the mask keeps.
         minimal_bytes: Each input read once, each output written once.
         intensity: Operations per byte.
         ridge: The intensity above which this target's matrix units, not its memory, set the time.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,13 @@ from flashtune.call_counts import CallCount, add_counts
 from flashtune.errors import UsageError
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Problem
+from flashtune.record import Provenance
 from flashtune.target import find_target
 from flashtune.tuner.cli import main, search
 from flashtune.tuner.explain import roofline
+from flashtune.tuner.passes import backward_of
 from flashtune.tuner.recorded import Weighed, read_weighed, summary, weigh
+from flashtune.tuner.request import SearchRequest, SearchResult, Stop, Tally
 from flashtune.tuner.shapes import parse_shape
 
 H200 = find_target("h200")
@@ -104,6 +108,44 @@ def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.Capture
     add_counts(path, (CallCount(problem=shape(512), specialization=ALIGNED, calls=1),))
     assert search._with_recorded((), path, None, H200) == (shape(512),)
     assert "1 recorded problems are left out" in capsys.readouterr().err
+
+
+def test_training_searches_both_passes_of_what_was_called(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[SearchRequest] = []
+
+    def searched(request: SearchRequest, *rest: object) -> SearchResult:
+        seen.append(request)
+        return SearchResult(
+            problem=request.problem,
+            target=H200,
+            provenance=Provenance.PREDICTED,
+            stop=Stop.TRIALS,
+            seconds=1.0,
+            tally=Tally({}),
+            candidates=1,
+            best=None,
+            best_id=None,
+            pinned=False,
+            default=None,
+        )
+
+    monkeypatch.setattr("flashtune.tuner.search.run_search", searched)
+    monkeypatch.setattr("flashtune.tuner.equipment.open_equipment", lambda *_: nullcontext())
+    options = ["--target", "h200", "--db", str(tmp_path / "own.sqlite"), "--json"]
+    recorded = ["--from", str(file), "--top", "2"]
+    CliRunner().invoke(main, ["search", *options, *recorded, "--phase", "training"])
+    longest, middle = shape(8192), shape(1024)
+    assert [(request.problem, request.lse) for request in seen] == [
+        (longest, True),
+        (backward_of(longest), False),
+        (middle, True),
+        (backward_of(middle), False),
+    ]
+    seen.clear()
+    CliRunner().invoke(main, ["search", *options, *recorded])
+    assert [(request.problem, request.lse) for request in seen] == [(longest, False), (middle, False)]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flashtune.tuner.cli.options import (
     target_options,
 )
 from flashtune.tuner.cli.output import note, print_json
+from flashtune.tuner.model_sizes import Phase
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -94,13 +95,16 @@ def command(
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
     from flashtune.tuner.equipment import open_equipment
-    from flashtune.tuner.passes import saving_lse
+    from flashtune.tuner.passes import saving_lse, training_passes
     from flashtune.tuner.progress import Place, shown
     from flashtune.tuner.request import Budget, SearchRequest
     from flashtune.tuner.search import run_search
     from flashtune.tuner.summary import summary_lines
 
     problems = _with_recorded(problems, recorded_file, top, target)
+    if click.get_current_context().params["phase"] == Phase.TRAINING:
+        # Of recorded calls the forward pass alone is known.
+        problems = training_passes(problems)
     given = trials is not None or seconds is not None
     budget = Budget(trials, seconds, None) if given else Budget()
     place = describe(database_url(db))
