@@ -31,6 +31,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs/hopper.md", ROOT / "benchmarks/results
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FAMILY, FLASH = "forward_hopper", "sdpa-flash"
 SHORTEST, USUAL = 512, 8192
+USUAL_WIDTHS, WIDE = (64, 128), (256,)
 
 Results = dict[str, list[Bench]]
 
@@ -117,6 +118,24 @@ def gqa_table(results: Results) -> Iterator[str]:
     yield from _by_length(results["gqa"], "TFLOP/s (over cuDNN in the same run):", ratio)
 
 
+def backward_table(results: Results) -> Iterator[str]:
+    """TFLOP/s of the gradients alone, and our speed over cuDNN's in the same run."""
+
+    def ratio(bench: Bench) -> str:
+        found = _over(bench, CUDNN)
+        return f" ({found:.2f})" if found else ""
+
+    yield from _by_length(results["backward"], "TFLOP/s (over cuDNN's gradients in the same run):", ratio)
+    for title, dims in (("D64 and D128", USUAL_WIDTHS), ("D256", WIDE)):
+        benches = [bench for bench in results["backward"] if bench.problem.head_dim in dims]
+        found = {case_of(bench.problem): over for bench in benches if (over := _over(bench, CUDNN))}
+        if found:
+            worst = min(found, key=lambda case: found[case])
+            yield ""
+            yield f"{title}: {statistics.geometric_mean(found.values()):.3f} of cuDNN's speed in the geometric"
+            yield f"mean of {len(found)}, {found[worst]:.3f} at worst ({worst})."
+
+
 def fp8_table(results: Results) -> Iterator[str]:
     """TFLOP/s, and our speed over figures that were published."""
     points = _standing(results, "fp8")
@@ -172,6 +191,7 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "behind": behind_table,
     "gqa": gqa_table,
     "fp8": fp8_table,
+    "backward": backward_table,
     "winners": winners_table,
 }
 
