@@ -132,7 +132,8 @@ def backward_table(results: Results) -> Iterator[str]:
         if found:
             worst = min(found, key=lambda case: found[case])
             yield ""
-            yield f"{title}: {statistics.geometric_mean(found.values()):.3f} of cuDNN's speed in the geometric"
+            mean = statistics.geometric_mean(found.values())
+            yield f"{title}: {mean:.3f} of cuDNN's speed in the geometric"
             yield f"mean of {len(found)}, {found[worst]:.3f} at worst ({worst})."
 
 
