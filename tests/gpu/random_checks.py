@@ -27,7 +27,10 @@ SECONDS = 60
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a run was: counts, the largest error over what is allowed, and times in seconds."""
+    """What a run was: counts, times in seconds, and the largest error over what is allowed.
+
+    `worst_by_figure` says it of each thing that is compared: of each gradient, say.
+    """
 
     problems: int
     kernels: int
@@ -35,6 +38,7 @@ class Summary(msgspec.Struct, frozen=True):
     unfit: list[str]
     by_family: dict[str, int]
     worst_by_family: dict[str, float]
+    worst_by_figure: dict[str, dict[str, float]]
     wrong: list[Wrong]
     compile_s: float
     check_s: float
@@ -74,7 +78,7 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
                 results[subject] = job.result()
             except (pebble.ProcessExpired, TimeoutError) as error:
                 ended = wrong_at(own[subject][0][1], f"its process ended: {error}")
-                results[subject] = Result((ended,), float("inf"))
+                results[subject] = Result((ended,), {"ended": float("inf")})
             for one in results[subject].wrong:
                 tell(f"WRONG {one.family} {one.problem} {one.config}\n      {one.what}")
     return _summary(own, results, refused, unfit, compiled - started, time.monotonic() - compiled)
@@ -89,17 +93,20 @@ def _summary(
     check_s: float,
 ) -> Summary:
     counts: Counter[str] = Counter()
-    worst: dict[str, float] = {}
+    worst: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for subject, result in results.items():
         counts[subject.family] += len(own[subject])
-        worst[subject.family] = max(worst.get(subject.family, 0.0), round(result.worst, 3))
+        of_family = worst[subject.family]
+        for compared, ratio in result.worst.items():
+            of_family[compared] = max(of_family.get(compared, 0.0), round(ratio, 3))
     return Summary(
         problems=counts.total(),
         kernels=len(results),
         refused=refused,
         unfit=[_named(subject) for subject in unfit],
         by_family=dict(counts),
-        worst_by_family=worst,
+        worst_by_family={family: max(figures.values()) for family, figures in worst.items()},
+        worst_by_figure=dict(worst),
         wrong=[one for result in results.values() for one in result.wrong],
         compile_s=round(compile_s, 1),
         check_s=round(check_s, 1),

@@ -22,7 +22,7 @@ from flashtune.config import Config
 from flashtune.errors import ProblemError
 from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.proof.cases import Case
 from flashtune.target import Target, device_target
 from flashtune.templates.family import Family, why_not
@@ -64,8 +64,9 @@ def feature_sets() -> tuple[frozenset[Feature], ...]:
 def subjects(seed: int, target: Target) -> Iterator[Subject]:
     """One kernel for each set of features and each family that computes it."""
     chance = random.Random(seed)
-    for asked, family in itertools.product(feature_sets(), families()):
-        found = _subject(asked, family, chance, target)
+    own = [family for family in families() if family.direction is Direction.FORWARD]
+    for asked, family in itertools.product(feature_sets(), own):
+        found = draw_subject(asked, family, chance, target)
         if found is not None:
             yield found
 
@@ -86,13 +87,16 @@ def _case(subject: Subject, chance: random.Random, target: Target) -> Case:
             return case
 
 
-def _subject(
+def draw_subject(
     asked: frozenset[Feature], family: Family, chance: random.Random, target: Target
 ) -> Subject | None:
+    """A kernel of a family for a problem with these features; None where no draw is one that it computes."""
     for _ in range(DRAWS):
         problem = _problem(asked, chance)
         if problem is None or problem.features != asked:
             continue
+        if family.direction is Direction.BACKWARD:
+            problem = msgspec.structs.replace(problem, direction=family.direction, seqlen_q=1024)
         specialization = Specialization(
             chance.choice((Alignment.SIXTEEN, Alignment.SIXTEEN, Alignment.EIGHT, Alignment.ANY)),
             chance.choice((32, 32, 64)),

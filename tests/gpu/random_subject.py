@@ -12,8 +12,8 @@ from flashtune.kernel import Kernel
 from flashtune.launch import Binary, compile_binary
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_rendered
-from flashtune.proof.findings import Finding, findings_of
-from flashtune.proof.prepared import prepare
+from flashtune.proof.findings import Finding
+from flashtune.proof.passes import case_findings
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -37,10 +37,15 @@ class Wrong(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a kernel made of its problems: what was wrong, and the largest share of an allowed error."""
+    """What a kernel made of its problems: what was wrong, and the largest share of an allowed error.
+
+    Attributes:
+        wrong: All that was wrong.
+        worst: The largest share by what was compared: rows, log-sum-exps, or rows of one gradient.
+    """
 
     wrong: tuple[Wrong, ...]
-    worst: float
+    worst: dict[str, float]
 
 
 def refusal(subject: Subject, target: Target) -> str:
@@ -58,7 +63,7 @@ def check_subject(some: Sequence[tuple[int, Trial]], target: Target, seed: int) 
     """Checks the problems of one kernel, numbered. Ends a process whose GPU it broke."""
     kernel, binary = _loaded(some[0][1].subject, target)
     wrong: list[Wrong] = []
-    worst = 0.0
+    worst: dict[str, float] = {}
     for start in range(0, len(some), AT_ONCE):
         try:
             found = [
@@ -71,7 +76,9 @@ def check_subject(some: Sequence[tuple[int, Trial]], target: Target, seed: int) 
             leave_if_broken(DEVICE, error)
             raise
         for (trial, finding), number in zip(found, numbers, strict=True):
-            worst = max(worst, number) if finding.limit else worst
+            if finding.limit:
+                compared = finding.what.partition(": ")[2]
+                worst[compared] = max(worst.get(compared, 0.0), number)
             if not number <= finding.limit:
                 wrong.append(wrong_at(trial, f"{finding.what}: {number:.4g} of {finding.limit:g} allowed"))
     return Result(tuple(wrong), worst)
@@ -83,8 +90,7 @@ def _loaded(subject: Subject, target: Target) -> tuple[Kernel, Binary]:
 
 
 def _findings(kernel: Kernel, binary: Binary, trial: Trial, target: Target, seed: int) -> Iterator[Finding]:
-    prepared = prepare(trial.case, kernel.specialization.alignment, DEVICE, seed)
-    return findings_of(kernel, binary, trial.case, prepared, target, 0)
+    return case_findings(kernel, binary, trial.case, seed, target, DEVICE, keep=False)
 
 
 def wrong_at(trial: Trial, what: str) -> Wrong:
