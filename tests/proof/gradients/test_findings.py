@@ -1,0 +1,162 @@
+"""What decides of a backward launch, which problems it is put on, and what a large reference costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.backward import BackwardTensors
+from flashtune.kernel import Alignment
+from flashtune.problem import Causal, Dtype
+from flashtune.proof.cases import Case, Level
+from flashtune.proof.gradients import findings
+from flashtune.proof.gradients.cases import companions, main_cases
+from flashtune.proof.gradients.pairs import pieces, sample_pairs
+from flashtune.proof.gradients.prepared import prepare
+from flashtune.proof.gradients.reference import Chosen, expect_gradients
+from flashtune.proof.gradients.shapes import tiles_of
+from flashtune.proof.gradients.values import make_dout
+from flashtune.proof.gradients.weights import Given
+from flashtune.proof.lengths import equal_lengths
+from flashtune.proof.probes import Probe
+from flashtune.side import NO_SIDE, Side
+from tests.proof.gradients.checking import CPU, H200, a_kernel, a_problem, failures
+from tests.proof.gradients.plain_kernel import TwoTiles, differentiate
+
+Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
+
+
+def a_case(*, deterministic: bool = False) -> Case:
+    problem = a_problem(seqlen_q=9, seqlen_kv=20, deterministic=deterministic)
+    return Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, repeats=3)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]:
+    """What is found wrong with right gradients that `spoil` has been at, launch by launch."""
+    prepared = prepare(case, Alignment.SIXTEEN, CPU, 1, False)
+    launches = 0
+
+    def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Any:
+        def launch(tensors: BackwardTensors, scale: float, side: Side) -> None:
+            nonlocal launches
+            differentiate(case.problem, tensors, scale, side)
+            spoil(launches, tensors, allocate)
+            launches += 1
+
+        return launch
+
+    monkeypatch.setattr(findings, "bind_backward", bind)
+    wrong = failures(list(findings.gradient_findings(a_kernel(False), None, case, prepared, H200, 0)))
+    assert launches == case.repeats
+    return {one.partition(": ")[2].rpartition(" ")[0] for one in wrong}
+
+
+def outside(tensor: Tensor) -> Tensor:
+    """The element that lies before a tensor's first one."""
+    return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() - 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_right_launches_hold(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    assert found(monkeypatch, a_case(deterministic=deterministic), lambda *_: None) == set()
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_bits_may_differ_where_nothing_else_was_promised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            row = getattr(tensors, name)[0, 1, 3]
+            row[row.abs().argmax()] *= 1 + 2.0**-7
+
+    assert found(monkeypatch, a_case(), spoil) == set()
+    unlike = f"elements of {name} unlike an earlier launch's"
+    assert found(monkeypatch, a_case(deterministic=True), spoil) == {unlike}
+
+
+@pytest.mark.parametrize("launch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_each_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == launch:
+            getattr(tensors, name)[0, 1, 3] *= 1.1
+
+    assert found(monkeypatch, a_case(), spoil) == {f"row errors of {name}"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda _, tensors, __: outside(tensors.dq).fill_(1.0), "writes around dq"),
+        (lambda _, tensors, __: outside(tensors.dv).fill_(1.0), "writes around dv"),
+        (lambda _, __, allocate: outside(allocate((4,), CPU)).fill_(1.0), "writes around a workspace"),
+        (lambda _, tensors, __: outside(tensors.dout).fill_(1.0), "inputs overwritten"),
+        (lambda _, tensors, __: tensors.lse[0, 0].add_(0.0).fill_(2.0), "inputs overwritten"),
+    ],
+    ids=["before dq", "before dv", "before a workspace", "before dout", "lse"],
+)
+def test_what_is_written_elsewhere_is_named(
+    monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expected: str
+) -> None:
+    def last(number: int, tensors: BackwardTensors, allocate: Callable[..., Tensor]) -> None:
+        if number == 2:
+            spoil(number, tensors, allocate)
+
+    assert found(monkeypatch, a_case(), last) == {expected}
+
+
+def test_problems_lie_around_all_sides_of_both_kernels() -> None:
+    config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
+    tiles = tiles_of(config, reduced=False)
+    assert (tiles.queries, tiles.keys, tiles.depth, tiles.least) == ((32, 128), (16, 64), 2, 16)
+    cases = companions(a_problem(), config, Level.FULL, reduced=False)
+    queries, keys = {case.problem.seqlen_q for case in cases}, {case.problem.seqlen_kv for case in cases}
+    for sides, lengths in ((tiles.queries, queries), (tiles.keys, keys)):
+        around = {multiple * side + step for side in sides for multiple in range(1, 5) for step in (-1, 0, 1)}
+        assert around <= lengths
+    assert {case.problem.group_size for case in cases} >= {1, 2, 3, 13}
+    assert {case.problem.causal for case in cases} == {Causal.BOTTOM_RIGHT}
+    quick = companions(a_problem(), config, Level.QUICK, reduced=False)
+    assert len(quick) < 20
+    assert {case.probe for case in quick} == {case.probe for case in cases} - {Probe.FIRST}
+
+
+@pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
+def test_each_block_of_queries_has_a_hot_row(probe: Probe) -> None:
+    problem, block = a_problem(seqlen_q=70), 16
+    dout = make_dout(probe, problem, block, torch.Generator().manual_seed(1))
+    for start in range(0, 70, block):
+        hot = (dout[:, :, start : start + block].abs() == 8.0).sum((2, 3))
+        assert (hot == 1).all()
+
+
+def test_heads_that_share_keys_are_thinned_out_of_a_large_problem() -> None:
+    small = a_problem(heads=16, kv_heads=2, seqlen_q=2048, seqlen_kv=2048)
+    assert [case.problem for case in main_cases(small)] == [small, small]
+    for case in main_cases(a_problem(heads=16, kv_heads=2, seqlen_q=16384, seqlen_kv=16384)):
+        assert (case.problem.heads, case.problem.kv_heads) == (8, 2)
+
+
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.TOP_LEFT])
+def test_rows_in_slices_make_the_same_gradients(monkeypatch: pytest.MonkeyPatch, causal: Causal) -> None:
+    problem = a_problem(dtype=Dtype.FP16, causal=causal, batch=2, alibi=True)
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(heads: int, rows: int, width: int) -> Tensor:
+        return torch.randn(2, heads, rows, width, generator=generator).half()
+
+    q, k, v, dout = drawn(4, 100, 32), drawn(2, 100, 32), drawn(2, 100, 24), drawn(4, 100, 24)
+    side = NO_SIDE._replace(slopes=torch.rand(2, 4, generator=generator))
+    given = Given(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
+    chosen = Chosen(sample_pairs(problem, generator), torch.arange(100))
+    whole = expect_gradients(problem, given, chosen)
+    monkeypatch.setattr("flashtune.proof.gradients.pairs.CHUNK_SCORES", {"cpu": 3000})
+    assert [len(piece.rows) for piece in pieces(problem, chosen.pairs, "cpu")] == [7] * 4
+    sliced = expect_gradients(problem, given, chosen)
+    torch.testing.assert_close(sliced.lse, whole.lse)
+    for name, one in whole.gradients.items():
+        for part, other in zip(one, sliced.gradients[name], strict=True):
+            torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-12)
