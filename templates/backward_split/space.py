@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
+from flashtune.features import Bias
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
@@ -49,6 +50,8 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
     products: Products = Products.IEEE
 
 
+HOPPER = 90
+SMALL_SRAM = 128 * 1024
 # Under this many queries and keys small tiles are worth trying.
 SHORT = 128
 # From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
@@ -141,3 +144,21 @@ def _fits(
     if cap > room:
         return False
     return sums + scores + SPARE_REGISTERS <= (cap or room)
+
+
+def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
+    """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
+    if problem.dtype is Dtype.FP32:
+        # Operands of ordinary arithmetic are in registers, several times over.
+        if width > 512:
+            return 16, 16, 8, 1, 16, 16, 8, 1
+        return (16, 32, 4, 1, 32, 16, 4, 1) if width <= 256 else (16, 32, 8, 1, 32, 16, 8, 1)
+    # A bias is a tile of its own, which registers must hold beside the scores.
+    narrow = width > 256 or problem.bias is not Bias.NONE
+    if target.capability == HOPPER:
+        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2, 128, 32 if narrow else 64, 8, 2
+    if target.sram_per_block < SMALL_SRAM:
+        if width > 256:
+            return 32, 32, 4, 1, 32, 32, 4, 1
+        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2, 64, 32, 4, 1
+    return 32 if narrow else 64, 64, 8 if narrow else 4, 2, 64, 32 if narrow else 64, 4, 2

@@ -1,4 +1,4 @@
-"""The SRAM that the two passes need at the least: of the larger, what it holds and what streams by."""
+"""What the two passes need on the chip at the least: of the larger, what it holds and what streams by."""
 
 from __future__ import annotations
 
@@ -6,36 +6,54 @@ from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.target import Target
 from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of
-from flashtune.templates.common.sram import Engine, engine_of
+from flashtune.templates.common.backward_sram import Walk, walk_columns, walk_items
 from flashtune.templates.common.tiles import columns
 from flashtune.templates.family import TrafficItem
 
-# An asynchronous copy moves at least this much.
-ASYNC_BYTES = 4
+KEYS, QUERIES = "k and v", "q and dout"
 
 
 def split_items(
     problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
     """The items of the kernel or of its epilogue, whichever needs more."""
-    keys = _items(problem, config, target, specialization, of_keys=True)
-    queries = _items(problem, config, target, specialization, of_keys=False)
+    queries = walk_items(_of_queries(problem, config), problem, target, specialization, (QUERIES, KEYS))
+    keys = walk_items(_of_keys(problem, config), problem, target, specialization, (KEYS, QUERIES))
     return max(keys, queries, key=lambda items: sum(item.bytes for item in items))
 
 
-def _items(
-    problem: Problem, config: SplitConfig, target: Target, specialization: Specialization, *, of_keys: bool
-) -> tuple[TrafficItem, ...]:
-    held, walked = (config.block_n, config.block_m) if of_keys else (config.dq_block_m, config.dq_block_n)
-    warps, stages = (config.num_warps, config.num_stages) if of_keys else (config.dq_warps, config.dq_stages)
-    engine = engine_of(target, problem.dtype, held, warps, config.products is Products.IEEE)
-    if engine is not Engine.WARPGROUP:
-        return ()
-    row = sum(map(columns, chunks_of(problem, config))) * problem.dtype.itemsize
-    streamed = stages if specialization.alignment * problem.dtype.itemsize >= ASYNC_BYTES else 0
-    return (
-        TrafficItem("k and v" if of_keys else "q and dout", held * row),
-        TrafficItem(
-            f"{'q and dout' if of_keys else 'k and v'}, {streamed} in flight", streamed * walked * row
-        ),
+def split_columns(problem: Problem, config: SplitConfig, target: Target) -> int:
+    """Columns of tensor memory, of the kernel or of its epilogue, whichever needs more."""
+    keys, queries = _of_keys(problem, config), _of_queries(problem, config)
+    return max(
+        walk_columns(keys, problem, target, keys.columns),
+        walk_columns(queries, problem, target, columns(queries.qk_chunks)),
+    )
+
+
+def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
+    """Where keys stay."""
+    qk_chunks, v_chunks = chunks_of(problem, config)
+    return Walk(
+        held=config.block_n,
+        walked=config.block_m,
+        qk_chunks=qk_chunks,
+        v_chunks=v_chunks,
+        warps=config.num_warps,
+        stages=config.num_stages,
+        ieee=config.products is Products.IEEE,
+    )
+
+
+def _of_queries(problem: Problem, config: SplitConfig) -> Walk:
+    """Where queries stay."""
+    qk_chunks, v_chunks = chunks_of(problem, config)
+    return Walk(
+        held=config.dq_block_m,
+        walked=config.dq_block_n,
+        qk_chunks=qk_chunks,
+        v_chunks=v_chunks,
+        warps=config.dq_warps,
+        stages=config.dq_stages,
+        ieee=config.products is Products.IEEE,
     )

@@ -1,0 +1,66 @@
+"""What the kernels of a backward pass take by their schedules, by the terms of the forward kernels."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.problem import Causal, Direction, Problem
+from flashtune.target import Target
+from flashtune.templates.common.pace import BANDWIDTH_SHARE
+from flashtune.templates.common.span import portable_span
+
+# A forward block has two products. Beside those of the scores and of the weights' gradients, one that keeps
+# keys adds to dk and dv, and one that keeps queries to dq.
+PRODUCTS_OF_KEYS = 4 / 2
+PRODUCTS_OF_QUERIES = 3 / 2
+# Where keys are the rows, the last of them is the first, so that a mask lies as a forward pass has it.
+TURNED = {
+    Causal.NONE: Causal.NONE,
+    Causal.TOP_LEFT: Causal.BOTTOM_RIGHT,
+    Causal.BOTTOM_RIGHT: Causal.TOP_LEFT,
+}
+
+
+def keys_span(
+    problem: Problem, block_m: int, block_n: int, target: Target, *, heads_inner: bool, products: float
+) -> float:
+    """Time of a kernel whose programs keep a block of keys and walk the queries of a group of heads, in ms.
+
+    Args:
+        problem: What is computed; packed sequences as a batch.
+        block_m: Queries of a block.
+        block_n: Keys of a block.
+        target: The GPU.
+        heads_inner: Whether neighbouring programs work on different heads.
+        products: Products of a pair of blocks, over those of the forward pass.
+    """
+    turned = msgspec.structs.replace(
+        problem,
+        direction=Direction.FORWARD,
+        heads=problem.kv_heads,
+        seqlen_q=problem.seqlen_kv,
+        seqlen_kv=problem.seqlen_q,
+        causal=TURNED[problem.causal],
+        window_left=problem.window_right,
+        window_right=problem.window_left,
+    )
+    # The first keys are seen by the most queries, and their programs are begun first.
+    span = portable_span(turned, block_n, block_m, target, longest_first=True, heads_inner=heads_inner)
+    return products * problem.group_size * span
+
+
+def queries_span(
+    problem: Problem, block_m: int, block_n: int, target: Target, *, longest_first: bool, heads_inner: bool
+) -> float:
+    """Time of a kernel whose programs keep a tile of queries and walk keys, for dq alone, in ms."""
+    forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
+    return PRODUCTS_OF_QUERIES * portable_span(
+        forward, block_m, block_n, target, longest_first=longest_first, heads_inner=heads_inner
+    )
+
+
+def delta_span(problem: Problem, target: Target) -> float:
+    """Time of the prologue, which reads out and dout, in ms."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    moved = 2 * rows * problem.value_head_dim * problem.dtype.itemsize
+    return moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
