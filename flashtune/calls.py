@@ -147,7 +147,7 @@ def prepared(
         if request.needs_grad:
             return prepare_pair(request, q, k, v, side)
         server = prepare(request, q, k, v, side)
-        if recording() and not request.is_empty:
+        if recording() and not (request.is_empty or request.is_double):
             server = counted(server, request.problem, needed_specialization(request, q, k, v, side))
         return server
 

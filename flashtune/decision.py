@@ -22,6 +22,8 @@ from flashtune.target import Target, device_target, find_target
 
 # Whose default configs the interpreter runs: small tiles and no copy engine.
 INTERPRETED_TARGET = "nvidia-l4"
+# Why nobody else serves such tensors.
+DOUBLE = "no kernel takes float64"
 # Every family takes tensors of which so much may be assumed.
 BEST_TENSORS = Specialization()
 
@@ -62,6 +64,8 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
     check_device(request)
     if request.is_empty:
         return Decision(Server.NOBODY, "there is nothing to attend to")
+    if request.is_double:
+        return Decision(Server.STANDARD, DOUBLE)
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
         needed = needed_specialization(request, q, k, v, side)
@@ -87,7 +91,9 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
 
 def baseline(request: Request) -> Server:
     """Who serves where no generated kernel does: SDPA, which has no log-sum-exp and no features."""
-    return Server.STANDARD if request.return_lse or request.problem.features else Server.SDPA
+    same_bits = request.needs_grad and request.deterministic
+    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
+    return Server.SDPA if plain else Server.STANDARD
 
 
 def needed_specialization(
@@ -167,7 +173,7 @@ def check_device(request: Request) -> None:
     Raises:
         ProblemError: They are on the CPU, and there is no interpreter or it does not compute their type.
     """
-    if request.device.type == "cuda":
+    if request.device.type == "cuda" or request.is_double:
         return
     if request.problem.dtype.is_quantized:
         raise ProblemError(

@@ -39,7 +39,8 @@ def attend(call: Call) -> Result:
 
 def _both(result: Result, q: Tensor) -> tuple[Tensor, Tensor]:
     result = contiguous(result)
-    return (result, q.new_empty(0, dtype=torch.float32)) if isinstance(result, Tensor) else result
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return (result, q.new_empty(0, dtype=dtype)) if isinstance(result, Tensor) else result
 
 
 def _compute(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -51,12 +52,13 @@ def _shapes(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     width = call.options.latent or call.v.shape[-1]
     layout = Layout(call.options.layout)
     out = q.new_empty((*q.shape[:-1], width))
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if not call.options.return_lse:
-        return out, q.new_empty(0, dtype=torch.float32)
+        return out, q.new_empty(0, dtype=dtype)
     shape = tuple(q.shape[:-1])
     if layout in (Layout.BSHD, Layout.THD):
         shape = (*shape[:-2], shape[-1], shape[-2])
-    return out, q.new_empty(shape, dtype=torch.float32)
+    return out, q.new_empty(shape, dtype=dtype)
 
 
 def _differentiate(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

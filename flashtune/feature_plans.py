@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.feature_calls import key_of_call, server_of_call, unsigned
+from flashtune.gradients import go_back, leaves_like
 from flashtune.options import Call, read_bias
 from flashtune.serving import Result
 from flashtune.shared_prefix import attend_shared, shared_calls
@@ -41,7 +42,8 @@ class CallPlan(Generic[Planned_co]):
             served = unsigned(call)
             self._serve = server_of_call(key_of_call(served), served)
         # Libraries and allocators make what they keep in a first run, which a capture could not hold.
-        self._run(call)
+        q, k, v = leaves_like(call.q, call.k, call.v)
+        go_back(self._run(call._replace(q=q, k=k, v=v)), (q, k, v))
 
     def _run(self, call: Call) -> Planned_co:
         """Attention of a call of the planned kind.

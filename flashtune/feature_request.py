@@ -13,6 +13,7 @@ from flashtune.options import Call
 from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
 from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors, scales_wanted
 from flashtune.side_inputs import check_kinds, check_shapes, scale_kind, side_views
+from flashtune.tensor_checks import check_double, dtype_of
 
 ORDERS = {
     Layout.BHSD: "[batch, heads, seqlen, head_dim]",
@@ -56,7 +57,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     kv_dtype = KV_DTYPES.get(k.dtype) if k.dtype is not q.dtype else None
     places = k.shape[0]
     problem = Problem(
-        dtype=DTYPES[q.dtype],
+        dtype=dtype_of(q),
         head_dim=q.shape[3],
         value_head_dim=options.latent or v.shape[3],
         heads=q.shape[1],
@@ -87,6 +88,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     # Shapes that do not fit are told before anything is computed.
     side_views(problem, side, places)
     prefer = read_option("prefer", options.prefer, tuple(Prefer))
+    check_double(q, prefer is Prefer.GENERATED)
     tokens = q.shape[2] if packed else 0
     return Request(
         problem,
@@ -98,6 +100,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
         kv_layout,
         tokens,
         options.deterministic or torch.are_deterministic_algorithms_enabled(),
+        q.dtype is torch.float64,
     )
 
 
@@ -156,7 +159,7 @@ def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
 
 def _check_dtypes(call: Call) -> None:
     q, k, v = call.q.dtype, call.k.dtype, call.v.dtype
-    if q not in DTYPES or DTYPES[q] is Dtype.E4M3:
+    if q is not torch.float64 and (q not in DTYPES or DTYPES[q] is Dtype.E4M3):
         raise ProblemError(
             f"q is {q}: with masks, packed sequences, pages or a quantised cache pass it in bfloat16, "
             "float16 or float32"

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.autograd import Function
 
     from flashtune.backward_serving import ServeBackward
@@ -216,3 +216,17 @@ def sink_gradient(
     # Where nothing is seen a sink may be -inf as the log-sum-exp is: then there is no weight to take.
     weights = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
     return -(weights * delta).sum(-1).view(-1, sinks.numel()).sum(0)
+
+
+def leaves_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors without a past, so that going back from what is made of them ends with them."""
+    fresh = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors}
+    return tuple(fresh[id(tensor)] for tensor in tensors)
+
+
+def go_back(result: Result, inputs: tuple[Tensor, ...]) -> None:
+    """Runs the backward pass once, if there is any; what comes of it is let go."""
+    results = (result,) if isinstance(result, Tensor) else result
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if wanted and all(one.requires_grad for one in results):
+        torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)

@@ -84,7 +84,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         del scale, deterministic
         request = read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales)
         out = q.new_empty(request.out_shape, dtype=request.out_dtype)
-        return (out, q.new_empty(request.lse_shape, dtype=torch.float32)) if return_lse else out
+        return (out, q.new_empty(request.lse_shape, dtype=request.lse_dtype)) if return_lse else out
 
     def differentiate(
         q: Tensor,

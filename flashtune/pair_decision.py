@@ -9,6 +9,7 @@ import torch
 from flashtune.backward import BackwardTensors
 from flashtune.compilation import interpreting
 from flashtune.decision import (
+    DOUBLE,
     INTERPRETED_TARGET,
     Decision,
     Server,
@@ -70,9 +71,9 @@ def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = 
     Raises:
         ProblemError: Nobody can, or only generated kernels may serve and no family computes it.
     """
-    check_differentiable(request)
-    if request.is_empty:
-        return _empty(request)
+    ungenerated = _ungenerated(request)
+    if ungenerated is not None:
+        return ungenerated
     forward = request.forward
     assumed = Assumptions(
         needed_specialization(forward, q, k, v, side),
@@ -89,9 +90,9 @@ def decide_assumed(request: Request, assumed: Assumptions) -> PairDecision:
     Raises:
         ProblemError: As `decide_pair`.
     """
-    check_differentiable(request)
-    if request.is_empty:
-        return _empty(request)
+    ungenerated = _ungenerated(request)
+    if ungenerated is not None:
+        return ungenerated
     try:
         return _generated(request, assumed)
     except ProblemError as error:
@@ -200,8 +201,12 @@ def _faster_peer(request: Request, forward: Selection, backward: Selection, usua
     return faster_peer_of_pair(forward.measured, backward.measured, problem, usual)
 
 
-def _empty(request: Request) -> PairDecision:
-    return _both(Decision(baseline(request), "there is nothing to attend to"))
+def _ungenerated(request: Request) -> PairDecision | None:
+    """Who serves what no kernel is asked for."""
+    check_differentiable(request)
+    if request.is_empty:
+        return _both(Decision(baseline(request), "there is nothing to attend to"))
+    return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 
 def _both(decision: Decision) -> PairDecision:

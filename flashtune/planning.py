@@ -10,6 +10,7 @@ from flashtune.api import dense_call
 from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
 from flashtune.feature_plans import DensePlan
+from flashtune.gradients import go_back, leaves_like
 from flashtune.options import (
     CausalOption,
     DenseOptions,
@@ -166,5 +167,7 @@ def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseO
     server = server_of(served_key, served, k, v, *options, scales, deterministic)
     planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, deterministic)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
-    planned(q, k, v, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
+    fresh = leaves_like(q, k, v)
+    result = planned(*fresh, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
+    go_back(result, fresh)
     return planned

@@ -13,9 +13,10 @@ from torch import Tensor
 from flashtune.dtypes import DTYPES, KV_DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.layouts import DENSE_LAYOUTS, Layout
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Problem
+from flashtune.problem import Causal, Direction, Problem
 from flashtune.quantization import check_scales
 from flashtune.side import NO_SIDE, Side
+from flashtune.tensor_checks import check_alike, check_double, check_shapes, check_tensor, dtype_of
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -41,6 +42,7 @@ class Request(msgspec.Struct, frozen=True):
         kv_layout: The order of the dimensions of k and v where it is not q's.
         tokens: Queries of all packed sequences.
         deterministic: Whether gradients must be the same bits in every run.
+        is_double: Whether the tensors are float64, which no kernel takes; the problem then says fp32.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class Request(msgspec.Struct, frozen=True):
     kv_layout: Layout | None = None
     tokens: int = 0
     deterministic: bool = False
+    is_double: bool = False
 
     @property
     def forward(self) -> Request:
@@ -84,7 +87,12 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def out_dtype(self) -> torch.dtype:
         """Element type of the output."""
-        return TORCH_DTYPES[self.problem.out_dtype]
+        return torch.float64 if self.is_double else TORCH_DTYPES[self.problem.out_dtype]
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """Element type of the log-sum-exp."""
+        return torch.float64 if self.is_double else torch.float32
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -131,12 +139,12 @@ def read_request(
     if k.dtype is v.dtype and k.dtype in KV_DTYPES and q.dtype in DTYPES and not DTYPES[q.dtype].is_quantized:
         raise ProblemError(scales_wanted(q, k))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, order)
-    _check_alike(q, k, v)
+        check_tensor(name, tensor, order)
+    check_alike(q, k, v)
     heads_axis, length_axis = (2, 1) if order is Layout.BSHD else (1, 2)
-    _check_shapes(q, k, v, heads_axis, length_axis)
+    check_shapes(q, k, v, heads_axis, length_axis)
     problem = Problem(
-        dtype=DTYPES[q.dtype],
+        dtype=dtype_of(q),
         head_dim=q.shape[3],
         value_head_dim=v.shape[3],
         heads=q.shape[heads_axis],
@@ -151,6 +159,7 @@ def read_request(
     preference = read_option("prefer", prefer, tuple(Prefer))
     if problem.dtype.is_quantized:
         preference = Prefer.GENERATED  # nobody else computes it
+    check_double(q, preference is Prefer.GENERATED)
     return Request(
         problem,
         q.device,
@@ -159,6 +168,7 @@ def read_request(
         preference,
         needs_grad,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        is_double=q.dtype is torch.float64,
     )
 
 
@@ -211,49 +221,3 @@ def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
             return choice
     choices = " or ".join(repr(choice.value) for choice in known)
     raise ProblemError(f"{name} cannot be {value!r}: pass {choices}")
-
-
-def _check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
-    """What is asked of each tensor by itself."""
-    order = (
-        "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
-    )
-    if tensor.layout is not torch.strided or tensor.dim() != 4:
-        kind = f"{tensor.dim()} dimensions" if tensor.layout is torch.strided else f"layout {tensor.layout}"
-        raise ProblemError(f"{name} has {kind}: pass a dense tensor {order}")
-    if tensor.dtype not in DTYPES:
-        raise ProblemError(
-            f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn"
-        )
-    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-        raise ProblemError(f"{name} has head dim {tensor.shape[3]}: kernels take 1 to {MAX_HEAD_DIM}")
-    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-        raise ProblemError(f"{name}'s last dimension has stride {tensor.stride(3)}: pass {name}.contiguous()")
-
-
-def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise ProblemError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give them one dtype")
-    if not q.device == k.device == v.device:
-        raise ProblemError(
-            f"q, k and v are on {q.device}, {k.device} and {v.device}: move them to one device"
-        )
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis: int) -> None:
-    batches = q.shape[0], k.shape[0], v.shape[0]
-    if not batches[0] == batches[1] == batches[2]:
-        raise ProblemError("q, k and v have batch sizes {}, {} and {}: make them equal".format(*batches))
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ProblemError(
-            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has "
-            f"{v.shape[heads_axis]} of {v.shape[length_axis]}: make them equal"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ProblemError(f"q has head dim {q.shape[3]} and k has {k.shape[3]}: make them equal")
-    heads, kv_heads = q.shape[heads_axis], k.shape[heads_axis]
-    if not heads or not kv_heads or heads % kv_heads:
-        raise ProblemError(
-            f"{heads} query heads do not divide among {kv_heads} KV heads: check the shapes "
-            "and layout='bhsd' or 'bshd'"
-        )

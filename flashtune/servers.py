@@ -170,7 +170,7 @@ def nothing(
     out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
     if not request.return_lse:
         return out
-    lse = q.new_full(request.lse_shape, -torch.inf, dtype=torch.float32)
+    lse = q.new_full(request.lse_shape, -torch.inf, dtype=request.lse_dtype)
     if side.sinks is not None:
         heads = (-1,) if request.layout is Layout.BHD else (-1, 1)
         lse.copy_(side.sinks.view(heads))

@@ -20,7 +20,7 @@ SCORE_BYTES = 4
 def standard_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by two matrix products of the inputs' dtype and a softmax in float32.
+    """Attention by two matrix products of the inputs' dtype and a softmax in float32, or float64 as they.
 
     Rows with nothing to attend to give zeros, and -inf as log-sum-exp.
 
@@ -34,12 +34,12 @@ def standard_attention(
 
     Returns:
         The output [batch, heads, seqlen_q, value_head_dim] in the inputs' dtype, and the natural
-        log-sum-exp [batch, heads, seqlen_q] in float32, or None.
+        log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
     batch, heads, seqlen_q, _ = q.shape
     seqlen_kv, value_head_dim = v.shape[2:]
     if q.numel() == 0 or seqlen_kv == 0:
-        lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float32) if return_lse else None
+        lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=score_dtype(q)) if return_lse else None
         return q.new_zeros(batch, heads, seqlen_q, value_head_dim), lse
     if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
         # The first queries see no key; left out, they put no 0/0 into gradients either.
@@ -62,7 +62,7 @@ def standard_attention(
 
 
 def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv] in float32.
+    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv].
 
     The query heads of one KV head become more rows of one product: keys and values are not repeated.
     """
@@ -72,7 +72,13 @@ def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     columns = k.flatten(0, 1).mT
     if _widens(q, k):
         return torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scale)
-    return torch.bmm(rows.float(), columns.float()).mul_(scale)
+    wide = score_dtype(q)
+    return torch.bmm(rows.to(wide), columns.to(wide)).mul_(scale)
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """The type in which scores are kept: float32, or float64 of such queries."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def _widens(q: Tensor, k: Tensor) -> bool:

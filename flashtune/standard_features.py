@@ -16,7 +16,7 @@ from torch import Tensor
 from flashtune.features import Bias
 from flashtune.problem import Causal
 from flashtune.side import Side
-from flashtune.standard import scaled_scores
+from flashtune.standard import scaled_scores, score_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,14 +40,14 @@ def standard_features(
 
     Returns:
         The output [batch, heads, seqlen_q, value_head_dim] in q's type, zeros in rows that see nothing, and
-        the natural log-sum-exp [batch, heads, seqlen_q] in float32, or None.
+        the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
     if not (problem.packed or problem.page_size):
         k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
         out, lse = _dense(problem, q, k, v, side, scale)
         return out, lse if return_lse else None
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
     dense = msgspec.structs.replace(problem, packed=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at

@@ -59,7 +59,7 @@ def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side =
         if request.prefer is Prefer.GENERATED:
             raise
         instead = baseline(request)
-        tell_of_failure(failure, f"{in_words(instead)} (of both passes)", request.backward)
+        tell_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
         return baseline_server(instead, request)
     return _paired(forward, backward, request, side)
 
@@ -151,6 +151,7 @@ def _autograd_inside_operator() -> Iterator[None]:
 def baseline_of_pair(decision: PairDecision, request: Request) -> Serve:
     """The baseline that serves both passes; a warning says so where no family computes them."""
     server: Server = decision.backward.server
-    if decision.backward.selection is None and not request.is_empty:
+    expected = request.is_empty or request.is_double
+    if decision.backward.selection is None and not expected:
         tell_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
     return baseline_server(server, request)

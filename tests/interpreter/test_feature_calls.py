@@ -232,7 +232,7 @@ def test_a_plan_with_a_shared_prefix_keeps_what_serves_it(monkeypatch: pytest.Mo
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
     forget_servers()
-    monkeypatch.delattr("flashtune.feature_calls.remembered")
+    monkeypatch.delattr("flashtune.feature_calls.prepared")
     assert torch.equal(plan(q, *cache)[0], out)
 
 
@@ -313,9 +313,9 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor, **_: object) -
 
 
 def test_what_has_no_gradient_says_so() -> None:
-    q, k, *rest = packed()
-    with pytest.raises(ProblemError, match="attention of packed sequences has no backward pass"):
-        flashtune.attention_varlen(q.requires_grad_(), k, *rest)
+    q = torch.randn(len(KEYS), HEADS, WIDTH, requires_grad=True)
+    with pytest.raises(ProblemError, match="attention of sequences in pages has no backward pass"):
+        flashtune.attention_paged(q, *paged())
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,256 @@
+"""Both passes of a call that autograd goes through: who serves them, and that they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune import backward_serving, calls
+from flashtune.errors import KernelError, ProblemError, VerificationError
+from flashtune.kernel import Alignment
+from flashtune.notices import FlashtuneWarning
+from flashtune.problem import Direction, Problem
+from flashtune.record import Record
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from tests.machine import Machine, expected, inputs, tuned
+
+Make = Callable[..., Record]
+quiet = pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+
+
+def leaves(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem, dtype))
+    return q, k, v
+
+
+def backward_record(
+    make_record: Make, problem: Problem, ms: float, peers: dict[str, float] | None = None
+) -> Record:
+    """A record of the backward pass, as a search stores it."""
+    backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+    family = find_family("backward_split")
+    record = make_record(problem, ms=ms, peers=peers)
+    config = family.default(backward, find_target("h200"))
+    return msgspec.structs.replace(record, problem=backward, family=family.name, config=config, kernel=None)
+
+
+def gradients(problem: Problem, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    out = flashtune.attention(*tensors, causal=True, **options)
+    return torch.autograd.grad(out.square().sum(), tensors)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
+
+
+def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@quiet
+def test_both_passes_are_prepared_by_the_first_forward_pass(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    out = flashtune.attention(q, k, v, causal=True)
+    assert [kernel.family.split("_")[0] for kernel in machine.kernels] == ["forward", "backward"]
+    assert machine.checked == machine.kernels
+    assert machine.backward_launches == 0
+    close(torch.autograd.grad(out.square().sum(), (q, k, v)), right(q, k, v))
+    gradients(problem, q, k, v)
+    assert len(machine.kernels) == 2, "what was met before is bound"
+    assert (machine.launches, machine.backward_launches) == (2, 2)
+
+
+@quiet
+def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    for _ in range(2):
+        out = flashtune.attention(q, k, v, causal=True)
+        moved = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
+        found = torch.autograd.grad(out, (q, k, v), moved)
+        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
+    assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_split"] * 2
+    assert len(machine.checked) == 2, "strides alone are bound anew"
+
+
+@quiet
+def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    out = flashtune.attention(q, k, v, causal=True)
+    for dout in (
+        torch.tensor(2.0).expand(out.shape),
+        torch.randn(*out.shape, 2)[..., 0],
+        torch.randn(out.numel() + 1)[1:].view(out.shape),
+    ):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    assert len(machine.kernels) == 2
+    assert machine.kernels[1].specialization.alignment is Alignment.SIXTEEN
+
+
+@quiet
+def test_wrong_kernels_leave_both_passes_to_torch(machine: Machine, problem: Problem) -> None:
+    machine.right = False
+    q, k, v = leaves(problem)
+    with pytest.warns(
+        FlashtuneWarning, match=r"failed its self-check .* torch's SDPA \(in both passes\) serves"
+    ):
+        close(gradients(problem, q, k, v), right(q, k, v))
+    assert (machine.launches, machine.backward_launches) == (0, 0)
+    with pytest.raises(VerificationError, match="failed its self-check"):
+        gradients(problem, q, k, v, prefer="generated")
+
+
+def test_what_is_faster_over_both_passes_serves_both(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    q, k, v = leaves(problem, torch.bfloat16)
+
+    def server(forward: float, backward: float) -> tuple[str, str]:
+        calls.forget_servers()
+        tuned(
+            machine,
+            make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
+            backward_record(make_record, problem, 3.0, {"sdpa-cudnn": backward}),
+        )
+        told = flashtune.explain(q, k, v, causal=True)
+        assert told.backward is not None
+        assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"
+        assert flashtune.explain(q, k, v, causal=True, return_lse=True).server == "generated"
+        return told.server, told.backward.server
+
+    assert server(0.5, 3.4) == ("sdpa", "sdpa")
+    assert server(0.5, 3.6) == ("generated", "generated"), "the slower pass outweighs the faster one"
+    assert server(1.5, 2.45) == ("generated", "generated"), "what noise may be is no gain"
+    machine.usual = None
+    assert server(0.1, 0.1) == ("generated", "generated")
+
+
+@quiet
+def test_explanations_tell_of_each_pass(machine: Machine, problem: Problem, make_record: Make) -> None:
+    tuned(machine, make_record(problem), backward_record(make_record, problem, 3.0))
+    q, k, v = leaves(problem, torch.bfloat16)
+    told = flashtune.explain(q, k, v, causal=True)
+    assert told.backward is not None
+    assert (told.problem.direction, told.backward.problem.direction) == ("forward", "backward")
+    assert told.standing == "unproven", "with the log-sum-exp it is another kernel"
+    lines = str(told).splitlines()
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert heads == [
+        f"{told.problem.key} on nvidia-h200: generated",
+        f"{told.backward.problem.key} on nvidia-h200: generated",
+    ]
+    assert "backward_split" in str(told)
+    assert flashtune.explain(q.detach(), k.detach(), v.detach(), causal=True).backward is None
+    assert (machine.launches, machine.kernels, machine.checked) == (0, [], [])
+
+
+@quiet
+def test_reproducible_gradients_are_another_problem(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+
+    def asked(**options: Any) -> bool:
+        told = flashtune.explain(q, k, v, causal=True, **options)
+        assert told.backward is not None
+        assert not told.problem.deterministic
+        return told.backward.problem.deterministic
+
+    assert not asked()
+    assert asked(deterministic=True)
+    assert asked(deterministic=True, window=(100, 0))
+    gradients(problem, q, k, v)
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert asked()
+        close(gradients(problem, q, k, v), right(q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(calls._servers) == 2
+    with torch.no_grad():
+        flashtune.attention(q, k, v, deterministic=True)
+        flashtune.attention(q, k, v)
+    assert len(calls._servers) == 3, "of no meaning where nobody goes back"
+
+
+@quiet
+def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    past = q * 1.0
+    planned = flashtune.plan(past, k, v, causal=True)
+    assert machine.backward_launches == 1
+    assert q.grad is None
+    count = len(machine.kernels)
+    close(torch.autograd.grad(planned(past, k, v).square().sum(), (q, k, v)), right(q, k, v))
+    assert len(machine.kernels) == count
+    with pytest.raises(ProblemError, match="differ from the planned ones"):
+        planned(q.detach(), k.detach(), v.detach())
+
+
+def test_a_capture_meets_no_new_shape(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(q: Tensor) -> None:
+        raise KernelError("a CUDA graph is being captured")
+
+    monkeypatch.setattr(calls, "_refuse_capture", refuse)
+    with pytest.raises(KernelError, match="captured"):
+        flashtune.attention(*leaves(problem))
+
+
+def test_gradients_that_no_kernel_computes_are_named(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    cache = k.detach().to(torch.int8), v.detach().to(torch.int8)
+    scale = torch.ones(1)
+    with pytest.raises(ProblemError, match=r"no kernel family computes backward_.*leave out quantized_kv"):
+        flashtune.attention(q, *cache, k_scale=scale, v_scale=scale, prefer="generated")
+    with pytest.warns(FlashtuneWarning, match="so the unfused computation serves both passes"):
+        flashtune.attention(q, *cache, k_scale=scale, v_scale=scale).sum().backward()
+    assert q.grad is not None
+    scale.requires_grad_()
+    with pytest.raises(
+        ProblemError, match="computes the gradient of k_scale, which requires grad: detach it"
+    ):
+        flashtune.attention(q, *cache, k_scale=scale, v_scale=torch.ones(1), prefer="generated")
+
+
+def test_saved_tensors_with_other_strides_are_told_of(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem, torch.bfloat16)
+    out = flashtune.attention(q, k, v, causal=True)
+    server = next(
+        cell.cell_contents
+        for cell in out.grad_fn.call[0].backward.__closure__  # type: ignore[union-attr]
+        if isinstance(cell.cell_contents, backward_serving.BackwardServer)
+    )
+    odd = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]]
+    with pytest.raises(KernelError, match="hooks of saved tensors keep their strides"):
+        server(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"return_lse": True}])
+def test_float64_is_computed_unfused(options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+
+    def attend(*tensors: Tensor) -> Any:
+        return flashtune.attention(*tensors, causal=True, **options)
+
+    told = flashtune.explain(q, k, v, causal=True, **options)
+    assert (told.server, told.reason) == ("standard", "no kernel takes float64")
+    result = attend(q, k, v)
+    results = result if isinstance(result, tuple) else (result,)
+    assert {one.dtype for one in results} == {torch.float64}
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert torch.autograd.gradgradcheck(attend, (q, k, v))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), result)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, k, v), result)
+    with pytest.raises(ProblemError, match="prefer='fastest' to let the unfused computation serve"):
+        flashtune.attention(q, k, v, prefer="generated", **options)
