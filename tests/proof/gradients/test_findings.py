@@ -21,7 +21,7 @@ from flashtune.proof.gradients.reference import Chosen, expect_gradients
 from flashtune.proof.gradients.shapes import tiles_of
 from flashtune.proof.gradients.values import make_dout
 from flashtune.proof.gradients.weights import Given
-from flashtune.proof.lengths import equal_lengths
+from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.probes import Probe
 from flashtune.side import NO_SIDE, Side
 from tests.proof.gradients.checking import CPU, H200, a_kernel, a_problem, failures
@@ -106,6 +106,12 @@ def test_what_is_written_elsewhere_is_named(
             spoil(number, tensors, allocate)
 
     assert found(monkeypatch, a_case(), last) == {expected}
+
+
+def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
+    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)))
+    assert found(monkeypatch, case, lambda *_: None) == set()
 
 
 def test_problems_lie_around_all_sides_of_both_kernels() -> None:
