@@ -25,6 +25,7 @@ from flashtune.templates.common.asked import Asked, asked_of
 from flashtune.templates.common.backward_arguments import (
     backward_arguments,
     plain_arguments,
+    seed_arguments,
     stride_arguments,
 )
 from flashtune.templates.common.span import portable_span
@@ -41,6 +42,8 @@ STEP_WARPS = 4
 # Numbers that a program of the prologue clears at once, at the most.
 CLEARED = 4096
 SUMS = "workspace_2"
+# Which workspace has the random words of rows, where weights are dropped.
+RANDOM_WORKSPACE = 3
 
 
 class FusedContext(Context, frozen=True):
@@ -67,6 +70,7 @@ class FusedContext(Context, frozen=True):
     delta_chunk: Chunk
     delta_rows: int
     delta_warps: int
+    random_workspace: int
     sum_chunk: Chunk
     sum_rows: int
     sum_piece: int
@@ -84,7 +88,6 @@ class BackwardFused:
         Feature.PAGES,
         Feature.QUANTIZED_KV,
         Feature.LATENT,
-        Feature.DROPOUT,
         Feature.DETERMINISTIC,
     }
     direction = Direction.BACKWARD
@@ -125,8 +128,8 @@ class BackwardFused:
     ) -> tuple[Argument, ...]:
         dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
         dslopes = ("dslopes",) if problem.alibi else ()
-        read = ("q", "k", "v", "dout", "workspace_0", "workspace_1")
-        return backward_arguments(problem, specialization, (*read, SUMS, "dk", "dv", *dbias, *dslopes))
+        read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))
+        return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, FusedConfig)
@@ -135,10 +138,12 @@ class BackwardFused:
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
         dslopes = ("dslopes",) if problem.alibi else ()
-        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", SUMS, *dslopes)
+        workspaces = ("workspace_0", "workspace_1", SUMS, *_random(problem))
+        tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
         counts = ("heads", "seqlen_q", "sum_pieces", *(("slope_count",) if problem.alibi else ()))
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
+            *seed_arguments(problem),
             *stride_arguments(specialization, tensors),
             *(Argument(name, "i32") for name in counts),
         )
@@ -235,6 +240,7 @@ class BackwardFused:
             delta_chunk=delta_chunk,
             delta_rows=max(16, STEP_NUMBERS // delta_chunk.width),
             delta_warps=STEP_WARPS,
+            random_workspace=RANDOM_WORKSPACE,
             sum_chunk=sum_chunk,
             sum_rows=min(config.block_m, max(16, STEP_NUMBERS // sum_chunk.width)),
             sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),
@@ -242,6 +248,11 @@ class BackwardFused:
             index_bits=specialization.index_bits,
             lse=specialization.lse,
         )
+
+
+def _random(problem: Problem) -> tuple[str, ...]:
+    """The workspace that dropout adds."""
+    return (f"workspace_{RANDOM_WORKSPACE}",) if problem.dropout else ()
 
 
 FAMILY = BackwardFused()

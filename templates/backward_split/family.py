@@ -11,22 +11,26 @@ from flashtune.features import Bias, Feature
 from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of, split_space
-from flashtune.templates.backward_split.sram import split_items
+from flashtune.templates.backward_split.space import (
+    Products,
+    SplitConfig,
+    chunks_of,
+    split_space,
+    usual_tiles,
+)
+from flashtune.templates.backward_split.span import split_span, split_traffic
+from flashtune.templates.backward_split.sram import split_columns, split_items
 from flashtune.templates.common.asked import Asked, asked_of
 from flashtune.templates.common.backward_arguments import (
     backward_arguments,
     plain_arguments,
+    seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import cycled_queries, streamed_keys, unpacked
+from flashtune.templates.common.traffic import unpacked
 from flashtune.templates.family import Context, TrafficItem
 
-SMALL_SRAM = 128 * 1024
-HOPPER = 90
-FLOAT32 = 4
 # What hides keys from some queries of a block and not from others.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
 # Numbers of out and of dout that a program of the prologue holds, and its warps.
@@ -62,6 +66,7 @@ class SplitContext(Context, frozen=True):
     delta_chunk: Chunk
     delta_rows: int
     delta_warps: int
+    random_workspace: int
     alignment: Alignment
     index_bits: int
     lse: bool
@@ -76,7 +81,6 @@ class BackwardSplit:
         Feature.PAGES,
         Feature.QUANTIZED_KV,
         Feature.LATENT,
-        Feature.DROPOUT,
     }
     direction = Direction.BACKWARD
     interpreted = True
@@ -100,7 +104,7 @@ class BackwardSplit:
         """Tiles that fit every target of the table, for shapes that nobody tuned."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
-        tiles = _tiles(width, problem, target)
+        tiles = usual_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
         return SplitConfig(
             block_m=block_m,
@@ -129,9 +133,11 @@ class BackwardSplit:
         dlse = ("dlse",) if specialization.lse else ()
         clears_slopes = problem.alibi and problem.packed > 0
         dslopes = ("dslopes",) if clears_slopes else ()
-        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *dslopes)
+        random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
+        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
+            *seed_arguments(problem),
             *stride_arguments(specialization, tensors),
             *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
             *((Argument("slope_count", "i32"),) if clears_slopes else ()),
@@ -153,7 +159,8 @@ class BackwardSplit:
         return split_items(problem, config, target, specialization)
 
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
+        assert isinstance(config, SplitConfig)
+        return split_columns(problem, config, target)
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, SplitConfig)
@@ -164,16 +171,7 @@ class BackwardSplit:
 
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, SplitConfig)
-        # Seven products where the forward pass has two: four while keys stay, three while queries stay.
-        forward = portable_span(
-            unpacked(msgspec.structs.replace(problem, direction=Direction.FORWARD)),
-            config.dq_block_m,
-            config.dq_block_n,
-            target,
-            longest_first=config.long_first,
-            heads_inner=config.heads_inner,
-        )
-        return 3.5 * forward
+        return split_span(unpacked(problem), config, target)
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
@@ -182,20 +180,7 @@ class BackwardSplit:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, SplitConfig)
-        problem = unpacked(problem)
-        size = problem.dtype.itemsize
-        both = (problem.head_dim + problem.value_head_dim) * size
-        heads = problem.batch * problem.heads
-        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
-        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
-        streamed = heads * streamed_keys(problem, config.dq_block_m, config.dq_block_n)
-        return (
-            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
-            TrafficItem("q and dout read once, dq written", rows * (both + problem.head_dim * size)),
-            TrafficItem("k and v read for every tile of queries", streamed * both),
-        )
+        return split_traffic(unpacked(problem), config, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> SplitContext:
         assert isinstance(config, SplitConfig)
@@ -228,34 +213,23 @@ class BackwardSplit:
             delta_chunk=delta_chunk,
             delta_rows=max(16, DELTA_NUMBERS // delta_chunk.width),
             delta_warps=DELTA_WARPS,
+            random_workspace=_random_workspace(problem),
             alignment=specialization.alignment,
             index_bits=specialization.index_bits,
             lse=specialization.lse,
         )
 
 
-def _tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
-    """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
-    if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times over.
-        if width > 512:
-            return 16, 16, 8, 1, 16, 16, 8, 1
-        return (16, 32, 4, 1, 32, 16, 4, 1) if width <= 256 else (16, 32, 8, 1, 32, 16, 8, 1)
-    # A bias is a tile of its own, which registers must hold beside the scores.
-    narrow = width > 256 or problem.bias is not Bias.NONE
-    if target.capability == HOPPER:
-        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2, 128, 32 if narrow else 64, 8, 2
-    if target.sram_per_block < SMALL_SRAM:
-        if width > 256:
-            return 32, 32, 4, 1, 32, 32, 4, 1
-        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2, 64, 32, 4, 1
-    return 32 if narrow else 64, 64, 8 if narrow else 4, 2, 64, 32 if narrow else 64, 4, 2
-
-
 def _read(problem: Problem) -> tuple[str, ...]:
     """Tensors of both kernels: delta, log-sum-exps and what slopes' gradients are summed of among them."""
     slopes = ("workspace_2",) if problem.alibi else ()
-    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes)
+    random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
+    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *random)
+
+
+def _random_workspace(problem: Problem) -> int:
+    """Which workspace has the random words of rows, where weights are dropped: the last."""
+    return 3 if problem.alibi else 2
 
 
 FAMILY = BackwardSplit()

@@ -22,14 +22,14 @@ ROW_NUMBERS = ("lse", "dlse", "dslopes")
 WORKSPACE = "workspace_"
 # What kernels that walk sequences count by.
 COUNTS = ("heads", "group_size", "seqlen_q", "seqlen_kv")
-# The sinks are in the log-sum-exp, and no kernel of a backward pass reads them.
-UNREAD = ("sinks",)
+# The sinks are in the log-sum-exp, and what the seed makes of rows is in a workspace.
+UNREAD = ("sinks", "seed")
 
 
 def backward_arguments(
     problem: Problem, specialization: Specialization, tensors: tuple[str, ...]
 ) -> tuple[Argument, ...]:
-    """The arguments of a kernel that multiplies: tensors, side tensors, scale, cap, strides, counts.
+    """The arguments of a kernel that multiplies: tensors, side tensors, scale, numbers, strides, counts.
 
     Args:
         problem: Its type and its features decide.
@@ -46,6 +46,11 @@ def backward_arguments(
         *(Argument(name, "i32") for name in COUNTS),
         *((Argument("sequences", "i32"),) if problem.packed else ()),
     )
+
+
+def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
+    """What the prologue reads where weights are dropped."""
+    return tuple(one for one in side_tensors(problem) if one.name == "seed")
 
 
 def plain_arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -62,6 +63,8 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
     torch.manual_seed(0)
     batch, queries, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
     side = Side(softcap=1.5 if problem.softcap else None)
+    if problem.dropout:
+        side = side._replace(seed=torch.randint(2**63 - 1, (1,)), dropout=0.3)
     sequences = batch
     if problem.packed:
         batch, sequences = 1, len(LENGTHS)
@@ -185,6 +188,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
+    "dropout": {"dropout": True},
     "packed": {"packed": 75},
     "lengths": {"lengths": True},
 }
@@ -232,16 +236,21 @@ def test_defaults() -> None:
     check(problem, msgspec.structs.replace(config, products=Products.TF32X3), make_call(problem))
 
 
-def test_a_kernel_stands_alone() -> None:
-    problem = a_problem(head_dim=16, kv_heads=2)
+@pytest.mark.parametrize("asked", [{}, {"dropout": True}, {"dropout": True, "alibi": True}], ids=str)
+def test_a_kernel_stands_alone(asked: dict[str, bool]) -> None:
+    problem = a_problem(head_dim=16, kv_heads=2, **asked)
     call = make_call(problem)
     q, k, v, out, lse, dout, *_ = call.tensors
-    module = load_module(render(FAMILY, problem, a_config("alone"), Specialization()))
-    found = module.attention_backward(q, k, v, out, lse, dout, SCALE)
+    kernel = render(FAMILY, problem, a_config("alone"), Specialization())
+    module = load_module(kernel)
+    backward = functools.partial(
+        module.attention_backward, **{name: getattr(call.side, name) for name in kernel.all_side}
+    )
+    found = backward(q, k, v, out, lse, dout, SCALE)
     for gradient, right in zip(found, call.expected.values(), strict=True):
         torch.testing.assert_close(gradient.double(), right.double(), atol=1e-4, rtol=1e-4)
     # The same scores: both the queries and their factor are negated.
-    turned = module.attention_backward(-q, k, v, out, lse, dout, -SCALE)
+    turned = backward(-q, k, v, out, lse, dout, -SCALE)
     torch.testing.assert_close(turned[0], -found[0])
-    nothing = module.attention_backward(q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0], dout[:, :, :0])
+    nothing = backward(q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0], dout[:, :, :0])
     assert not nothing[1].any()
