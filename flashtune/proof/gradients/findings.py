@@ -91,7 +91,7 @@ def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
 
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
-    """All of a gradient that belongs to a sequence: where none has a key there is a row of packed keys still."""
+    """All of a gradient that belongs to a sequence: without any key there is still one packed row."""
     if not problem.packed or name not in ("dk", "dv"):
         return written
     return written[:, :, : sum(capacities(problem, prepared.lengths))]
