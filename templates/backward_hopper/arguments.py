@@ -1,0 +1,69 @@
+"""The run-time arguments of the kernel and of its two steps: descriptors of what the copy engine moves."""
+
+from __future__ import annotations
+
+from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackwardConfig, width_of
+from flashtune.templates.common.arguments import pointer_type
+from flashtune.templates.common.backward_arguments import plain_arguments, stride_arguments
+
+STATS, SUMS = "workspace_0", "workspace_1"
+COUNTS = ("blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal")
+ROW_COUNTS = ("heads", "seqlen_q")
+
+
+def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
+    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, scale, counts."""
+    width = width_of(problem)
+    boxes = {
+        "q": config.block_m, "k": ROWS, "v": ROWS, "do": config.block_m, "stats": 0, "dk": ROWS, "dv": ROWS,
+    }  # fmt: skip
+    described = (
+        _tile(name, rows, width, problem.dtype) if rows else _row(name, config.block_m)
+        for name, rows in boxes.items()
+    )
+    return (
+        *described,
+        Argument(SUMS, "*fp32", POINTER_ALIGNMENT),
+        Argument("scale", "fp32"),
+        *_integers(COUNTS),
+    )
+
+
+def prepare_arguments(
+    problem: Problem, config: HopperBackwardConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """out, dout, log-sum-exp, its gradient where there is one, workspaces, scale, strides, counts."""
+    dlse = ("dlse",) if specialization.lse else ()
+    tensors = ("out", "dout", "lse", *dlse, STATS, SUMS)
+    return (
+        *plain_arguments(problem.dtype, specialization, tensors),
+        *((Argument("scale", "fp32"),) if config.init else ()),
+        *stride_arguments(specialization, tensors),
+        *_integers(ROW_COUNTS),
+    )
+
+
+def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    """Sums, dq, scale, strides, counts."""
+    return (
+        *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
+        Argument("scale", "fp32"),
+        *stride_arguments(specialization, ("dq",)),
+        *_integers(ROW_COUNTS),
+    )
+
+
+def _tile(name: str, rows: int, width: int, dtype: Dtype) -> Argument:
+    """Rows of one head, in shared memory as matrix instructions read them."""
+    layout = f"NVMMASharedLayout({SWIZZLE}, {8 * dtype.itemsize}, 4)"
+    return Argument(f"{name}_desc", f"tensordesc<{pointer_type(dtype)[1:]}[1, 1, {rows}, {width}],{layout}>")
+
+
+def _row(name: str, columns: int) -> Argument:
+    return Argument(f"{name}_desc", f"tensordesc<fp32[1, {columns}],NVMMASharedLayout(0, 32, 2)>")
+
+
+def _integers(names: tuple[str, ...]) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "i32") for name in names)

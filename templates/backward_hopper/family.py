@@ -1,0 +1,194 @@
+"""Hopper's own backward pass in Gluon: a producer warp and two consumer groups, for sm_90 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.config import Config, LaunchOptions, Space
+from flashtune.features import Feature
+from flashtune.kernel import Argument, Specialization, Step
+from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.target import Target
+from flashtune.templates.backward_hopper.arguments import (
+    finish_arguments,
+    kernel_arguments,
+    prepare_arguments,
+)
+from flashtune.templates.backward_hopper.space import (
+    CONSUMER_REGISTERS,
+    GROUPS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    SWIZZLE,
+    WIDE,
+    HopperBackwardConfig,
+    hopper_backward_space,
+    usual_config,
+    width_of,
+)
+from flashtune.templates.backward_hopper.span import hopper_backward_span
+from flashtune.templates.backward_hopper.sram import hopper_backward_items
+from flashtune.templates.common.tiles import MIN_DOT_WIDTH
+from flashtune.templates.common.traffic import cycled_queries
+from flashtune.templates.family import Context, TrafficItem
+
+HOPPER = 90
+DTYPES = (Dtype.BF16, Dtype.FP16)
+# The copy engine moves rows of a multiple of 16 bytes.
+COLUMN_STEP = 8
+# The share of products and softmax that runs side by side: what the schedule is made for.
+OVERLAP = 0.8
+FLOAT32 = 4
+# Warps of the steps before and after.
+STEP_WARPS = 4
+
+
+class HopperBackwardContext(Context, frozen=True):
+    """What the template renders from."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    width: int
+    rows: int
+    swizzle: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    do_stages: int
+    ds_stages: int
+    eager: bool
+    late_wait: bool
+    product_first: bool
+    init: bool
+    delay: bool
+    rotate: bool
+    consumer_registers: int
+    producer_registers: int
+    step_warps: int
+    lse: bool
+
+
+class BackwardHopper:
+    """The family; it holds no state."""
+
+    name = "backward_hopper"
+    config_type = HopperBackwardConfig
+    features: frozenset[Feature] = frozenset()
+    direction = Direction.BACKWARD
+    interpreted = False
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        if not target.is_nvidia or target.capability != HOPPER:
+            return f"backward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
+        if problem.dtype not in DTYPES:
+            return f"backward_hopper takes bf16 and fp16, not {problem.dtype.value}"
+        dims = problem.head_dim, problem.value_head_dim
+        if min(dims) < MIN_DOT_WIDTH or max(dims) > WIDE or any(dim % COLUMN_STEP for dim in dims):
+            return f"backward_hopper takes head dims from {MIN_DOT_WIDTH} to {WIDE} in steps of {COLUMN_STEP}"
+        return None
+
+    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+        return specialization.takes_descriptors(dtype)
+
+    def space(self, problem: Problem, target: Target) -> Space:
+        return hopper_backward_space(problem)
+
+    def default(self, problem: Problem, target: Target) -> Config:
+        return usual_config(problem)
+
+    def arguments(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> tuple[Argument, ...]:
+        assert isinstance(config, HopperBackwardConfig)
+        return kernel_arguments(problem, config)
+
+    def options(self, config: Config) -> LaunchOptions:
+        return LaunchOptions(config.num_warps, config.num_stages)
+
+    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        assert isinstance(config, HopperBackwardConfig)
+        arguments = prepare_arguments(problem, config, specialization)
+        return Step("prepare", arguments, LaunchOptions(STEP_WARPS, 1))
+
+    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+        return Step("finish", finish_arguments(problem, specialization), LaunchOptions(STEP_WARPS, 1))
+
+    def sram_items(
+        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, HopperBackwardConfig)
+        return hopper_backward_items(problem, config)
+
+    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+        return 0
+
+    def programs(self, problem: Problem, config: Config) -> int:
+        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // (GROUPS * ROWS))
+
+    def overlap(self, config: Config) -> float | None:
+        return OVERLAP
+
+    def span(self, problem: Problem, config: Config, target: Target) -> float:
+        assert isinstance(config, HopperBackwardConfig)
+        return hopper_backward_span(problem, config, target)
+
+    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+        """The same kernel with programs that begin elsewhere."""
+        assert isinstance(config, HopperBackwardConfig)
+        if problem.causal is Causal.NONE:
+            yield msgspec.structs.replace(config, rotate=not config.rotate)
+
+    def hbm_items(
+        self, problem: Problem, config: Config, target: Target | None = None
+    ) -> tuple[TrafficItem, ...]:
+        assert isinstance(config, HopperBackwardConfig)
+        size = problem.dtype.itemsize
+        both = (problem.head_dim + problem.value_head_dim) * size
+        heads = problem.batch * problem.heads
+        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
+        sums = width_of(problem) * FLOAT32
+        walked = heads * cycled_queries(problem, config.block_m, GROUPS * ROWS)
+        return (
+            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+            TrafficItem("sums of dq cleared", rows * sums),
+            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
+            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
+            TrafficItem("sums of dq added to for every block of keys", walked * sums),
+            TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
+        )
+
+    def context(
+        self, problem: Problem, config: Config, specialization: Specialization
+    ) -> HopperBackwardContext:
+        assert isinstance(config, HopperBackwardConfig)
+        return HopperBackwardContext(
+            dtype=problem.dtype,
+            causal=problem.causal,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+            width=width_of(problem),
+            rows=ROWS,
+            swizzle=SWIZZLE,
+            block_m=config.block_m,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            do_stages=config.do_stages,
+            ds_stages=config.ds_stages,
+            eager=config.eager,
+            late_wait=config.late_wait,
+            product_first=config.product_first,
+            init=config.init,
+            delay=config.delay,
+            rotate=config.rotate and problem.causal is Causal.NONE,
+            consumer_registers=CONSUMER_REGISTERS,
+            producer_registers=PRODUCER_REGISTERS,
+            step_warps=STEP_WARPS,
+            lse=specialization.lse,
+        )
+
+
+FAMILY = BackwardHopper()

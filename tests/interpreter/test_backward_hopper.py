@@ -1,0 +1,120 @@
+"""The steps around Hopper's backward kernel on the CPU: what it begins with, what is made of its sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.compilation import load_module
+from flashtune.kernel import Kernel, Specialization
+from flashtune.problem import Direction, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+FAMILY = find_family("backward_hopper")
+TARGET = find_target("h200")
+SCALE = 0.3
+WIDTHS = pytest.mark.parametrize(("head_dim", "value_head_dim"), [(64, 64), (40, 56), (128, 128), (72, 120)])
+
+
+def kernel_of(head_dim: int, value_head_dim: int, *, lse: bool = False, **changes: Any) -> Kernel:
+    problem = Problem(
+        dtype=Dtype.FP16,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        heads=3,
+        kv_heads=1,
+        batch=2,
+        seqlen_q=150,
+        seqlen_kv=70,
+        direction=Direction.BACKWARD,
+    )
+    config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
+    return render(FAMILY, problem, config, Specialization(lse=lse))
+
+
+def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
+    """q, k, v, out, dout, dq, dk, dv as models lay them: heads beside one another."""
+    torch.manual_seed(0)
+
+    def made(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(2, length, heads, width, dtype=torch.float16).transpose(1, 2)
+
+    q, k, v = made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
+    out, dout = made(3, 150, value_head_dim), made(3, 150, value_head_dim)
+    return q, k, v, out, dout, made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
+
+
+@WIDTHS
+@pytest.mark.parametrize("init", [False, True])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_products_begin_at_what_softmax_takes_off(
+    head_dim: int, value_head_dim: int, init: bool, with_dlse: bool
+) -> None:
+    kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init=init)
+    module = load_module(kernel)
+    tensors = tensors_of(head_dim, value_head_dim)
+    out, dout = tensors[3:5]
+    lse, dlse = torch.randn(2, 3, 150), torch.randn(2, 3, 150)
+    lse[1, 2, 140:] = -math.inf
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (out, dout, lse, *((dlse,) if with_dlse else ()), stats, sums, *((SCALE,) if init else ()))
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    assert torch.equal(sums, torch.zeros_like(sums))
+    rows = stats.reshape(2, 3, 2, -1)
+    # What is not there, like what sees nothing, has no weight, whatever its product is.
+    expected = torch.full(rows.shape[:2] + rows.shape[3:], -math.inf)
+    expected[..., :150] = -lse / SCALE if init else -lse * math.log2(math.e)
+    expected[expected == math.inf] = -math.inf
+    torch.testing.assert_close(rows[:, :, 0], expected)
+    delta = (out.double() * dout.double()).sum(-1).float() - (dlse if with_dlse else 0)
+    torch.testing.assert_close(rows[:, :, 1, :150], -delta, atol=1e-4, rtol=1e-5)
+    assert torch.equal(rows[:, :, 1, 150:], torch.zeros_like(rows[:, :, 1, 150:]))
+
+
+def place_of(row: int, column: int) -> int:
+    """Where the matrix instruction keeps a number of a tile of 64 by 64, as `red` adds registers to memory.
+
+    Warp w of four has rows 16 w and on. Of eight columns, lane l has columns 2 (l % 4) and the next one, of
+    rows l // 4 and l // 4 + 8: four registers, 16 bytes, which lanes, then warps leave side by side.
+    """
+    warp, rest = divmod(row, 16)
+    lower, line = divmod(rest, 8)
+    eight, within = divmod(column, 8)
+    pair, second = divmod(within, 2)
+    thread = 32 * warp + 4 * line + pair
+    return 512 * eight + 4 * thread + 2 * lower + second
+
+
+@WIDTHS
+def test_sums_lie_as_registers_do(head_dim: int, value_head_dim: int) -> None:
+    module = load_module(kernel_of(head_dim, value_head_dim))
+    tensors = tensors_of(head_dim, value_head_dim)
+    dq = tensors[5].fill_(math.nan)
+    _, (_, shape), _ = module.launch_plan(*tensors)
+    width = 64 if head_dim <= 64 else 128
+    block_m = 8192 // width
+    right = torch.randn(6, shape[1] * block_m, width)
+    sums = torch.full(shape, math.nan)
+    places = torch.tensor([[place_of(row, column) for column in range(64)] for row in range(64)])
+    for head in range(6):
+        for tile in range(shape[1]):
+            block = right[head, tile * block_m : (tile + 1) * block_m]
+            for half in range(2):
+                # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
+                own = slice(64 * half, 64 * half + 64)
+                part = block[own].T if width == 64 else block[:, own]
+                sums[head, tile, 4096 * half + places] = part
+    grid, integers = module.epilogue_plan(*tensors)
+    module.finish[grid](sums, dq, SCALE, *integers)
+    expected = (right.reshape(2, 3, -1, width)[:, :, :150, :head_dim] * SCALE).half()
+    torch.testing.assert_close(dq, expected)

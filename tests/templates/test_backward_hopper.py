@@ -1,0 +1,201 @@
+"""Hopper's own backward pass as rendered, as planned for launches, and as the compiler sees it."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from triton.language import str_to_ty
+from triton.runtime.jit import mangle_type
+
+from flashtune.compilation import compile_kernel, load_module
+from flashtune.dtypes import TORCH_DTYPES
+from flashtune.kernel import Alignment, Kernel, Specialization
+from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.backward_hopper.space import HopperBackwardConfig
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.resources import read_parts
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "backward"
+MAX_LINE = 130
+FAMILY = find_family("backward_hopper")
+H200 = find_target("h200")
+PLAIN = Specialization()
+PLANNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+
+def a_problem(head_dim: int = 128, value_head_dim: int = 0, **changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim or head_dim,
+        heads=8,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=1000,
+        seqlen_kv=1100,
+        direction=Direction.BACKWARD,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def kernel_of(problem: Problem, specialization: Specialization = PLAIN, **changes: Any) -> Kernel:
+    default = FAMILY.default(problem, H200)
+    config = msgspec.convert({**msgspec.to_builtins(default), **changes}, HopperBackwardConfig)
+    return render(FAMILY, problem, config, specialization)
+
+
+def like(problem: Problem) -> tuple[Tensor, ...]:
+    """What a launch is planned by, with heads beside one another and no data."""
+    dtype = TORCH_DTYPES[problem.dtype]
+
+    def empty(heads: int, length: int, width: int) -> Tensor:
+        return torch.empty(problem.batch, length, heads, width, dtype=dtype, device="meta").transpose(1, 2)
+
+    queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
+    qk, v = problem.head_dim, problem.value_head_dim
+    sides = ((*queries, qk), (*keys, qk), (*keys, v), (*queries, v), (*queries, v))
+    return tuple(empty(*side) for side in (*sides, (*queries, qk), (*keys, qk), (*keys, v)))
+
+
+GOLDENS = {
+    "hopper_bf16_d128_causal": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)),
+    "hopper_fp16_d64_delay": kernel_of(a_problem(64, dtype=Dtype.FP16)),
+    "hopper_bf16_d96_v80_plain": kernel_of(
+        a_problem(96, 80), init=False, eager=True, product_first=False, num_stages=3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_rendered_as_before(name: str, updates_golden: bool) -> None:
+    path, source = GOLDEN / f"{name}.py", GOLDENS[name].source
+    if updates_golden:
+        path.write_text(source, encoding="utf-8")
+    assert source == path.read_text(encoding="utf-8"), "if meant: pytest tests/templates --update-golden"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("hopper_*.py")} == set(GOLDENS)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_person_can_read_it(name: str) -> None:
+    kernel = GOLDENS[name]
+    lines = kernel.source.split("\n")
+    assert [line for line in lines if line != line.rstrip() or len(line) > MAX_LINE] == []
+    assert "\n\n\n\n" not in kernel.source
+    found = {node.name: node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
+    assert {"launch_plan", "prologue_plan", "epilogue_plan", "descriptors", "attention_backward"} <= set(
+        found
+    )
+    for step in filter(None, (kernel, kernel.prologue, kernel.epilogue)):
+        parameters = [argument.arg for argument in found[step.entry].args.args]
+        assert parameters == [argument.name for argument in step.arguments]
+
+
+@pytest.mark.parametrize(
+    "problem", [a_problem(), a_problem(64, dtype=Dtype.FP16), a_problem(40, 56), a_problem(96, 80)]
+)
+def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem) -> None:
+    kernel, planned = kernel_of(problem), like(problem)
+    module = load_module(kernel)
+    _, shapes, _ = module.launch_plan(*planned)
+    workspaces = [torch.empty(shape, device="meta") for shape in shapes]
+    made = module.descriptors(*planned, *workspaces)
+    declared = [argument for argument in kernel.arguments if argument.type.startswith("tensordesc")]
+    flat = [descriptor for parts in made.values() for descriptor in parts]
+    # Triton's own name of a descriptor's type, against ours: element, tile and layout.
+    types = [str_to_ty(mangle_type(descriptor), None) for descriptor in flat]
+    assert types == [str_to_ty(argument.type, None) for argument in declared]
+    assert kernel.arguments[: len(declared)] == tuple(declared)
+    assert list(made) == ["q", "k", "v", "dout", "workspace_0", "dk", "dv"]
+    named = {**dict(zip(PLANNED, planned, strict=True)), "workspace_0": workspaces[0]}
+    for name, (descriptor,) in made.items():
+        assert descriptor.base is named[name]
+        assert tuple(descriptor.shape) == tuple(named[name].shape)
+        assert tuple(descriptor.strides) == named[name].stride()
+        assert descriptor.padding == "zero"
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("causal", "diagonal"), [("none", 0), ("top_left", 0), ("bottom_right", 100)])
+def test_launches_are_planned_by_lengths(head_dim: int, block_m: int, causal: str, diagonal: int) -> None:
+    problem = a_problem(head_dim, causal=Causal(causal))
+    module, planned = load_module(kernel_of(problem)), like(problem)
+    grid, workspaces, integers = module.launch_plan(*planned)
+    assert grid == (9 * 2 * 2,)
+    assert FAMILY.programs(problem, FAMILY.default(problem, H200)) == grid[0]
+    tiles = math.ceil(1000 / block_m)
+    assert workspaces == ((32, tiles * block_m), (16, tiles, 8192))
+    assert integers == (9, 2, 4, 1000, 1100, diagonal)
+    assert module.prologue_plan(*planned) == (
+        (tiles * 16,),
+        (*planned[3].stride()[:3], *planned[4].stride()[:3], 8, 1000),
+    )
+    assert module.epilogue_plan(*planned) == ((tiles * 16,), (*planned[5].stride()[:3], 8, 1000))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+def test_the_default_keeps_its_products_asynchronous(head_dim: int, causal: Causal) -> None:
+    problem = a_problem(head_dim, causal=causal)
+    kernel = kernel_of(problem, Specialization(lse=True))
+    main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
+    model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
+    # The compiler adds the exchange between roles and aligns what it allocates.
+    assert 0 <= main.sram_bytes - model <= 1024
+    assert main.sram_bytes <= H200.sram_per_block
+    # Two groups of four warps; the producer's warp is rounded up to four as well.
+    assert main.warps == 12
+    assert not main.serialized_wgmma
+    assert main.spill_bytes <= 16
+    assert prologue.spill_bytes == epilogue.spill_bytes == 0
+
+
+def test_dq_is_added_from_registers_four_at_a_time() -> None:
+    ptx = str(compile_kernel(kernel_of(a_problem()), H200).asm["ptx"])
+    # 32 registers of each of two groups.
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 16
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 256, "value_head_dim": 256}, "from 16 to 128 in steps of 8"),
+        ({"head_dim": 68, "value_head_dim": 64}, "from 16 to 128 in steps of 8"),
+        ({"dtype": Dtype.FP32}, "bf16 and fp16"),
+        ({"window_left": 100}, "has no window"),
+        ({"deterministic": True}, "has no deterministic"),
+        ({"direction": Direction.FORWARD}, "computes the backward pass"),
+    ],
+)
+def test_it_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
+    assert reason in (why_not(FAMILY, a_problem(**changes), H200, PLAIN) or "")
+
+
+def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
+    assert "sm_90 alone" in (why_not(FAMILY, a_problem(), find_target("a100"), PLAIN) or "")
+    odd = Specialization(Alignment.ANY)
+    assert "cannot address" in (why_not(FAMILY, a_problem(), H200, odd) or "")
+    assert why_not(FAMILY, a_problem(72, 40), H200, Specialization(Alignment.EIGHT, 64, True)) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_default_is_a_point_of_its_space(head_dim: int) -> None:
+    for causal in Causal:
+        problem = a_problem(head_dim, causal=causal)
+        default = FAMILY.default(problem, H200)
+        space = FAMILY.space(problem, H200)
+        assert space.contains(default)
+        assert all(space.contains(other) for other in FAMILY.spread_otherwise(problem, default, H200))
