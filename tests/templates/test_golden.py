@@ -30,11 +30,25 @@ SPARE = {"earlier", "positions", "workspaces"}
 
 Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
 MASKED, DECODE, LATENT = "forward_masked", "decode_split_kv", "decode_latent_hopper"
+SPLIT = "backward_split"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
 WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
 DESCRIPTORS = {**WIDE, "loads": "descriptor"}
 PARTS = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 3, "splits": 16}
+BOTH = {
+    "block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2,
+    "dq_block_m": 128, "dq_block_n": 64, "dq_warps": 8, "dq_stages": 2,
+}  # fmt: skip
+NARROW = {
+    **BOTH,
+    "block_m": 32,
+    "block_n": 64,
+    "num_warps": 4,
+    "dq_block_m": 64,
+    "dq_block_n": 32,
+    "dq_warps": 4,
+}
 GROUPS = {"groups": 2, "rows": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
@@ -104,6 +118,17 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
     ),
     "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "splits": 3}, ANYWHERE),
+    "backward_split_bf16_d128": (SPLIT, "bf16", (128, 128), "none", {**BOTH, "two_phases": False}, PLAIN),
+    "backward_split_bf16_d64_causal": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, ROW_SUMS),
+    "backward_split_fp16_d192_v128_window": (
+        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "decomposed": True}, PLAIN,
+    ),
+    "backward_split_bf16_d64_packed": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
+    "backward_split_fp32_d40_scores": (
+        SPLIT, "fp32", (40, 24), "none",
+        {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_inner": True},
+        ANYWHERE,
+    ),
     "hopper_bf16_latent_pages": (
         LATENT, "bf16", (576, 512), "bottom_right",
         {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
@@ -126,6 +151,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "first_tokens": 4,
     },
     "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
+    "backward_split_fp16_d192_v128_window": {"window_left": 1024, "first_tokens": 4, "sinks": True},
+    "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
+    "backward_split_fp32_d40_scores": {
+        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+    },
     "decode_bf16_latent": {"page_size": 64, "latent": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
     "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
@@ -143,6 +173,8 @@ COMPILED = [
     "hopper_e4m3_d128",
     "masked_bf16_d64_window_sinks",
     "masked_fp16_d128_packed_pages",
+    "backward_split_bf16_d64_packed",
+    "backward_split_fp16_d192_v128_window",
 ]
 
 
@@ -159,6 +191,7 @@ def kernel_of(name: str) -> Kernel:
         seqlen_q=1024,
         seqlen_kv=1024,
         causal=Causal(causal),
+        direction=family.direction,
     )
     problem = msgspec.structs.replace(problem, **FEATURES.get(name, {}))
     return render(family, problem, msgspec.convert(values, family.config_type), specialization)
@@ -243,7 +276,10 @@ def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
 def test_arguments_are_those_of_the_function(name: str) -> None:
     kernel = kernel_of(name)
     found = functions(kernel.source)
-    usable = {kernel.entry, "launch_plan", "attention"}
+    backward = kernel.family.startswith("backward")
+    usable = {kernel.entry, "launch_plan", "attention_backward" if backward else "attention"}
+    if kernel.prologue is not None and not kernel.takes_descriptors:
+        usable |= {kernel.prologue.entry, "prologue_plan"}
     if kernel.epilogue is not None:
         usable |= {kernel.epilogue.entry, "epilogue_plan"}
     if kernel.takes_descriptors:

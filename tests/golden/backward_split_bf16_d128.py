@@ -1,0 +1,378 @@
+"""Attention backward in two passes: one program keeps a block of keys and walks queries, for dk and dv; then
+one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
+
+Computes     bf16, head dim 128, value head dim 128, causal: none
+With         nothing
+Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
+             two_phases False, decomposed False, long_first False, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     backward_split bd8b78934d6c
+
+The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
+are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
+  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)
+BLOCK_N = tl.constexpr(128)
+DQ_BLOCK_M = tl.constexpr(128)
+DQ_BLOCK_N = tl.constexpr(64)
+DELTA_ROWS = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(128)
+VALUE_HEAD_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+):
+    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_128 = tl.arange(0, 128)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 128]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 128]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+
+
+@triton.jit
+def backward_split(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    dk,
+    dv,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+    kv_heads = heads // group_size
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_128 = tl.arange(0, 128)
+
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
+    dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 128]
+    k_tile = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum = tl.zeros([BLOCK_N, 128], tl.float32)
+    # [BLOCK_N, 128]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
+    scale_log2 = scale * LOG2_E
+    band_stop = seqlen_q
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        # [BLOCK_M, 128]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T)
+        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 128]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        dscores = weights * (dweights - row_delta[None, :])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+
+    dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_128[None, :],
+        dk_tile,
+        mask=key_exists[:, None],
+    )
+    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_128[None, :],
+        dv_tile,
+        mask=key_exists[:, None],
+    )
+
+
+@triton.jit
+def gradient_of_queries(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    dq,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    BLOCK_M: tl.constexpr = DQ_BLOCK_M
+    BLOCK_N: tl.constexpr = DQ_BLOCK_N
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_128 = tl.arange(0, 128)
+
+    q_base = q + sequence * stride_qb + head * stride_qh
+    dout_base = dout + sequence * stride_dob + head * stride_doh
+    dq_base = dq + sequence * stride_dqb + head * stride_dqh
+    row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    # [BLOCK_M, 128]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [BLOCK_M, 128]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+    row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+    dq_sum = tl.zeros([BLOCK_M, 128], tl.float32)
+    band_stop = seqlen_kv
+    scale_log2 = scale * LOG2_E
+
+    for start in tl.range(0, band_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 128]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
+        seen = (keys < seqlen_kv)[None, :]
+        weights = tl.where(seen, weights, 0.0)
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        dweights = tl.dot(dout_tile, v_tile.T)
+        dscores = weights * (dweights - row_delta[:, None])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+
+    dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+    tl.store(
+        dq_base + queries[:, None] * stride_dqs + columns_128[None, :],
+        dq_tile,
+        mask=query_exists[:, None],
+    )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * heads * batch,), (*strides, heads, seqlen_q)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_kv, 128) * kv_heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    rows = (batch, heads, seqlen_q)
+    workspaces = (rows, rows)
+    return grid, workspaces, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `gradient_of_queries`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dq) for axis in (0, 1, 2)]
+    return grid, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+
+    Returns dq, dk and dv, like q, k and v.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv
+    planned = (q, k, v, out, dout, dq, dk, dv)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, *workspaces[:2]),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_split[grid](
+        *(q, k, v, dout, *workspaces, dk, dv),
+        scale,
+        *integers,
+        num_warps=8,
+        num_stages=2,
+    )
+    gradient_of_queries[last_grid](
+        *(q, k, v, dout, *workspaces, dq),
+        scale,
+        *last_integers,
+        num_warps=8,
+        num_stages=2,
+    )
+    return -dq if negative else dq, dk, dv

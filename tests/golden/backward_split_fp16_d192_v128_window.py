@@ -1,0 +1,531 @@
+"""Attention backward in two passes: one program keeps a block of keys and walks queries, for dk and dv; then
+one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
+
+Computes     fp16, head dim 192, value head dim 128, causal: top_left
+With         window 1024:-1, first tokens 4
+Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
+             two_phases True, decomposed True, long_first False, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     backward_split bd8b78934d6c
+
+The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
+are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
+  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(64)
+DQ_BLOCK_M = tl.constexpr(64)
+DQ_BLOCK_N = tl.constexpr(32)
+DELTA_ROWS = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(192)
+VALUE_HEAD_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+WINDOW_LEFT = tl.constexpr(1024)
+FIRST_TOKENS = tl.constexpr(4)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+):
+    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_128 = tl.arange(0, 128)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 128]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 128]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+
+
+@triton.jit
+def backward_split(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    dk,
+    dv,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+    kv_heads = heads // group_size
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_64 = tl.arange(0, 64)
+    columns_128 = tl.arange(0, 128)
+
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
+    dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 128]
+    k_tile_0 = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum_0 = tl.zeros([BLOCK_N, 128], tl.float32)
+    # [BLOCK_N, 64]
+    k_tile_1 = tl.load(
+        k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum_1 = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 128]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
+    scale_log2 = scale * LOG2_E
+    last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
+    # From which query on some, or all, of the keys lie before the end of what is seen.
+    band_begin = tl.maximum(key_begin, 0)
+    open_begin = tl.maximum(last_key, 0)
+    # Up to which query some, or all, of them lie behind its start.
+    band_stop = tl.minimum(last_key + WINDOW_LEFT + 1, seqlen_q)
+    open_stop = tl.minimum(key_begin + WINDOW_LEFT + 1, seqlen_q)
+    # The first keys are seen however far back.
+    band_stop = tl.where(key_begin < FIRST_TOKENS, seqlen_q, band_stop)
+    band_begin = band_begin // BLOCK_M * BLOCK_M
+    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
+    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
+    for index in tl.range(0, group_size * open_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(open_blocks, 1)
+        block = index - member * open_blocks
+        start = open_begin + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        queries = start + query_offsets
+        # [BLOCK_M, 128]
+        q_tile_0 = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_128[None, :],
+        )
+        # [BLOCK_M, 64]
+        q_tile_1 = tl.load(
+            q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries)
+        row_delta = tl.load(workspace_0 + row_base + queries)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile_0, q_tile_0.T)
+        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
+        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 128]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        dscores = weights * (dweights - row_delta[None, :])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+    # Blocks that some queries see in part, or where some are missing: on both sides of the others.
+    right_begin = tl.maximum(open_begin, open_stop)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
+    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = band_begin + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        places = queries
+        row_end = tl.minimum(places + 1, seqlen_kv)
+        row_lifted = tl.minimum(row_end, FIRST_TOKENS)
+        row_start = tl.maximum(places - WINDOW_LEFT, 0)
+        # [BLOCK_M, 128]
+        q_tile_0 = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        # [BLOCK_M, 64]
+        q_tile_1 = tl.load(
+            q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile_0, q_tile_0.T)
+        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
+        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        seen |= keys[:, None] < row_lifted[None, :]
+        weights = tl.where(seen, weights, 0.0)
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 128]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        dscores = weights * (dweights - row_delta[None, :])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+
+    dk_tile_0 = (dk_sum_0 * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_128[None, :],
+        dk_tile_0,
+        mask=key_exists[:, None],
+    )
+    dk_tile_1 = (dk_sum_1 * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + (columns_64 + 128)[None, :],
+        dk_tile_1,
+        mask=key_exists[:, None],
+    )
+    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_128[None, :],
+        dv_tile,
+        mask=key_exists[:, None],
+    )
+
+
+@triton.jit
+def gradient_of_queries(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    dq,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    BLOCK_M: tl.constexpr = DQ_BLOCK_M
+    BLOCK_N: tl.constexpr = DQ_BLOCK_N
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_64 = tl.arange(0, 64)
+    columns_128 = tl.arange(0, 128)
+
+    q_base = q + sequence * stride_qb + head * stride_qh
+    dout_base = dout + sequence * stride_dob + head * stride_doh
+    dq_base = dq + sequence * stride_dqb + head * stride_dqh
+    row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    # [BLOCK_M, 128]
+    q_tile_0 = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [BLOCK_M, 64]
+    q_tile_1 = tl.load(
+        q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [BLOCK_M, 128]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+    row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+    dq_sum_0 = tl.zeros([BLOCK_M, 128], tl.float32)
+    dq_sum_1 = tl.zeros([BLOCK_M, 64], tl.float32)
+    places = queries
+    first_place = first_query
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1
+    row_end = tl.minimum(places + 1, seqlen_kv)
+    row_lifted = tl.minimum(row_end, FIRST_TOKENS)
+    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_end = tl.minimum(first_place + 1, seqlen_kv)
+    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    last_lifted = tl.minimum(last_end, FIRST_TOKENS)
+    last_start = tl.maximum(last_place - WINDOW_LEFT, 0)
+    band_stop = tl.maximum(last_end, last_lifted)
+    band_begin = first_start // BLOCK_N * BLOCK_N
+    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    # Blocks that every query of the tile sees whole.
+    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
+    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    scale_log2 = scale * LOG2_E
+
+    for start in tl.range(open_begin, open_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 128]
+        k_tile_0 = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
+        )
+        logits = tl.dot(q_tile_0, k_tile_0.T)
+        # [BLOCK_N, 64]
+        k_tile_1 = tl.load(
+            k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
+        )
+        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
+        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
+        )
+        dweights = tl.dot(dout_tile, v_tile.T)
+        dscores = weights * (dweights - row_delta[:, None])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
+    lifted_blocks = lifted_stop // BLOCK_N
+    # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
+    right_begin = tl.maximum(open_begin, open_stop)
+    left_keys = tl.minimum(open_begin, band_stop) - band_begin
+    left_blocks = lifted_blocks + tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
+    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
+    for index in tl.range(0, right_blocks):
+        start = index * BLOCK_N
+        start = tl.where(index < lifted_blocks, start, band_begin + (index - lifted_blocks) * BLOCK_N)
+        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+        keys = start + key_offsets
+        # [BLOCK_N, 128]
+        k_tile_0 = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile_0, k_tile_0.T)
+        # [BLOCK_N, 64]
+        k_tile_1 = tl.load(
+            k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
+        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        seen |= keys[None, :] < row_lifted[:, None]
+        weights = tl.where(seen, weights, 0.0)
+        # [BLOCK_N, 128]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        dweights = tl.dot(dout_tile, v_tile.T)
+        dscores = weights * (dweights - row_delta[:, None])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
+
+    dq_tile_0 = (dq_sum_0 * scale).to(dq.dtype.element_ty)
+    tl.store(
+        dq_base + queries[:, None] * stride_dqs + columns_128[None, :],
+        dq_tile_0,
+        mask=query_exists[:, None],
+    )
+    dq_tile_1 = (dq_sum_1 * scale).to(dq.dtype.element_ty)
+    tl.store(
+        dq_base + queries[:, None] * stride_dqs + (columns_64 + 128)[None, :],
+        dq_tile_1,
+        mask=query_exists[:, None],
+    )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * heads * batch,), (*strides, heads, seqlen_q)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_kv, 64) * kv_heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    rows = (batch, heads, seqlen_q)
+    workspaces = (rows, rows)
+    return grid, workspaces, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `gradient_of_queries`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 64) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dq) for axis in (0, 1, 2)]
+    return grid, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+
+    Returns dq, dk and dv, like q, k and v.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv
+    planned = (q, k, v, out, dout, dq, dk, dv)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, *workspaces[:2]),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_split[grid](
+        *(q, k, v, dout, *workspaces, dk, dv),
+        scale,
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    gradient_of_queries[last_grid](
+        *(q, k, v, dout, *workspaces, dq),
+        scale,
+        *last_integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    return -dq if negative else dq, dk, dv

@@ -1,0 +1,614 @@
+"""Attention backward in two passes: one program keeps a block of keys and walks queries, for dk and dv; then
+one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
+
+Computes     fp32, head dim 40, value head dim 24, causal: none
+With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient of the log-sum-exp
+Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
+             two_phases True, decomposed False, long_first False, heads_inner True, register cap 0, products ieee
+Assumes      strides that are multiples of 1, 64-bit offsets
+Template     backward_split bd8b78934d6c
+
+The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
+are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_2                       what each key adds to the slopes' gradients, float32 [batch, heads, seqlen_kv]
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
+  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(32)
+DQ_BLOCK_M = tl.constexpr(32)
+DQ_BLOCK_N = tl.constexpr(32)
+DELTA_ROWS = tl.constexpr(256)
+HEAD_DIM = tl.constexpr(40)
+VALUE_HEAD_DIM = tl.constexpr(24)
+LOG2_E = tl.constexpr(1.4426950408889634)
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    dlse,
+    workspace_0,
+    workspace_1,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+):
+    # Of each row delta = rowsum(dout * out) - dlse, what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_32 = tl.arange(0, 32)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 32]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_32[None, :],
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 32]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    row_delta -= tl.load(dlse + rows, mask=query_exists, other=0.0)
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+
+
+@triton.jit
+def backward_split(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    dk,
+    dv,
+    slopes,
+    bias,
+    prefix,
+    seqlens_kv,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    stride_slopes_b,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+    kv_heads = heads // group_size
+    all_heads = tl.num_programs(0) // tiles
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
+    slope_stride = seqlen_kv
+    sequence = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    all_keys = seqlen_kv
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_32 = tl.arange(0, 32)
+    columns_64 = tl.arange(0, 64)
+
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    seqlen_kv = tl.load(seqlens_kv + sequence)
+    prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
+    dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
+    dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 64]
+    k_tile = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        mask=key_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    dk_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 32]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_32[None, :],
+        mask=key_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 32], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
+    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    bias_rows = (query_offsets * stride_bias_s).to(tl.int32)
+    bias_keys = tl.minimum(keys, seqlen_kv - 1)
+    key_numbers = keys.to(tl.float32)
+    slope_base = (sequence * heads).to(tl.int64) * slope_stride
+    slope_sum = tl.zeros([BLOCK_N], tl.float32)
+    last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
+    # From which query on some, or all, of the keys lie before the end of what is seen.
+    band_begin = tl.maximum(key_begin // CHUNK * CHUNK - diagonal, 0)
+    # Up to which query some, or all, of them lie behind its start.
+    band_stop = tl.minimum(last_key // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
+    # All queries see the keys of the prefix.
+    band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
+    # The first keys are seen however far back.
+    band_stop = tl.where(key_begin < prefix_end, seqlen_q, band_stop)
+    # Keys behind the sequence's last are nobody's.
+    band_stop = tl.where(key_begin < seqlen_kv, band_stop, 0)
+    band_begin = band_begin // BLOCK_M * BLOCK_M
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    band_blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M)
+    if band_blocks == 0:
+        for member in tl.range(0, group_size):
+            head = kv_head * group_size + member
+            slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
+            tl.store(slope_at, slope_sum, mask=key_exists)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = band_begin + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        places = queries + diagonal
+        row_lifted = prefix_end
+        row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
+        row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        # [BLOCK_N, BLOCK_M]
+        bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
+        place_numbers = places.to(tl.float32)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        # How steep the cap is there: the derivative of cap * tanh(x / cap).
+        tangent = logits * (1.0 / cap_log2)
+        steepness = 1.0 - tangent * tangent
+        distance = tl.abs(place_numbers[None, :] - key_numbers[:, None])
+        logits -= slope_log2 * distance
+        bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        weights = tl.exp2(logits - row_lse[None, :])
+        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        seen |= (keys < row_lifted)[:, None]
+        weights = tl.where(seen, weights, 0.0)
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 32]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+            mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        dscores = weights * (dweights - row_delta[None, :])
+        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(dscores * distance, 1)
+        slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
+        tl.store(slope_at, slope_sum, mask=key_exists)
+        low_scores = (dscores * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+
+    dk_sum = tl.where(key_exists[:, None], dk_sum, 0.0)
+    dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_64[None, :],
+        dk_tile,
+        mask=(keys < all_keys)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+    )
+    dv_sum = tl.where(key_exists[:, None], dv_sum, 0.0)
+    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_32[None, :],
+        dv_tile,
+        mask=(keys < all_keys)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def gradient_of_queries(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    dq,
+    dbias,
+    dslopes,
+    slopes,
+    bias,
+    prefix,
+    seqlens_kv,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    stride_slopes_b,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    BLOCK_M: tl.constexpr = DQ_BLOCK_M
+    BLOCK_N: tl.constexpr = DQ_BLOCK_N
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    all_heads = tl.num_programs(0) // tiles
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
+    slope_stride = seqlen_kv
+    sequence = batch_head // heads
+    head = batch_head % heads
+    all_keys = seqlen_kv
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_32 = tl.arange(0, 32)
+    columns_64 = tl.arange(0, 64)
+
+    q_base = q + sequence * stride_qb + head * stride_qh
+    dout_base = dout + sequence * stride_dob + head * stride_doh
+    dq_base = dq + sequence * stride_dqb + head * stride_dqh
+    row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    seqlen_kv = tl.load(seqlens_kv + sequence)
+    prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    # [BLOCK_M, 32]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+    row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+    dq_sum = tl.zeros([BLOCK_M, 64], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = first_query + diagonal
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_lifted = prefix_end
+    row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
+    row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_end = tl.minimum(seqlen_kv, tl.where(first_place < 0, 0, first_place // CHUNK * CHUNK + CHUNK))
+    first_start = tl.maximum(first_place, 0) // CHUNK * CHUNK
+    last_lifted = prefix_end
+    last_end = tl.minimum(seqlen_kv, tl.where(last_place < 0, 0, last_place // CHUNK * CHUNK + CHUNK))
+    last_start = tl.maximum(last_place, 0) // CHUNK * CHUNK
+    band_stop = tl.maximum(last_end, last_lifted)
+    band_begin = first_start // BLOCK_N * BLOCK_N
+    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    # Blocks that every query of the tile sees whole.
+    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
+    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    bias_queries = tl.minimum(queries, seqlen_q - 1)
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
+    slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+    place_numbers = places.to(tl.float32)
+    key_numbers = key_offsets.to(tl.float32)
+    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
+    bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
+    dbias_base = dbias + (row_base + first_query) * all_keys
+    dbias_rows = tl.arange(0, BLOCK_M) * all_keys
+
+    for start in tl.range(open_begin, open_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        # [BLOCK_M, BLOCK_N]
+        bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        # How steep the cap is there: the derivative of cap * tanh(x / cap).
+        tangent = logits * (1.0 / cap_log2)
+        steepness = 1.0 - tangent * tangent
+        distance = tl.abs((place_numbers - start)[:, None] - key_numbers[None, :])
+        logits -= slope_log2 * distance
+        bias_tile = tl.load(bias_at)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        weights = tl.exp2(logits - row_lse[:, None])
+        # [BLOCK_N, 32]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_32[None, :],
+            mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
+        dscores = weights * (dweights - row_delta[:, None])
+        dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
+        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None])
+        low_scores = (dscores * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
+    lifted_blocks = lifted_stop // BLOCK_N
+    # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
+    right_begin = tl.maximum(open_begin, open_stop)
+    left_keys = tl.minimum(open_begin, band_stop) - band_begin
+    left_blocks = lifted_blocks + tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
+    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
+    for index in tl.range(0, right_blocks):
+        start = index * BLOCK_N
+        start = tl.where(index < lifted_blocks, start, band_begin + (index - lifted_blocks) * BLOCK_N)
+        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        # [BLOCK_M, BLOCK_N]
+        bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        # How steep the cap is there: the derivative of cap * tanh(x / cap).
+        tangent = logits * (1.0 / cap_log2)
+        steepness = 1.0 - tangent * tangent
+        distance = tl.abs((place_numbers - start)[:, None] - key_numbers[None, :])
+        logits -= slope_log2 * distance
+        bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        weights = tl.exp2(logits - row_lse[:, None])
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        seen |= (keys < row_lifted)[None, :]
+        weights = tl.where(seen, weights, 0.0)
+        # [BLOCK_N, 32]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_32[None, :],
+            mask=(keys < seqlen_kv)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
+        dscores = weights * (dweights - row_delta[:, None])
+        dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
+        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
+        low_scores = (dscores * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
+
+    # Blocks of keys that no query of the tile sees add nothing.
+    for start in tl.range(lifted_stop, tl.minimum(band_begin, all_keys), BLOCK_N):
+        keys = start + key_offsets
+        dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)
+        tl.store(dbias_at, nothing, mask=query_exists[:, None] & (keys < tl.minimum(band_begin, all_keys))[None, :])
+    band_end = band_begin + tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N) * BLOCK_N
+    for start in tl.range(band_end, all_keys, BLOCK_N):
+        keys = start + key_offsets
+        dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)
+        tl.store(dbias_at, nothing, mask=query_exists[:, None] & (keys < all_keys)[None, :])
+    if tile == 0:
+        # What the keys of the sequence add to the gradient of the head's slope.
+        slope_at = workspace_2 + (sequence * heads + head).to(tl.int64) * slope_stride
+        slope_sums = tl.zeros([BLOCK_N], tl.float32)
+        for start in tl.range(0, seqlen_kv, BLOCK_N):
+            slope_sums += tl.load(slope_at + start + key_offsets, mask=start + key_offsets < seqlen_kv, other=0.0)
+        tl.store(dslopes + sequence * heads + head, tl.sum(slope_sums))
+    dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+    tl.store(
+        dq_base + queries[:, None] * stride_dqs + columns_64[None, :],
+        dq_tile,
+        mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+    )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, slopes, bias, prefix, seqlens_kv):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 256) * heads * batch,), (*strides, heads, seqlen_q)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, slopes, bias, prefix, seqlens_kv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_kv, 32) * kv_heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+        bias.stride(0),
+        bias.stride(1),
+        bias.stride(2),
+    ]
+    rows = (batch, heads, seqlen_q)
+    workspaces = (rows, rows, (batch, heads, seqlen_kv))
+    return grid, workspaces, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, slopes, bias, prefix, seqlens_kv):
+    """Grid of `gradient_of_queries`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 32) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dq) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+        bias.stride(0),
+        bias.stride(1),
+        bias.stride(2),
+    ]
+    return grid, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bias, prefix, seqlens_kv, softcap):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    seqlens_kv     int32 [sequences]: how many keys each has
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+    dlse           its gradient, like it
+    slopes         float32 [sequences, heads]
+    bias           [batch, heads, seqlen_q, seqlen_kv]: added to the scores
+    prefix         int32 [sequences]: keys that all queries of a sequence see
+    softcap        scores s became softcap * tanh(s / softcap)
+
+    Returns dq, dk and dv, like q, k and v, and dbias and dslopes.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dbias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device)
+    dslopes = torch.zeros(slopes.shape, dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv, dbias, dslopes
+    side = (slopes, bias, prefix, seqlens_kv)
+    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, dlse, *workspaces[:2]),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_split[grid](
+        *(q, k, v, dout, *workspaces, dk, dv),
+        *side,
+        scale,
+        softcap,
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    gradient_of_queries[last_grid](
+        *(q, k, v, dout, *workspaces, dq, dbias, dslopes),
+        *side,
+        scale,
+        softcap,
+        *last_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return -dq if negative else dq, dk, dv, dbias, dslopes
