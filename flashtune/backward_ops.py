@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
-    enable_single_level_autograd_function,
-)
+from torch._functorch.utils import enable_single_level_autograd_function
 
 from flashtune.calls import known_server, remembered
 from flashtune.delegation import usual_backend
@@ -68,10 +66,13 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
 
 def _assumed(request: Request, call: Call) -> Assumptions:
     """The best is assumed of tensors that may have no memory yet."""
-    usual = None
-    symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
-    if not (request.problem.features or symbolic or transforms() is not None or request.is_empty):
-        usual = usual_backend(*request.views(call.q, call.k, call.v), request.problem)
+
+    def usual() -> str | None:
+        symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
+        if symbolic or transforms() is not None:
+            return None
+        return usual_backend(*request.views(call.q, call.k, call.v), request.problem)
+
     return Assumptions(
         Specialization(lse=True), Specialization(lse=request.return_lse), side_gradients(call.side), usual
     )

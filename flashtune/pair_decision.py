@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,13 +57,13 @@ class Assumptions(NamedTuple):
         forward: What a forward kernel may assume.
         backward: What a backward kernel may assume.
         gradients: Names of the side inputs that require grad.
-        usual: The backend that SDPA picks by itself; None where it is not known or has no name.
+        usual: Tells the backend that SDPA picks by itself, None where that is not known or has no name.
     """
 
     forward: Specialization
     backward: Specialization
     gradients: tuple[str, ...] = ()
-    usual: str | None = None
+    usual: Callable[[], str | None] = lambda: None
 
 
 def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> PairDecision:
@@ -79,7 +80,7 @@ def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = 
         needed_specialization(forward, q, k, v, side),
         backward_specialization(request, q, k, v, side),
         side_gradients(side),
-        None if request.problem.features else usual_backend(*request.views(q, k, v), request.problem),
+        lambda: usual_backend(*request.views(q, k, v), request.problem),
     )
     return decide_assumed(request, assumed)
 
@@ -192,13 +193,18 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     )
 
 
-def _faster_peer(request: Request, forward: Selection, backward: Selection, usual: str | None) -> str | None:
+def _faster_peer(
+    request: Request, forward: Selection, backward: Selection, usual: Callable[[], str | None]
+) -> str | None:
     """The baseline that was measured as faster over both passes and may serve in their place, or None."""
     problem = request.problem
     ragged = problem.packed or problem.lengths
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
-    return faster_peer_of_pair(forward.measured, backward.measured, problem, usual)
+    records = forward.measured, backward.measured
+    if any(record.measurement is None or not record.measurement.peers for record in records):
+        return None
+    return faster_peer_of_pair(*records, problem, None if problem.features else usual())
 
 
 def _ungenerated(request: Request) -> PairDecision | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flashtune
@@ -197,7 +198,7 @@ def test_compilers_see_a_node_for_each_pass() -> None:
 
 
 def test_lengths_do_not_compile_again() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(loss, backend=counter, fullgraph=True)
     q, k, v = tensors()
     for length in (20, 18, 16, 12):
