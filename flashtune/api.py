@@ -21,6 +21,7 @@ from flashtune.options import (
     is_plain,
     read_bias,
     read_count,
+    read_dropout,
     read_softcap,
     read_window,
 )
@@ -65,6 +66,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Result:
     """softmax(scale · q·kᵀ, masked) · v, by the best kernel that is known for this GPU and shape.
@@ -105,6 +107,9 @@ def attention(
         k_scale: Likewise of k, [batch, kv_heads]. With k and v in float8_e4m3fn or int8 beside a q of 16 or
             32 bits: [1], [kv_heads] or [batch, kv_heads], and then neither may be left out.
         v_scale: Likewise of v.
+        dropout_p: The share of weights that are dropped, under 1; the rest is divided by 1 - dropout_p. Which
+            weights fall is drawn anew by torch's generator of the device in every call, with and
+            without gradients: pass 0 where nothing is trained. The log-sum-exp knows nothing of it.
         deterministic: Whether gradients must be the same bits in every run, as they are too under
             torch.use_deterministic_algorithms(True). The output always is.
 
@@ -132,6 +137,7 @@ def attention(
         and kv_lengths is None
         and not sink_tokens
         and not chunk
+        and not dropout_p
         and (scales is NO_SIDE or getattr(q, "dtype", E4M3) is E4M3)
     ):
         call = dense_call(
@@ -156,6 +162,7 @@ def attention(
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
+            dropout_p=dropout_p,
             deterministic=deterministic,
         )
         if not is_plain(call):
@@ -193,6 +200,7 @@ def dense_call(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention`; arguments and errors are its own."""
@@ -217,5 +225,6 @@ def dense_call(
         prefix=prefix_lengths,
         seqlens_kv=kv_lengths,
         softcap=read_softcap(softcap),
+        dropout=read_dropout(dropout_p),
     )
     return Call(q, k, v, scale, options, side)

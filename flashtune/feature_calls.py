@@ -40,6 +40,9 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         options = options._replace(
             max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
         )
+    if side.dropout is not None:
+        # Where it lies is the same for all calls, and plans are made before there is one.
+        side = side._replace(seed=None)
     try:
         beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
     except AttributeError:

@@ -15,7 +15,7 @@ from flashtune.feature_request import read_call
 from flashtune.layouts import Layout
 from flashtune.modes import runs_eagerly
 from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, contiguous, library, operands
-from flashtune.options import Call
+from flashtune.options import Call, seeded
 from flashtune.request import require_tensors, requires_grad
 from flashtune.serving import Result
 
@@ -31,8 +31,9 @@ def attend(call: Call) -> Result:
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
     if runs_eagerly(call.q, call.k, call.v):
-        return serve_call(call)
+        return serve_call(seeded(call))
     require_tensors(call.q, call.k, call.v)
+    call = seeded(call)
     out, lse = torch.ops.flashtune.attention_features(*operands(call))
     return (out, lse) if call.options.return_lse else out
 

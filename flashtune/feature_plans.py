@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtune.errors import ProblemError
 from flashtune.feature_calls import key_of_call, server_of_call, unsigned
 from flashtune.gradients import go_back, leaves_like
-from flashtune.options import Call, read_bias
+from flashtune.options import Call, read_bias, seeded
 from flashtune.serving import Result
 from flashtune.shared_prefix import attend_shared, shared_calls
 from flashtune.side import Side
@@ -20,7 +20,7 @@ Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 class CallPlan(Generic[Planned_co]):
     """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
 
-    __slots__ = ("_key", "_options", "_parts", "_scale", "_serve", "_shared", "_softcap")
+    __slots__ = ("_dropout", "_key", "_options", "_parts", "_scale", "_serve", "_shared", "_softcap")
 
     def __init__(self, call: Call, shared_prefix: int = 0) -> None:
         """Selects, compiles, loads, checks where needed, and runs it once.
@@ -31,7 +31,8 @@ class CallPlan(Generic[Planned_co]):
             VerificationError: Only generated kernels may serve and they are wrong on this GPU.
         """
         # Of the call no tensor is kept.
-        self._options, self._scale, self._softcap = call.options, call.scale, call.side.softcap
+        self._options, self._scale = call.options, call.scale
+        self._softcap, self._dropout = call.side.numbers
         self._shared = shared_prefix
         self._key = key_of_call(call)
         self._parts: list[CallPlan[Result]] = []
@@ -58,12 +59,14 @@ class CallPlan(Generic[Planned_co]):
             )
         if self._shared:
             return cast("Planned_co", attend_shared(call, self._shared, [part._run for part in self._parts]))
-        call = unsigned(call)
+        call = unsigned(seeded(call))
         return cast("Planned_co", self._serve(call.q, call.k, call.v, call.scale, call.side))
 
     def _with(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Call:
         """The planned call with other tensors."""
-        return Call(q, k, v, self._scale, self._options, side._replace(softcap=self._softcap))
+        return Call(
+            q, k, v, self._scale, self._options, side._replace(softcap=self._softcap, dropout=self._dropout)
+        )
 
 
 class DensePlan(CallPlan[Planned_co]):

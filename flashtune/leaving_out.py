@@ -24,6 +24,8 @@ DEFAULTS: dict[Feature, dict[str, object]] = {
     Feature.PAGES: {"page_size": 0},
     Feature.QUANTIZED_KV: {"kv_dtype": None},
     Feature.LATENT: {"latent": False},
+    Feature.DROPOUT: {"dropout": False},
+    Feature.DETERMINISTIC: {"deterministic": False},
 }
 
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from flashtune.dropout import draw_seed
 from flashtune.errors import ProblemError
 from flashtune.side import Side
 
@@ -18,6 +19,8 @@ Bound = int | None
 Window = tuple[Bound, Bound]
 
 NO_WINDOW: Window = (None, None)
+# The largest float32 below one.
+MOST_DROPOUT = 1.0 - 2.0**-24
 
 
 class Options(NamedTuple):
@@ -91,12 +94,14 @@ class DenseOptions(CommonOptions, total=False):
     attn_mask: Tensor | None
     kv_lengths: Tensor | None
     q_scale: Tensor | None
+    dropout_p: float
     deterministic: bool
 
 
 class VarlenOptions(CommonOptions, total=False):
     """Those of `attention_varlen`."""
 
+    dropout_p: float
     deterministic: bool
 
 
@@ -160,6 +165,26 @@ def read_softcap(softcap: float | None) -> float | None:
     if not isinstance(softcap, (int, float)) or not 0 < softcap < float("inf"):
         raise ProblemError(f"softcap cannot be {softcap!r}: pass a positive number, or None for no cap")
     return float(softcap)
+
+
+def read_dropout(dropout: float) -> float | None:
+    """The share of weights that fall, None for none.
+
+    Raises:
+        ProblemError: It is no number from 0 up to, and not as much as, 1.
+    """
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MOST_DROPOUT:
+        raise ProblemError(
+            f"dropout_p cannot be {dropout!r}: pass a number from 0 up to, and not as much as, 1"
+        )
+    return float(dropout) or None
+
+
+def seeded(call: Call) -> Call:
+    """The call with a seed, where weights are to be dropped: a new one for each call."""
+    if call.side.dropout is None:
+        return call
+    return call._replace(side=call.side._replace(seed=draw_seed(call.q.device)))
 
 
 def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.dropout import kept_weights
 from flashtune.features import Bias
 from flashtune.problem import Causal
 from flashtune.side import Side
@@ -51,7 +52,9 @@ def standard_features(
     dense = msgspec.structs.replace(problem, packed=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
-        out[at], lse[at] = _dense(dense, q[at], sequence.k, sequence.v, sequence.side, scale)
+        out[at], lse[at] = _dense(
+            dense, q[at], sequence.k, sequence.v, sequence.side, scale, at[2].start or 0
+        )
     return out, lse if return_lse else None
 
 
@@ -88,7 +91,9 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) ->
             slopes=None if side.slopes is None else side.slopes[b : b + 1],
             sinks=side.sinks,
             prefix=None if side.prefix is None else side.prefix[b : b + 1],
+            seed=side.seed,
             softcap=side.softcap,
+            dropout=side.dropout,
         )
         yield _Sequence(at, keys, values, alone)
 
@@ -107,9 +112,9 @@ def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, d
 
 
 def _dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float, first_row: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of sequences in dense tensors."""
+    """Output and log-sum-exp of sequences in dense tensors; `first_row` is that of a packed one."""
     batch, heads, seqlen_q, _ = q.shape
     seqlen_kv = k.shape[2]
     places, seen = _visible(problem, q, k, side)
@@ -128,7 +133,12 @@ def _dense(
             seen = seen & side.bias
         else:
             scores = scores + side.bias
-    return _averages(scores.masked_fill(~seen, -torch.inf), v, side.sinks)
+    factors = None
+    if side.seed is not None and side.dropout is not None:
+        number = torch.arange(batch * heads, device=q.device)
+        rows = first_row + torch.arange(seqlen_q, device=q.device)
+        factors = kept_weights(side.seed, number, rows, seqlen_kv, side.dropout) / (1.0 - side.dropout)
+    return _averages(scores.masked_fill(~seen, -torch.inf), v, side.sinks, factors)
 
 
 def _visible(problem: Problem, q: Tensor, k: Tensor, side: Side) -> tuple[Tensor, Tensor]:
@@ -157,8 +167,13 @@ def _visible(problem: Problem, q: Tensor, k: Tensor, side: Side) -> tuple[Tensor
     return places, (seen & (keys < lengths[:, None, None]))[:, None]
 
 
-def _averages(scores: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted values and the log-sum-exp; no NaN, in gradients neither, where all is hidden."""
+def _averages(
+    scores: Tensor, v: Tensor, sinks: Tensor | None, factors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted values and the log-sum-exp; no NaN, in gradients neither, where all is hidden.
+
+    `factors` of the weights are what dropout makes of them, [batch * heads, seqlen_q, seqlen_kv].
+    """
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     lowest = scores.new_full((batch, heads, seqlen_q, 1), -torch.inf)
     sink = lowest if sinks is None else sinks.view(1, heads, 1, 1).expand_as(lowest)
@@ -170,7 +185,10 @@ def _averages(scores: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     kv_heads, rows = v.shape[1], heads // v.shape[1] * seqlen_q
-    shares = (weights / total).to(v.dtype).reshape(batch * kv_heads, rows, seqlen_kv)
+    shares = weights / total
+    if factors is not None:
+        shares = shares * factors.view_as(shares)
+    shares = shares.to(v.dtype).reshape(batch * kv_heads, rows, seqlen_kv)
     out = torch.bmm(shares, v.flatten(0, 1)).view(batch, heads, seqlen_q, v.shape[3])
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
     return out, lse.squeeze(-1)

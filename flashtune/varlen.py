@@ -17,6 +17,7 @@ from flashtune.options import (
     VarlenOptions,
     Window,
     read_count,
+    read_dropout,
     read_softcap,
     read_window,
 )
@@ -92,8 +93,8 @@ def attention_varlen(
         max_seqlen_k: Likewise of keys. A window or chunk of no fewer keys than it rounded up is none.
         return_lse: Whether the log-sum-exp of each row is returned too.
         **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`,
-            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale`, `v_scale` and `deterministic`, as
-            `attention` has them.
+            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p` and
+            `deterministic`, as `attention` has them.
 
     Returns:
         The output [total_q, heads, value_head_dim] in q's type. With `return_lse` also the natural
@@ -131,6 +132,7 @@ def varlen_call(
     prefer: PreferOption = "fastest",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention_varlen`; arguments and errors are its own."""
@@ -161,6 +163,7 @@ def varlen_call(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_k,
         softcap=read_softcap(softcap),
+        dropout=read_dropout(dropout_p),
     )
     return Call(q, k, v, scale, options, side)
 
