@@ -16,6 +16,7 @@ from torch import Tensor
 from flashtune.choices import forget_choices
 from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
+from flashtune.pair_decision import backward_specialization
 from flashtune.quantization import negated
 from flashtune.recording import counted, on_change, recording
 from flashtune.request import Request, read_request, requires_grad
@@ -144,12 +145,14 @@ def prepared(
     """
 
     def make(request: Request) -> Serve:
+        server = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
+        if not recording() or request.is_empty or request.is_double:
+            return server
         if request.needs_grad:
-            return prepare_pair(request, q, k, v, side)
-        server = prepare(request, q, k, v, side)
-        if recording() and not (request.is_empty or request.is_double):
-            server = counted(server, request.problem, needed_specialization(request, q, k, v, side))
-        return server
+            # Who goes forward so goes back too.
+            server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
+            request = request.forward
+        return counted(server, request.problem, needed_specialization(request, q, k, v, side))
 
     return remembered(key, q, read, make)
 

@@ -143,7 +143,7 @@ class Attend(Function):
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the backward pass, for the gradients of the results."""
-        dout, dlse = (*results, None)[:2]
+        dout, dlse = results[0], results[1] if len(results) > 1 else None
         if torch.is_grad_enabled() and not ctx.call[0].is_traced:
             gradients = only_once(_gradients, ctx.call, dout, dlse, *ctx.saved_tensors)
         else:

@@ -18,7 +18,7 @@ from flashtune.call_counts import MAX_CALLS, CallCount, add_counts, merged, read
 from flashtune.errors import UsageError
 from flashtune.kernel import Alignment, Specialization
 from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Problem
+from flashtune.problem import Direction, Problem
 from tests.machine import Machine, inputs, tuned
 from tests.runtime.conftest import MakeRecord
 
@@ -99,12 +99,24 @@ def test_alignment_tells_calls_apart(problem: Problem, file: Path) -> None:
     assert {count.problem for count in found} == {problem}
 
 
-def test_empty_calls_and_gradients_are_left_out(problem: Problem, file: Path) -> None:
+def test_empty_calls_are_left_out(problem: Problem, file: Path) -> None:
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         flashtune.attention(q, k[:, :, :0], v[:, :, :0])
-        flashtune.attention(q.requires_grad_(), k, v)
+        flashtune.attention(q.requires_grad_(), k[:, :, :0], v[:, :, :0])
+        flashtune.attention(q.double(), k.double(), v.double())
     assert not file.exists()
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file: Path) -> None:
+    q, k, v = inputs(problem)
+    with flashtune.record_calls(file):
+        for _ in range(3):
+            flashtune.attention(q.requires_grad_(), k, v, causal=True)
+    found = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
+    backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+    assert found == {problem: (3, True), backward: (3, False)}
 
 
 def test_calls_with_features_are_recorded_with_them(
