@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,9 @@ def test_a_person_can_read_it(name: str) -> None:
     assert {"launch_plan", "prologue_plan", "epilogue_plan", "descriptors", "attention_backward"} <= set(
         found
     )
-    for step in filter(None, (kernel, kernel.prologue, kernel.epilogue)):
-        parameters = [argument.arg for argument in found[step.entry].args.args]
-        assert parameters == [argument.name for argument in step.arguments]
+    for one in filter(None, (kernel, kernel.first, kernel.last)):
+        parameters = [argument.arg for argument in found[one.entry].args.args]
+        assert parameters == [argument.name for argument in one.arguments]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,25 @@ def test_dq_is_added_from_registers_four_at_a_time() -> None:
     # 32 registers of each of two groups.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 16
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize(("head_dim", "delay"), [(64, True), (128, True), (128, False)])
+def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> None:
+    """Triton's frontend decides what a loop carries: an address that it does not is that of one block."""
+    carried: dict[str, str] = {}
+    inside: list[str] = []
+    behind: list[str] = []
+    for line in str(compile_kernel(kernel_of(a_problem(head_dim), delay=delay), H200).asm["ttgir"]).split(
+        "\n"
+    ):
+        if loop := re.search(r"(%\w+):\d+ = scf\.for .*iter_args\((.*?)\) ->", line):
+            names = loop[2].split(", ")
+            carried = {name.split(" = ")[0]: f"{loop[1]}#{place}" for place, name in enumerate(names)}
+        if address := re.search(r"tt\.splat (%[\w#]+) : i64 ->", line):
+            (inside if address[1] in carried else behind).append(carried.get(address[1], address[1]))
+    # Of each of two groups; behind the loop comes what is late.
+    assert len(inside) == 2
+    assert behind == (inside if delay else [])
 
 
 @pytest.mark.parametrize(
