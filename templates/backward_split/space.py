@@ -82,7 +82,7 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("dq_block_m", held),
         Axis("dq_block_n", walked),
         Axis("dq_warps", (4, 8)),
-        Axis("dq_stages", (1, 2, 3)),
+        Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
         Axis("two_phases", (True, False), False),
         Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
         Axis("long_first", (False, True) if problem.causal is not Causal.NONE else (False,)),
