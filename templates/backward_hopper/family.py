@@ -18,7 +18,6 @@ from flashtune.templates.backward_hopper.arguments import (
 )
 from flashtune.templates.backward_hopper.space import (
     CONSUMER_REGISTERS,
-    GROUPS,
     PRODUCER_REGISTERS,
     ROWS,
     SWIZZLE,
@@ -127,7 +126,8 @@ class BackwardHopper:
         return 0
 
     def programs(self, problem: Problem, config: Config) -> int:
-        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // (GROUPS * ROWS))
+        assert isinstance(config, HopperBackwardConfig)
+        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
 
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
@@ -151,7 +151,7 @@ class BackwardHopper:
         heads = problem.batch * problem.heads
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = width_of(problem) * FLOAT32
-        walked = heads * cycled_queries(problem, config.block_m, GROUPS * ROWS)
+        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
         return (
             TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
             TrafficItem("sums of dq cleared", rows * sums),

@@ -44,6 +44,11 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
     delay: bool = False
     rotate: bool = False
 
+    @property
+    def block_n(self) -> int:
+        """Keys of a program, of both groups together."""
+        return GROUPS * ROWS
+
 
 def width_of(problem: Problem) -> int:
     """Columns of a tile: what lies beyond a head dim is read as zeros and not written."""
@@ -76,7 +81,7 @@ def _may_wait(chosen: dict[str, AxisValue]) -> bool:
 
 
 def usual_config(problem: Problem) -> HopperBackwardConfig:
-    """What measurements on an H200 found best for most lengths, by head dims."""
+    """Where a search begins, by head dims."""
     width = width_of(problem)
     narrow = width == NARROW
     return HopperBackwardConfig(
