@@ -54,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.3, **options: A
 
 
 def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: float) -> Tensor:
-    """Which weights of equal scores a kernel keeps, [batch, heads, queries, keys]: values are unit vectors."""
+    """Which of equal weights a kernel keeps, [batch, heads, queries, keys]: values are unit vectors."""
     problem = Problem(
         dtype=Dtype.FP32, head_dim=16, value_head_dim=KEYS, heads=HEADS, kv_heads=1, batch=BATCH,
         seqlen_q=QUERIES, seqlen_kv=KEYS, causal=causal, dropout=True,
