@@ -1,0 +1,1 @@
+"""Training of a GPT-2-sized decoder."""

@@ -1,0 +1,114 @@
+"""A GPT-2-sized decoder trained with torch's SDPA and with flashtune: losses, time and memory side by side.
+
+    python -m examples.training --save training.json --plot training.html     # on a GPU: 124 million weights
+    TRITON_INTERPRET=1 python -m examples.training --tiny                     # without one, in fp32
+
+Run it from the root of the repository. The data is random and can be learned (`examples.training.data`), so
+that the loss falls. Weights, data and their order are the same in all runs: only attention differs. On a GPU
+products are in bfloat16 by autocast, weights and AdamW's moments in float32.
+
+A third run trains with another of SDPA's backends. Rounding in another order moves the losses of a training
+that is right, and that run says how far: losses of flashtune may be three times as far from SDPA's, or by
+2^-8 of the first loss, one spacing of bfloat16 (1e-4 in float32). Beyond that the program exits with 1.
+With dropout each way drops other weights, and all of that is part of the same measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import triton
+from rich.console import Console
+
+from examples.training.data import floor, sequences
+from examples.training.model import TINY, Decoder, Shape
+from examples.training.report import Document, difference, figure, table, tolerance
+from examples.training.trainer import Setting, train
+from examples.training.ways import ours, ways
+
+
+def main() -> None:
+    """Trains, compares and writes what is asked for."""
+    options = _options()
+    on_gpu = torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET")
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    document = compare(_setting(options, on_gpu), device)
+    Console().print(table(document.runs))
+    print(
+        f"losses of one step differ by {document.difference:.3g} at most; {document.tolerance:.3g} may be, "
+        f"and SDPA's backends differ by {document.noise:.3g}"
+    )
+    if options.save:
+        options.save.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    if options.plot:
+        options.plot.write_text(figure(document).to_html(include_plotlyjs=True), encoding="utf-8")
+    # What is not a number is not under it either.
+    sys.exit(0 if document.difference <= document.tolerance else 1)
+
+
+def compare(setting: Setting, device: torch.device) -> Document:
+    """Trains in each way and holds the losses against one another."""
+    shape = setting.shape
+    print(f"{setting.steps} steps of {setting.batch} x {shape.context} random tokens on {device}", flush=True)
+    tokens = sequences(setting.steps * setting.batch, shape.context + 1, shape.vocabulary, setting.seed)
+    tokens = tokens.unflatten(0, (setting.steps, setting.batch)).to(device)
+    runs = tuple(train(way, setting, tokens, device) for way in ways(device))
+    noise = difference(runs[0], runs[2])
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in Decoder(shape, ours).parameters())
+    return Document(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
+        str(torch.__version__),
+        triton.__version__,
+        setting,
+        parameters,
+        floor(shape.vocabulary),
+        difference(runs[0], runs[1]),
+        noise,
+        tolerance(runs[0], noise, in_bf16=device.type == "cuda"),
+        runs,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, help="300 on a GPU, 6 without")
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU can train")
+    parser.add_argument("--layers", type=int, help="12, or 2 of the tiny model")
+    parser.add_argument("--context", type=int, help="tokens of a sequence: 1024, or 32")
+    parser.add_argument("--batch", type=int, help="sequences of a step: 16, or 2")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share that is dropped, as in GPT-2 0.1")
+    parser.add_argument("--checkpoint", action="store_true", help="compute blocks again, to save memory")
+    parser.add_argument("--compile", action="store_true", help="train through torch.compile")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures there as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses there; needs plotly")
+    return parser.parse_args()
+
+
+def _setting(options: argparse.Namespace, on_gpu: bool) -> Setting:
+    shape = TINY if options.tiny else Shape()
+    shape = msgspec.structs.replace(
+        shape,
+        layers=options.layers or shape.layers,
+        context=options.context or shape.context,
+        dropout=options.dropout,
+    )
+    return Setting(
+        shape,
+        steps=options.steps or (300 if on_gpu else 6),
+        batch=options.batch or (2 if options.tiny else 16),
+        rate=1e-2 if options.tiny else 6e-4,
+        checkpointing=options.checkpoint,
+        compiled=options.compile,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What runs come to: how far their losses are apart, a table, a document and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from rich.table import Table
+
+from examples.training.trainer import Run, Setting, left_out
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+MIB = 2**20
+# Two right ways with a given kind of rounding differ by chance: so many times what a third one shows is far.
+CHANCE = 3
+# What bfloat16 tells apart at a magnitude of 1, and what float32 sums of other orders come to in some steps.
+BF16_SPACING = 2.0**-8
+FP32_MARGIN = 1e-4
+WIDTH, HEIGHT = 860, 480
+COLORS = {"flashtune": "#d55e00", "torch SDPA": "#0072b2", "another SDPA": "#999999"}
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What was trained, where, and what came of it.
+
+    Attributes:
+        device: The GPU, or the CPU.
+        torch: Its version.
+        triton: Its version.
+        setting: What all runs share.
+        parameters: Weights of the model.
+        floor: The loss of one who knows how the data is made, nearly.
+        difference: The largest difference of losses of one step, flashtune's and SDPA's.
+        noise: The same, of two of SDPA's own backends.
+        tolerance: How far losses may be apart.
+        runs: Each way's.
+    """
+
+    device: str
+    torch: str
+    triton: str
+    setting: Setting
+    parameters: int
+    floor: float
+    difference: float
+    noise: float
+    tolerance: float
+    runs: tuple[Run, ...]
+
+
+def difference(one: Run, other: Run) -> float:
+    """The largest difference of losses of one step; not a number where a loss is none."""
+    gaps = torch.tensor(one.losses, dtype=torch.float64) - torch.tensor(other.losses, dtype=torch.float64)
+    return float(gaps.abs().max())
+
+
+def tolerance(first: Run, noise: float, *, in_bf16: bool) -> float:
+    """How far losses of right ways may be apart.
+
+    Rounding is chaotic in training, so that it is measured: two of SDPA's own backends, which round in
+    another order, make `noise`. No less than one spacing of bfloat16 at the first loss is asked for.
+
+    Args:
+        first: SDPA's run.
+        noise: What SDPA's backends differ by.
+        in_bf16: Whether products were in bfloat16.
+    """
+    least = BF16_SPACING * first.losses[0] if in_bf16 else FP32_MARGIN
+    return max(CHANCE * noise, least)
+
+
+def median_ms(run: Run) -> float:
+    """Median time of a step, the first ones left out."""
+    return statistics.median(run.step_ms[left_out(len(run.step_ms)) :])
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """One line for each way; ratios are over the first one's."""
+    shown = Table(title="Training", title_justify="left")
+    for number, header in enumerate(("", "first loss", "last loss", "step, ms", "", "peak, MiB", "")):
+        shown.add_column(header, justify="left" if number == 0 else "right")
+    base = runs[0]
+    for run in runs:
+        memory, share = f"{run.peak_bytes / MIB:.0f}", f"{run.peak_bytes / max(1, base.peak_bytes):.2f}x"
+        shown.add_row(
+            run.name,
+            f"{run.losses[0]:.4f}",
+            f"{run.losses[-1]:.4f}",
+            f"{median_ms(run):.2f}",
+            f"{median_ms(run) / median_ms(base):.2f}x",
+            *((memory, share) if base.peak_bytes else ("", "")),
+        )
+    return shown
+
+
+def figure(document: Document) -> Figure:
+    """Losses over steps, one line for each way, and the floor."""
+    from plotly.graph_objects import Figure, Scatter
+
+    plot = Figure()
+    for run in document.runs:
+        # Lines lie upon one another: each is dashed in its own way.
+        line = {"color": COLORS.get(run.name), "dash": "dot" if run.name == "flashtune" else "solid"}
+        plot.add_trace(Scatter(y=run.losses, name=run.name, mode="lines", line=line))
+    plot.add_hline(y=document.floor, line_dash="dash", annotation_text="knows how the data is made")
+    plot.update_xaxes(title_text="step")
+    plot.update_yaxes(title_text="loss, nats a token", rangemode="tozero")
+    title = (
+        f"{document.parameters / 1e6:.0f} million parameters on {document.device}: "
+        f"losses differ by {document.difference:.2g} at most"
+    )
+    plot.update_layout(title=title, template="plotly_white", width=WIDTH, height=HEIGHT)
+    return plot

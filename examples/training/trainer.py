@@ -1,0 +1,154 @@
+"""Training with one way of attention: losses, times of steps and peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.training.model import Attend, Decoder, Shape
+
+WARM_UP, DECAY, BETAS, LARGEST_GRADIENT = 20, 0.1, (0.9, 0.95), 1.0
+# Steps that no time and no memory is told of: kernels are compiled and proven in them.
+LEFT_OUT = 10
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What all runs share.
+
+    Attributes:
+        shape: Sizes of the model.
+        steps: How often weights change.
+        batch: Sequences of a step.
+        rate: The learning rate behind the warm-up.
+        seed: Of weights and data.
+        checkpointing: Whether blocks are computed again in the backward pass.
+        compiled: Whether the model goes through torch.compile.
+    """
+
+    shape: Shape
+    steps: int
+    batch: int
+    rate: float
+    seed: int = 1
+    checkpointing: bool = False
+    compiled: bool = False
+
+
+class Way(msgspec.Struct, frozen=True):
+    """One way of attention.
+
+    Attributes:
+        name: What it is called.
+        attend: How layers attend.
+        around: Makes what its run is within.
+        dropout_seed: What torch's generator starts from; implementations draw from it each in its own way.
+    """
+
+    name: str
+    attend: Attend
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    dropout_seed: int = 1
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What came of one way.
+
+    Attributes:
+        name: The way.
+        losses: Of each step, in nats a token.
+        step_ms: Time of each step, the GPU waited for.
+        peak_bytes: What torch's allocator gave out at most, the data aside; 0 without a GPU.
+    """
+
+    name: str
+    losses: tuple[float, ...]
+    step_ms: tuple[float, ...]
+    peak_bytes: int
+
+
+def train(way: Way, setting: Setting, tokens: Tensor, device: torch.device) -> Run:
+    """Trains a fresh model; two calls differ in how layers attend, and in nothing else.
+
+    Args:
+        way: How layers attend.
+        setting: What all runs share.
+        tokens: The data, int64 [steps, batch, context + 1] on the device.
+        device: Where it is trained: on a GPU products are in bfloat16, and weights in float32.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    torch.manual_seed(setting.seed)
+    model = Decoder(setting.shape, way.attend, checkpointing=setting.checkpointing).to(device)
+    torch.manual_seed(way.dropout_seed)
+    step = Step(model, setting, device)
+    losses: list[float] = []
+    times: list[float] = []
+    with way.around():
+        for number, batch in enumerate(tokens):
+            if on_gpu and number == left_out(setting.steps):
+                torch.cuda.reset_peak_memory_stats(device)
+            started = time.perf_counter()
+            loss = step(batch, number)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            times.append(1e3 * (time.perf_counter() - started))
+            losses.append(float(loss))
+    peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+    return Run(way.name, tuple(losses), tuple(times), peak)
+
+
+def left_out(steps: int) -> int:
+    """How many of all steps neither times nor memory are told of."""
+    return min(LEFT_OUT, steps // 2)
+
+
+class Step:
+    """One change of the weights: forward and backward pass, and AdamW."""
+
+    def __init__(self, model: Decoder, setting: Setting, device: torch.device) -> None:
+        """No moments yet; matrices decay, biases and normalisations do not."""
+        self._parameters = list(model.parameters())
+        self._rate, self._warm_up = setting.rate, max(1, min(WARM_UP, setting.steps // 10))
+        groups = [
+            {"params": [one for one in self._parameters if one.dim() == 2], "weight_decay": DECAY},
+            {"params": [one for one in self._parameters if one.dim() != 2], "weight_decay": 0.0},
+        ]
+        fused = device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(groups, lr=setting.rate, betas=BETAS, fused=fused)
+        self._model: Callable[[Tensor], Tensor] = (
+            torch.compile(model, fullgraph=True) if setting.compiled else model
+        )
+        self._device = device
+
+    def __call__(self, batch: Tensor, number: int) -> Tensor:
+        """The loss before the change, without waiting for it.
+
+        Args:
+            batch: Int64 [sequences, context + 1].
+            number: Steps before this one.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * min(1.0, (number + 1) / self._warm_up)
+        with self._precision():
+            logits = self._model(batch[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST_GRADIENT)
+        self._optimizer.step()
+        return loss.detach()
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return contextlib.nullcontext()
