@@ -43,8 +43,8 @@ SCORE_COPIES = 3
 GRADIENT_SCORE_COPIES = 6
 MEMORY_SHARE = 0.5
 MAX_MASK_ELEMENTS = 2**28
-# How tensors lie, or are stored, that no peer takes; and what is drawn by another generator than theirs.
-LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT})
+# How tensors lie, or are stored, that no peer takes.
+LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
 
 
 def kernel_run(
@@ -128,13 +128,13 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
     """SDPA by whichever backend is enabled when it is called; None where it cannot, or its mask is too large.
 
     SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal. Whatever else
-    hides keys, or is added to scores, is a mask.
+    hides keys, or is added to scores, is a mask. It drops as many weights, drawn in its own way.
     """
     if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
         return None
     top_left = problem.causal is Causal.TOP_LEFT or problem.seqlen_q == problem.seqlen_kv
     causal = problem.causal is not Causal.NONE
-    masked = bool(problem.features) or (causal and not top_left)
+    masked = bool(problem.features - {Feature.DROPOUT}) or (causal and not top_left)
     if masked and _mask_elements(problem) > MAX_MASK_ELEMENTS:
         return None
     return functools.partial(
@@ -143,6 +143,7 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
         tensors.k,
         tensors.v,
         attn_mask=_mask(problem, tensors) if masked else None,
+        dropout_p=tensors.side.dropout or 0.0,
         is_causal=causal and not masked,
         scale=tensors.scale,
         enable_gqa=problem.group_size > 1,

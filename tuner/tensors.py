@@ -21,6 +21,8 @@ from flashtune.tuner.gradients import gradient_tensors
 # Which pages are whose: the same ones in every run.
 SEED = 20
 SOFTCAP = 30.0
+# A usual one; a kernel's time does not hang on it.
+DROPOUT = 0.1
 # A bias for each sequence up to so many elements; beyond, they share one.
 MAX_BIAS = 2**30
 # Of a boolean bias.
@@ -101,7 +103,9 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
         bias=None if problem.bias is Bias.NONE else _bias(problem, device),
         sinks=torch.zeros(problem.heads, device=device) if problem.sinks else None,
         prefix=_integers([keys // PREFIX_PART for keys in lengths.keys], device) if problem.prefix else None,
+        seed=torch.tensor([SEED], device=device) if problem.dropout else None,
         softcap=SOFTCAP if problem.softcap else None,
+        dropout=DROPOUT if problem.dropout else None,
     )
     side, keys = _located(problem, lengths, side, device)
     rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)

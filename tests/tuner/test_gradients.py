@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
 import torch
@@ -115,11 +117,27 @@ def test_the_standard_gradients_take_part_where_their_scores_fit(monkeypatch: py
     assert list(finals.peer_runs(PROBLEM, make_tensors(PROBLEM, CPU))) == []
 
 
-def test_who_draws_other_random_numbers_or_takes_no_packed_sequences_is_no_peer() -> None:
+def test_who_takes_no_packed_sequences_is_no_peer() -> None:
     packed = backward("packed")
     assert list(finals.peer_runs(packed, make_tensors(packed, CPU))) == []
-    dropped = msgspec.structs.replace(PROBLEM, dropout=True)
-    assert list(finals.peer_runs(dropped, make_tensors(PROBLEM, CPU))) == []
+
+
+def test_gradients_of_dropout_are_of_the_weights_that_the_seed_keeps() -> None:
+    problem = msgspec.structs.replace(PROBLEM, dropout=True)
+    tensors = make_tensors(problem, CPU)
+    assert tensors.backward is not None
+    out, lse = plain_attention(problem, *tensors.backward[:3], tensors.side, tensors.scale)
+    torch.testing.assert_close(tensors.backward.out.double(), out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tensors.backward.lse.double(), lse, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_drops_as_many_weights() -> None:
+    problem = msgspec.structs.replace(forward_of(PROBLEM), dropout=True, seqlen_kv=40)
+    tensors = make_tensors(problem, CPU)
+    call = finals.sdpa_call(problem, tensors)
+    assert isinstance(call, functools.partial)
+    assert call.keywords["dropout_p"] == tensors.side.dropout == 0.1
+    assert call.keywords["attn_mask"] is None
 
 
 def test_a_launch_of_gradients_is_given_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
