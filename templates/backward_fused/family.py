@@ -61,6 +61,7 @@ class FusedContext(Context, frozen=True):
     max_registers: int
     reduction: Reduction
     two_phases: bool
+    turned: bool
     decomposed: bool
     heads_inner: bool
     products: Products
@@ -111,17 +112,18 @@ class BackwardFused:
     def default(self, problem: Problem, target: Target) -> Config:
         """Tiles that fit every target of the table, for shapes that nobody tuned."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        if width > 512:
-            return FusedConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
-        if problem.dtype is Dtype.FP32:
-            return FusedConfig(block_m=32, block_n=64 if width <= 256 else 32, num_warps=4, num_stages=1)
-        if target.capability == HOPPER:
-            return FusedConfig(block_m=64, block_n=128 if width <= 256 else 64, num_warps=8, num_stages=2)
-        small = target.sram_per_block < SMALL_SRAM
+        block_m, block_n, warps, stages = _tiles(width, problem, target)
+        wide = problem.dtype is not Dtype.FP32 and width > 256
+        copies = target.capability == HOPPER and problem.dtype is not Dtype.FP32 and can_copy(problem)
         return FusedConfig(
-            block_m=32 if small or width > 256 else 64, block_n=64, num_warps=4 if width <= 256 else 8,
-            num_stages=1 if small and width > 128 else 2,
-        )  # fmt: skip
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=warps,
+            num_stages=stages,
+            reduction=Reduction.COPY_ENGINE if copies else Reduction.ATOMICS,
+            two_phases=not wide,
+            turned=wide,
+        )
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
@@ -231,6 +233,7 @@ class BackwardFused:
             max_registers=config.max_registers,
             reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
             two_phases=config.two_phases,
+            turned=config.turned,
             decomposed=config.decomposed,
             heads_inner=config.heads_inner,
             products=config.products,
@@ -253,6 +256,24 @@ class BackwardFused:
 def _random(problem: Problem) -> tuple[str, ...]:
     """The workspace that dropout adds."""
     return (f"workspace_{RANDOM_WORKSPACE}",) if problem.dropout else ()
+
+
+def _tiles(width: int, problem: Problem, target: Target) -> tuple[int, int, int, int]:
+    """Of the usual config for heads of so many bytes: queries, keys, warps and stages."""
+    if problem.dtype is Dtype.FP32:
+        # Operands of ordinary arithmetic are in registers, several times over.
+        if width > 512:
+            return 16, 16, 8, 1
+        return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)
+    # A bias is a tile of its own, which registers must hold beside the scores.
+    narrow = width > 256 or problem.bias is not Bias.NONE
+    if target.capability == HOPPER:
+        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2
+    if target.sram_per_block < SMALL_SRAM:
+        if width > 256:
+            return 32, 32, 4, 1
+        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2
+    return 32 if narrow else 64, 64, 8 if narrow else 4, 2
 
 
 FAMILY = BackwardFused()

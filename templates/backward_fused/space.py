@@ -7,7 +7,7 @@ import enum
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
+from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
 
 # What the copy engine addresses begins on a border of so many float32 numbers.
 DESCRIBED_NUMBERS = 4
@@ -35,6 +35,7 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
         block_n: Keys of the block that it holds.
         reduction: How its share of dq is added.
         two_phases: Blocks that no mask touches run in a loop of their own.
+        turned: Tiles of dq are made transposed, so that warps have their columns and not their rows.
         decomposed: A head dim that is no power of two as several tiles instead of one padded.
         heads_inner: Neighbouring programs work on different heads, not on different blocks of keys.
         max_registers: Register cap, 0 for none.
@@ -45,6 +46,7 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
     block_n: BlockSize
     reduction: Reduction = Reduction.ATOMICS
     two_phases: bool = True
+    turned: bool = False
     decomposed: bool = False
     heads_inner: bool = False
     max_registers: RegisterCap = 0
@@ -61,6 +63,11 @@ WARPGROUP_ROWS = 64
 MOST_REGISTERS = 255
 # Sums and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
+HOPPER = 90
+# What is not copied ahead passes through registers, as do tiles of fewer rows than wgmma takes: kernels for
+# Hopper then spill a hundred bytes and more.
+# From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
+WIDE_HEAD = 256
 
 
 def fused_space(problem: Problem, target: Target) -> Space:
@@ -68,14 +75,18 @@ def fused_space(problem: Problem, target: Target) -> Space:
     wide = problem.dtype is Dtype.FP32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    wgmma = target.capability == HOPPER and not wide
+    narrow = widest >= WIDE_HEAD and not wgmma
     copies = target.has_descriptors and can_copy(problem)
     axes = (
         Axis("block_m", (16, 32, 64) if wide else (32, 64, 128)),
-        Axis("block_n", (16, 32, 64, 128) if short else (64, 128)),
+        Axis("block_n", (16, 32, 64, 128) if short else (32, 64, 128) if narrow else (64, 128)),
         Axis("num_warps", (4, 8)),
-        Axis("num_stages", (1, 2, 3)),
+        Axis("num_stages", (2, 3) if wgmma else (1, 2, 3)),
         Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
         Axis("two_phases", (True, False), False),
+        Axis("turned", (False, True)),
         Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
         Axis("heads_inner", (False, True)),
         Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
@@ -113,15 +124,16 @@ def _may_split(problem: Problem) -> bool:
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Whether sums, and the scores or the tile of dq at work, fit the registers of their warps."""
     assert isinstance(config, FusedConfig)
+    wide = problem.dtype is Dtype.FP32
     # Two groups of warps may share 64 rows: each then has half of the columns.
-    if config.num_warps * WARP_ROWS > 2 * max(config.block_n, WARPGROUP_ROWS // 2):
+    if not wide and config.num_warps * WARP_ROWS > 2 * max(config.block_n, WARPGROUP_ROWS // 2):
         return False
     threads = config.num_warps * target.warp_size
     qk, v = map(columns, chunks_of(problem, config))
     sums = config.block_n * (qk + v) // threads
     # Weights and their gradients are live at once, and one of them in the type of the next product.
     scores = 2 * config.block_n * config.block_m // threads
-    if problem.dtype is not Dtype.FP32:
+    if not wide:
         scores += config.block_n * config.block_m // threads // 2
     room = min(MOST_REGISTERS, target.registers_per_sm // threads)
     if config.max_registers > room:

@@ -6,7 +6,7 @@ With         nothing
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              two_phases False, decomposed False, long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split bd8b78934d6c
+Template     backward_split 3a87cf227386
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
@@ -175,7 +175,6 @@ def backward_split(
             other=0.0,
         )
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
-        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         logits = tl.dot(k_tile, q_tile.T)
         weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
@@ -188,6 +187,8 @@ def backward_split(
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
         dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         dscores = weights * (dweights - row_delta[None, :])
         low_scores = dscores.to(q.dtype.element_ty)
         dk_sum = tl.dot(low_scores, q_tile, dk_sum)

@@ -30,7 +30,7 @@ SPARE = {"earlier", "positions", "workspaces"}
 
 Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
 MASKED, DECODE, LATENT = "forward_masked", "decode_split_kv", "decode_latent_hopper"
-SPLIT = "backward_split"
+SPLIT, FUSED = "backward_split", "backward_fused"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
 WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
@@ -49,6 +49,7 @@ NARROW = {
     "dq_block_n": 32,
     "dq_warps": 4,
 }
+SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduction": "copy_engine"}
 GROUPS = {"groups": 2, "rows": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
@@ -129,6 +130,18 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_inner": True},
         ANYWHERE,
     ),
+    "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
+    "backward_fused_bf16_d256": (
+        FUSED, "bf16", (256, 256), "none",
+        {**SHARED, "block_m": 32, "block_n": 64, "two_phases": False, "turned": True}, PLAIN,
+    ),
+    "backward_fused_fp16_d192_v128_packed": (
+        FUSED, "fp16", (192, 128), "bottom_right",
+        {**SHARED, "block_m": 32, "block_n": 64, "decomposed": True}, PLAIN,
+    ),
+    "backward_fused_fp32_d40_scores": (
+        FUSED, "fp32", (40, 24), "none", {**SMALL, "reduction": "atomics", "heads_inner": True}, ANYWHERE,
+    ),
     "hopper_bf16_latent_pages": (
         LATENT, "bf16", (576, 512), "bottom_right",
         {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
@@ -156,6 +169,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward_split_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
     },
+    "backward_fused_fp16_d192_v128_packed": {"packed": 1, "alibi": True},
+    "backward_fused_fp32_d40_scores": {
+        "softcap": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+    },
     "decode_bf16_latent": {"page_size": 64, "latent": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
     "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
@@ -175,6 +192,8 @@ COMPILED = [
     "masked_fp16_d128_packed_pages",
     "backward_split_bf16_d64_packed",
     "backward_split_fp16_d192_v128_window",
+    "backward_fused_bf16_d128_causal",
+    "backward_fused_fp16_d192_v128_packed",
 ]
 
 

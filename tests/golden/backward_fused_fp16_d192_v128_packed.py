@@ -1,0 +1,519 @@
+"""Attention backward in one pass: a program keeps a block of keys and walks queries, for dk and dv, and adds its
+share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
+
+Computes     fp16, head dim 192, value head dim 128, causal: bottom_right
+With         ALiBi, packed
+Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
+             turned False, decomposed True, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     backward_fused 7397fe24d9ee
+
+Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
+where two passes take seven. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). Scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
+                                    with a block of its own, so that no block reaches into another's rows
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(64)
+DELTA_ROWS = tl.constexpr(64)
+SUM_PIECE = tl.constexpr(2048)
+SUM_ROWS = tl.constexpr(32)
+HEAD_DIM = tl.constexpr(192)
+VALUE_HEAD_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SEARCHED = tl.constexpr(256)
+# Triton's interpreter has no reductions by the copy engine: there atomics do the same.
+COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    dslopes,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+    sum_pieces,
+    slope_count,
+):
+    # What others add up begins at zero.
+    piece_numbers = tl.arange(0, SUM_PIECE)
+    for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
+        nothing = tl.zeros([SUM_PIECE], tl.float32)
+        tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
+    if tl.program_id(0) == 0:
+        # So do the slopes' gradients.
+        for start in tl.range(0, slope_count, DELTA_ROWS):
+            numbers = start + tl.arange(0, DELTA_ROWS)
+            tl.store(dslopes + numbers, tl.zeros([DELTA_ROWS], tl.float32), mask=numbers < slope_count)
+    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_128 = tl.arange(0, 128)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 128]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 128]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+
+
+@triton.jit
+def backward_fused(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    dk,
+    dv,
+    dslopes,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    stride_slopes_b,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+    sequences,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = seqlen_kv // BLOCK_N + sequences
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(0) // tiles
+    if COPY_ENGINE:
+        rows_of_sums = heads * (seqlen_q // BLOCK_M + sequences) * BLOCK_M
+        dq_sums_0 = tl.make_tensor_descriptor(
+            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 128]
+        )
+        dq_sums_1 = tl.make_tensor_descriptor(
+            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 64]
+        )
+    # Sequence b's blocks begin at cu_seqlens_kv[b] // BLOCK_N + b: count the sequences that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_kv + others, mask=others < sequences, other=0) // BLOCK_N + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
+    sequence = begun - 1
+    key_row = tl.load(cu_seqlens_kv + sequence)
+    all_keys = tl.load(cu_seqlens_kv + sequence + 1) - key_row
+    tile -= key_row // BLOCK_N + sequence
+    if tile * BLOCK_N >= all_keys:
+        return
+    all_queries = seqlen_q
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_64 = tl.arange(0, 64)
+    columns_128 = tl.arange(0, 128)
+
+    first_key = tl.load(cu_seqlens_kv + sequence)
+    seqlen_kv = tl.load(cu_seqlens_kv + sequence + 1) - first_key
+    k_base = k + first_key.to(tl.int64) * stride_ks + kv_head * stride_kh
+    v_base = v + first_key.to(tl.int64) * stride_vs + kv_head * stride_vh
+    dk_base = dk + key_row.to(tl.int64) * stride_dks + kv_head * stride_dkh
+    dv_base = dv + key_row.to(tl.int64) * stride_dvs + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 128]
+    k_tile_0 = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum_0 = tl.zeros([BLOCK_N, 128], tl.float32)
+    # [BLOCK_N, 64]
+    k_tile_1 = tl.load(
+        k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum_1 = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 128]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_128[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    scale_log2 = scale * LOG2_E
+    key_numbers = keys.to(tl.float32)
+    last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
+    # From which query on some, or all, of the keys lie before the end of what is seen.
+    band_begin = tl.maximum(key_begin - diagonal, 0)
+    open_begin = tl.maximum(last_key - diagonal, 0)
+    band_stop = seqlen_q
+    open_stop = seqlen_q
+    band_begin = band_begin // BLOCK_M * BLOCK_M
+    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
+    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    # The last block of keys is masked throughout: nothing of what is not there may get into dq.
+    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
+    for index in tl.range(0, group_size * open_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(open_blocks, 1)
+        block = index - member * open_blocks
+        start = open_begin + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+        dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
+        row_base = head.to(tl.int64) * all_queries + first_row
+        slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+        queries = start + query_offsets
+        places = queries + diagonal
+        # [BLOCK_M, 128]
+        q_tile_0 = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_128[None, :],
+        )
+        # [BLOCK_M, 64]
+        q_tile_1 = tl.load(
+            q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries)
+        place_numbers = places.to(tl.float32)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile_0, q_tile_0.T)
+        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
+        logits *= scale_log2
+        distance = place_numbers[None, :] - key_numbers[:, None]
+        logits -= slope_log2 * distance
+        weights = tl.exp2(logits - row_lse[None, :])
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 128]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries)
+        dscores = weights * (dweights - row_delta[None, :])
+        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(dscores * distance), sem="relaxed")
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
+        # [BLOCK_M, 128]
+        dq_tile = tl.dot(low_scores.T, k_tile_0)
+        if COPY_ENGINE:
+            dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile_1)
+        if COPY_ENGINE:
+            dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + (columns_64 + 128)[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+    # Blocks that some queries see in part, or where some are missing: on both sides of the others.
+    right_begin = tl.maximum(open_begin, open_stop)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
+    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = band_begin + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        head = kv_head * group_size + member
+        q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+        dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
+        row_base = head.to(tl.int64) * all_queries + first_row
+        slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        places = queries + diagonal
+        row_end = tl.minimum(places + 1, seqlen_kv)
+        # [BLOCK_M, 128]
+        q_tile_0 = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        # [BLOCK_M, 64]
+        q_tile_1 = tl.load(
+            q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        place_numbers = places.to(tl.float32)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile_0, q_tile_0.T)
+        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
+        logits *= scale_log2
+        distance = place_numbers[None, :] - key_numbers[:, None]
+        logits -= slope_log2 * distance
+        weights = tl.exp2(logits - row_lse[None, :])
+        seen = keys[:, None] < row_end[None, :]
+        weights = tl.where(seen, weights, 0.0)
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 128]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_128[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        dscores = weights * (dweights - row_delta[None, :])
+        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(dscores * distance), sem="relaxed")
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
+        # [BLOCK_M, 128]
+        dq_tile = tl.dot(low_scores.T, k_tile_0)
+        if COPY_ENGINE:
+            dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile_1)
+        if COPY_ENGINE:
+            dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + (columns_64 + 128)[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+
+    dk_tile_0 = (dk_sum_0 * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_128[None, :],
+        dk_tile_0,
+        mask=key_exists[:, None],
+    )
+    dk_tile_1 = (dk_sum_1 * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + (columns_64 + 128)[None, :],
+        dk_tile_1,
+        mask=key_exists[:, None],
+    )
+    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_128[None, :],
+        dv_tile,
+        mask=key_exists[:, None],
+    )
+
+
+@triton.jit
+def convert_sums(
+    workspace_2,
+    dq,
+    cu_seqlens_q,
+    scale,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    seqlen_q,
+    sequences,
+):
+    # One block of sums becomes as many rows of dq.
+    tiles = seqlen_q // BLOCK_M + sequences
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    # Sequence b's tiles begin at cu_seqlens_q[b] // BLOCK_M + b: count the sequences that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
+    sequence = begun - 1
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    tile -= first_row // BLOCK_M + sequence
+    if tile * BLOCK_M >= seqlen_q:
+        return
+    dq_base = dq + first_row.to(tl.int64) * stride_dqs + head * stride_dqh
+    sums = workspace_2 + tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM)
+    columns_256 = tl.arange(0, 256)
+    for begin in tl.range(0, BLOCK_M, SUM_ROWS):
+        rows = begin + tl.arange(0, SUM_ROWS)
+        queries = tile * BLOCK_M + rows
+        exists = (queries < seqlen_q)[:, None] & (columns_256 < HEAD_DIM)[None, :]
+        # [SUM_ROWS, 256]
+        dq_sum = tl.load(sums + rows[:, None] * HEAD_DIM + columns_256[None, :], mask=exists, other=0.0)
+        dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+        tl.store(
+            dq_base + queries[:, None] * stride_dqs + columns_256[None, :],
+            dq_tile,
+            mask=exists,
+        )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    # Room for the blocks of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    blocks = (seqlen_q // 32 + sequences) * heads
+    pieces = blocks * 3
+    grid = (triton.cdiv(seqlen_q, 64) * heads * batch,)
+    return grid, (*strides, heads, seqlen_q, pieces, slopes.numel())
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    # Room for the blocks of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    blocks = (seqlen_q // 32 + sequences) * heads
+    grid = ((seqlen_kv // 64 + sequences) * kv_heads,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+    ]
+    rows = (batch, heads, seqlen_q)
+    return grid, (rows, rows, (blocks, 32, 192)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv, sequences)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv):
+    """Grid of `convert_sums`, and its integers."""
+    _, heads, seqlen_q, _ = q.shape
+    # Room for the blocks of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    blocks = (seqlen_q // 32 + sequences) * heads
+    strides = [dq.stride(axis) for axis in (0, 1, 2)]
+    return (blocks,), (*strides, heads, seqlen_q, sequences)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlens_q, cu_seqlens_kv):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [1, heads, all queries, head dim]; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    k, v           [1, kv_heads, all keys, head dim], of sequences as cu_seqlens_kv says
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+    slopes         float32 [sequences, heads]
+
+    Returns dq, dk and dv, like q, k and v, and dslopes.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dslopes = torch.zeros(slopes.shape, dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv, dslopes
+    # Tensor descriptors are made on the device, in scratch memory that Triton asks for.
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    side = (slopes, cu_seqlens_q, cu_seqlens_kv)
+    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, *workspaces, dslopes),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_fused[grid](
+        *(q, k, v, dout, *workspaces, dk, dv, dslopes),
+        *side,
+        scale,
+        *integers,
+        num_warps=8,
+        num_stages=2,
+    )
+    convert_sums[last_grid](
+        *(workspaces[2], dq, cu_seqlens_q),
+        scale,
+        *last_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return -dq if negative else dq, dk, dv, dslopes

@@ -1,0 +1,491 @@
+"""Attention backward in one pass: a program keeps a block of keys and walks queries, for dk and dv, and adds its
+share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
+
+Computes     fp32, head dim 40, value head dim 24, causal: none
+With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the log-sum-exp
+Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
+             turned False, decomposed False, heads_inner True, register cap 0, products ieee
+Assumes      strides that are multiples of 1, 64-bit offsets
+Template     backward_fused 7397fe24d9ee
+
+Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
+where two passes take seven. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). Scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
+                                    with a block of its own, so that no block reaches into another's rows
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(32)
+DELTA_ROWS = tl.constexpr(256)
+SUM_PIECE = tl.constexpr(256)
+SUM_ROWS = tl.constexpr(32)
+HEAD_DIM = tl.constexpr(40)
+VALUE_HEAD_DIM = tl.constexpr(24)
+LOG2_E = tl.constexpr(1.4426950408889634)
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    dlse,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+    sum_pieces,
+):
+    # What others add up begins at zero.
+    piece_numbers = tl.arange(0, SUM_PIECE)
+    for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
+        nothing = tl.zeros([SUM_PIECE], tl.float32)
+        tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
+    # Of each row delta = rowsum(dout * out) - dlse, what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_32 = tl.arange(0, 32)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 32]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_32[None, :],
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 32]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+        mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    row_delta -= tl.load(dlse + rows, mask=query_exists, other=0.0)
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+
+
+@triton.jit
+def backward_fused(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    dk,
+    dv,
+    dbias,
+    bias,
+    prefix,
+    seqlens_kv,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+    kv_heads = heads // group_size
+    all_heads = tl.num_programs(0) // tiles
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
+    sequence = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    all_keys = seqlen_kv
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_32 = tl.arange(0, 32)
+    columns_64 = tl.arange(0, 64)
+
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    seqlen_kv = tl.load(seqlens_kv + sequence)
+    prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
+    dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
+    dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 64]
+    k_tile = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        mask=key_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    dk_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 32]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_32[None, :],
+        mask=key_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 32], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
+    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    bias_rows = (query_offsets * stride_bias_s).to(tl.int32)
+    bias_keys = tl.minimum(keys, seqlen_kv - 1)
+    dbias_rows = query_offsets * all_keys
+    last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
+    # From which query on some, or all, of the keys lie before the end of what is seen.
+    band_begin = tl.maximum(key_begin // CHUNK * CHUNK - diagonal, 0)
+    open_begin = tl.maximum(last_key // CHUNK * CHUNK - diagonal, 0)
+    # Up to which query some, or all, of them lie behind its start.
+    band_stop = tl.minimum(last_key // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
+    open_stop = tl.minimum(key_begin // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
+    # All queries see the keys of the prefix.
+    band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
+    # The first keys are seen however far back.
+    band_stop = tl.where(key_begin < prefix_end, seqlen_q, band_stop)
+    # Keys behind the sequence's last are nobody's.
+    band_stop = tl.where(key_begin < seqlen_kv, band_stop, 0)
+    open_stop = tl.where(key_begin < seqlen_kv, open_stop, 0)
+    band_begin = band_begin // BLOCK_M * BLOCK_M
+    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
+    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    # The last block of keys is masked throughout: nothing of what is not there may get into dq.
+    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
+    for index in tl.range(0, group_size * open_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(open_blocks, 1)
+        block = index - member * open_blocks
+        start = open_begin + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
+        queries = start + query_offsets
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=(columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries)
+        # [BLOCK_N, BLOCK_M]
+        bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        # How steep the cap is there: the derivative of cap * tanh(x / cap).
+        tangent = logits * (1.0 / cap_log2)
+        steepness = 1.0 - tangent * tangent
+        bias_tile = tl.load(bias_at)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        weights = tl.exp2(logits - row_lse[None, :])
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 32]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+            mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries)
+        dscores = weights * (dweights - row_delta[None, :])
+        dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
+        tl.store(dbias_at, dscores.to(q.dtype.element_ty))
+        low_scores = (dscores * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+        sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile, input_precision="ieee")
+        sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+        sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
+        tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")
+    # Blocks that some queries see in part, or where some are missing: on both sides of the others.
+    right_begin = tl.maximum(open_begin, open_stop)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
+    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = band_begin + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        places = queries + diagonal
+        row_lifted = prefix_end
+        row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
+        row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        # [BLOCK_N, BLOCK_M]
+        bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        logits *= score_factor
+        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+        square = logits * logits
+        series = 0.021869488536155203 - square * 0.008863235529902197
+        series = -0.05396825396825397 + square * series
+        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        # How steep the cap is there: the derivative of cap * tanh(x / cap).
+        tangent = logits * (1.0 / cap_log2)
+        steepness = 1.0 - tangent * tangent
+        bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
+        logits += bias_tile.to(tl.float32) * LOG2_E
+        weights = tl.exp2(logits - row_lse[None, :])
+        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        seen |= (keys < row_lifted)[:, None]
+        weights = tl.where(seen, weights, 0.0)
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 32]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_32[None, :],
+            mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        dscores = weights * (dweights - row_delta[None, :])
+        dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
+        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[None, :] & (keys < all_keys)[:, None])
+        low_scores = (dscores * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+        sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile, input_precision="ieee")
+        sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+        sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
+        tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")
+
+    # Queries that see none of the keys add nothing to the gradients of their bias.
+    band_end = band_begin + tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M) * BLOCK_M
+    for member in tl.range(0, group_size):
+        head = kv_head * group_size + member
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        for start in tl.range(0, tl.minimum(band_begin, seqlen_q), BLOCK_M):
+            query_exists = start + query_offsets < tl.minimum(band_begin, seqlen_q)
+            dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
+            nothing = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
+            tl.store(dbias_at, nothing, mask=query_exists[None, :] & (keys < all_keys)[:, None])
+        for start in tl.range(band_end, seqlen_q, BLOCK_M):
+            query_exists = start + query_offsets < seqlen_q
+            dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
+            nothing = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
+            tl.store(dbias_at, nothing, mask=query_exists[None, :] & (keys < all_keys)[:, None])
+
+    dk_sum = tl.where(key_exists[:, None], dk_sum, 0.0)
+    dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_64[None, :],
+        dk_tile,
+        mask=(keys < all_keys)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+    )
+    dv_sum = tl.where(key_exists[:, None], dv_sum, 0.0)
+    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_32[None, :],
+        dv_tile,
+        mask=(keys < all_keys)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def convert_sums(
+    workspace_2,
+    dq,
+    scale,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    seqlen_q,
+):
+    # One block of sums becomes as many rows of dq.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    dq_base = dq + sequence * stride_dqb + head * stride_dqh
+    sums = workspace_2 + tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM)
+    columns_64 = tl.arange(0, 64)
+    for begin in tl.range(0, BLOCK_M, SUM_ROWS):
+        rows = begin + tl.arange(0, SUM_ROWS)
+        queries = tile * BLOCK_M + rows
+        exists = (queries < seqlen_q)[:, None] & (columns_64 < HEAD_DIM)[None, :]
+        # [SUM_ROWS, 64]
+        dq_sum = tl.load(sums + rows[:, None] * HEAD_DIM + columns_64[None, :], mask=exists, other=0.0)
+        dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+        tl.store(
+            dq_base + queries[:, None] * stride_dqs + columns_64[None, :],
+            dq_tile,
+            mask=exists,
+        )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    pieces = blocks * 5
+    grid = (triton.cdiv(seqlen_q, 256) * heads * batch,)
+    return grid, (*strides, heads, seqlen_q, pieces)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    grid = (triton.cdiv(seqlen_kv, 32) * kv_heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    strides += [
+        bias.stride(0),
+        bias.stride(1),
+        bias.stride(2),
+    ]
+    rows = (batch, heads, seqlen_q)
+    return grid, (rows, rows, (blocks, 32, 40)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
+    """Grid of `convert_sums`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    strides = [dq.stride(axis) for axis in (0, 1, 2)]
+    return (blocks,), (*strides, heads, seqlen_q)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefix, seqlens_kv, softcap):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    seqlens_kv     int32 [sequences]: how many keys each has
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+    dlse           its gradient, like it
+    bias           [batch, heads, seqlen_q, seqlen_kv]: added to the scores
+    prefix         int32 [sequences]: keys that all queries of a sequence see
+    softcap        scores s became softcap * tanh(s / softcap)
+
+    Returns dq, dk and dv, like q, k and v, and dbias.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dbias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv, dbias
+    side = (bias, prefix, seqlens_kv)
+    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, dlse, *workspaces),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_fused[grid](
+        *(q, k, v, dout, *workspaces, dk, dv, dbias),
+        *side,
+        scale,
+        softcap,
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    convert_sums[last_grid](
+        *(workspaces[2], dq),
+        scale,
+        *last_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return -dq if negative else dq, dk, dv, dbias
