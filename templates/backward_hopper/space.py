@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtune.config import Axis, AxisValue, BlockSize, Config, Space, Stages
+from flashtune.config import Axis, BlockSize, Config, Space, Stages
 from flashtune.problem import Causal, Problem
 
 GROUP_WARPS = 4
@@ -62,22 +62,23 @@ def hopper_backward_space(problem: Problem) -> Space:
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("block_m", (BLOCK_NUMBERS // width_of(problem),)),
-        Axis("num_stages", (2, 3)),
-        Axis("do_stages", (2, 3)),
+        Axis("num_stages", (2, 3, 4)),
+        Axis("do_stages", (2, 3, 4)),
         Axis("delay", (False, True), False),
-        # What is late by a step lies beside what is new.
-        Axis("ds_stages", (2, 3), only_if=_may_wait),
+        Axis("ds_stages", (1, 2, 3)),
         Axis("eager", (False, True), False),
         Axis("late_wait", (False, True), False),
         Axis("product_first", (True, False), False),
         Axis("init", (True, False), False),
         Axis("rotate", rotations, False),
     )
-    return Space(HopperBackwardConfig, axes)
+    return Space(HopperBackwardConfig, axes, _is_possible)
 
 
-def _may_wait(chosen: dict[str, AxisValue]) -> bool:
-    return bool(chosen["delay"])
+def _is_possible(config: Config) -> bool:
+    """Whether what is late by a step has room beside what is new."""
+    assert isinstance(config, HopperBackwardConfig)
+    return config.ds_stages > config.delay
 
 
 def usual_config(problem: Problem) -> HopperBackwardConfig:
