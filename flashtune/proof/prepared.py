@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 STEPS_PER_SEED = 10
 # Checks of one process that share a seed, and so the references of its larger problems.
 CHECKS_PER_SEED = 32
-SMALL_CACHED = 96
+SMALL_CACHED = 256
 MIDDLE_CACHED = 8
 MIDDLE_ELEMENTS = 2**22
 LARGE_CACHED = 2
