@@ -35,6 +35,9 @@ from flashtune.training import baseline_of_pair, prepare_alone
 NAME = "attention_backward"
 ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {CALL_ARGUMENTS})"
 
+# What lengths are taken for of which a compiler knows nothing.
+UNKNOWN_LENGTH = 2048
+
 Forward = Callable[[Call], tuple[Tensor, Tensor]]
 
 
@@ -91,7 +94,8 @@ def _hinted(request: Request) -> Request:
 
 def _hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
-        return int(size.node.hint)
+        # Lengths that depend on data have none.
+        return int(size.node.hint) if size.node.has_hint() else UNKNOWN_LENGTH
     return size
 
 

@@ -87,6 +87,9 @@ def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side 
         KernelError: Only generated kernels may serve, and none compiles or loads.
         VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
+    known = None if request.is_empty else known_choice(asked_backward(request, q, k, v, side))
+    if known is not None:
+        return bound_backward(known, request, q, k, v, side)
     decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
     if not decision.generated:
         return recomputed(request)

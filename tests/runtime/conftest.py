@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune import backward_serving, choices, decision, pair_decision, serving
+from flashtune import backward_ops, backward_serving, choices, decision, pair_decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
 from flashtune.notices import forget_told
@@ -109,6 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (decision, pair_decision):
         monkeypatch.setattr(module, "device_target", lambda index: TARGET)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
+    for module in (decision, pair_decision, backward_ops):
         monkeypatch.setattr(module, "usual_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(choices, "binary_of", lambda *_: None)

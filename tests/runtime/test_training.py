@@ -133,6 +133,24 @@ def test_what_is_faster_over_both_passes_serves_both(
     assert server(0.1, 0.1) == ("generated", "generated")
 
 
+def test_compilers_trace_what_serves_both_passes_by_its_own_operators(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    peers = {"sdpa-cudnn": 0.5}
+    tuned(machine, make_record(problem, peers=peers), backward_record(make_record, problem, 1.0, peers))
+    torch._dynamo.reset()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtune.attention(q, k, v, causal=True).float().square().sum()
+
+    q, k, v = leaves(problem, torch.bfloat16)
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v))
+    wanted = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert (machine.launches, machine.backward_launches, machine.kernels) == (0, 0, [])
+
+
 @quiet
 def test_explanations_tell_of_each_pass(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem), backward_record(make_record, problem, 3.0))
