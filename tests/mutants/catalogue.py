@@ -7,6 +7,7 @@ from flashtune.templates.registry import find_family
 from tests.mutants import (
     backward_figures,
     backward_pairs,
+    dropping,
     hopper_eight_bits,
     hopper_masks,
     hopper_places,
@@ -23,7 +24,7 @@ from tests.mutants.portable_orders import portable_mutants
 def interpreted_mutants() -> tuple[Mutant, ...]:
     """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
-    return (*forward, *backward_mutants(backward.INTERPRETED))
+    return (*forward, *backward_mutants(backward.INTERPRETED), *dropping.forward(backward.INTERPRETED))
 
 
 def runs_on(mutant: Mutant, target: Target) -> bool:
@@ -33,7 +34,12 @@ def runs_on(mutant: Mutant, target: Target) -> bool:
 
 def gpu_mutants() -> tuple[Mutant, ...]:
     """Every mutant of every family, at sizes that are searched."""
-    return (*portable_mutants(USUAL), *hopper_mutants(), *backward_mutants(backward.USUAL))
+    return (
+        *portable_mutants(USUAL),
+        *hopper_mutants(),
+        *backward_mutants(backward.USUAL),
+        *dropping.forward(backward.USUAL),
+    )
 
 
 def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
@@ -46,6 +52,7 @@ def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
         *backward_figures.roundings(size),
         *backward_figures.places(size),
         *backward_figures.written(size),
+        *dropping.backward(size),
     )
 
 
