@@ -33,10 +33,10 @@ class Family(Protocol):
     descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Side inputs that its
     kernel takes are further arguments of all of these, in the order of `Side`.
 
-    A family of the backward pass renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, with the side tensors of
-    all its steps behind these, and `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq, dk
-    and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns a dictionary of them
-    by the tensors' names, in the order in which the kernel takes them.
+    A family of the backward pass renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, with the side tensors
+    of all its steps behind these, and `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq,
+    dk and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns a dictionary
+    of them by the tensors' names, in the order in which the kernel takes them.
 
     Attributes:
         name: Its folder's name.
