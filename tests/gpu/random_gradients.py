@@ -56,10 +56,19 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
             yield found
 
 
-def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:
-    """So many random problems, dealt to all subjects in turn; the same ones for the same seed."""
+def trials(count: int, seed: int, target: Target, most: int | None = None) -> Iterator[Trial]:
+    """So many random problems, dealt to all subjects in turn; the same ones for the same seed.
+
+    Args:
+        count: How many.
+        seed: Decides all.
+        target: The GPU.
+        most: Kernels at the most, where not all shall be compiled: some of the subjects, at random.
+    """
     kernels = list(subjects(seed, target))
     chance = random.Random(f"{seed} gradients")
+    if most is not None and most < len(kernels):
+        kernels = chance.sample(kernels, most)
     for subject in itertools.islice(itertools.cycle(kernels), count):
         yield Trial(subject, _case(subject, chance, target))
 
@@ -133,9 +142,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("count", type=int, nargs="?", default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", type=int, help="compile at most so many kernels, for a short run")
     arguments = parser.parse_args()
     target = device_target(0)
-    drawn = list(trials(arguments.count, arguments.seed, target))
+    drawn = list(trials(arguments.count, arguments.seed, target, arguments.kernels))
     summary = check_all(drawn, target, arguments.seed, click.echo)
     click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
     return 1 if summary.wrong or summary.refused else 0

@@ -27,6 +27,7 @@ def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
 def test_families_compute_what_they_are_given() -> None:
     drawn = list(trials(2 * len(SUBJECTS), 1, H200))
     assert drawn[:20] == list(trials(20, 1, H200))
+    assert len({trial.subject for trial in trials(60, 1, H200, 12)}) == 12
     for subject, case in drawn:
         assert case.problem.direction is Direction.BACKWARD
         assert why_not(find_family(subject.family), case.problem, H200, subject.specialization) is None
