@@ -47,7 +47,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> Triple:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.3, **options: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.3, **options: Any) -> Tensor:
     torch.manual_seed(17)
     out: Tensor = flashtune.attention(q, k, v, causal=True, dropout_p=dropout_p, **options)
     return out
@@ -174,8 +174,8 @@ def test_the_mean_over_seeds_is_what_comes_of_no_dropout() -> None:
 
 def test_no_dropout_and_nearly_all() -> None:
     q, k, v = tensors()
-    assert torch.equal(attend(q, k, v, 0.0), flashtune.attention(q, k, v, causal=True))
-    out = attend(q, k, v, 1.0 - 2.0**-24)
+    assert torch.equal(attend(q, k, v, dropout_p=0.0), flashtune.attention(q, k, v, causal=True))
+    out = attend(q, k, v, dropout_p=1.0 - 2.0**-24)
     assert not out.any()
     # The log-sum-exp is of all weights.
     _, lse = flashtune.attention(q, k, v, dropout_p=0.999, return_lse=True)

@@ -23,7 +23,7 @@ def forward(size: Size) -> tuple[Mutant, ...]:
     )
     tile = {"block_m": size.block_m, "block_n": size.block_n, "num_warps": 4, "num_stages": 2}
     subject = Subject(FORWARD, problem, msgspec.convert(tile, find_family(FORWARD).config_type))
-    fallen = "weights = tl.where(stays("
+    fallen = "staying = stays("
     mutants = (
         ("heads drop alike", "The head is not in the hash.", "^ head_number)", ")", ROWS, 2),
         (
@@ -65,7 +65,7 @@ def forward(size: Size) -> tuple[Mutant, ...]:
             "nothing falls in whole blocks",
             "The first loop drops nothing.",
             fallen,
-            "weights = tl.where(True | stays(",
+            "staying = True | stays(",
             Part("for start in tl.range(0, open_stop", "for start in tl.range(open_stop"),
             1,
         ),
@@ -140,8 +140,8 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         (
             "queries: dp unscaled",
             "The gradient of the weights lacks the factor of what stays.",
-            ", dweights, 0.0) * kept_factor",
-            ", dweights, 0.0)",
+            "(staying, dweights, 0.0) * kept_factor",
+            "(staying, dweights, 0.0)",
             QUERIES,
             LOOPS,
         ),

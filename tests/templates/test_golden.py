@@ -107,6 +107,9 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "long_first": True}, ROW_SUMS,
     ),
     "masked_fp32_d40_scores": (MASKED, "fp32", (40, 24), "none", {**SMALL, "two_phases": False}, ANYWHERE),
+    "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
+    "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
+    "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "decode_bf16_d128": (
         DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
     ),
@@ -159,6 +162,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "masked_fp16_d128_packed_pages": {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
     },
+    "masked_bf16_d128_dropout": {"dropout": True},
+    "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
+    "backward_fused_bf16_d64_dropout": {"dropout": True},
     "decode_bf16_d64_packed_pages": {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
         "first_tokens": 4,
@@ -301,6 +307,8 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
         usable |= {kernel.prologue.entry, "prologue_plan"}
     if kernel.epilogue is not None:
         usable |= {kernel.epilogue.entry, "epilogue_plan"}
+    if "seed" in kernel.all_side:
+        usable |= {"scrambled", "random_rows", "stays"}
     if kernel.takes_descriptors:
         # Steps and roles are functions of their own.
         assert usable | {"descriptors", "produce", "consume"} <= set(found)

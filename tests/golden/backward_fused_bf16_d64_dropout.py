@@ -1,0 +1,446 @@
+"""Attention backward in one pass: a program keeps a block of keys and walks queries, for dk and dv, and adds its
+share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
+
+Computes     bf16, head dim 64, value head dim 64, causal: none
+With         dropout
+Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
+             turned False, decomposed False, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     backward_fused 57c2574de7c8
+
+Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
+where two passes take seven. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). Scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
+                                    with a block of its own, so that no block reaches into another's rows
+  workspace_3                       two random words of each row, float32 [batch, heads, seqlen_q, 2] by its bits
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(64)
+BLOCK_N = tl.constexpr(128)
+DELTA_ROWS = tl.constexpr(128)
+SUM_PIECE = tl.constexpr(4096)
+SUM_ROWS = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter has no reductions by the copy engine: there atomics do the same.
+COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+@triton.jit
+def scrambled(word):
+    """A permutation of 32 bits of which each bit hangs on all: lowbias32 (Wellons, 2018)."""
+    word ^= word >> 16
+    word *= 0x7FEB352D
+    word ^= word >> 15
+    word *= 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def random_rows(seed, head_number, queries):
+    """Two words of random state for each row; rows and heads are counted over all batches."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    head_number = head_number.to(tl.uint32)
+    queries = queries.to(tl.uint32)
+    first = scrambled(scrambled(scrambled(low) ^ high) ^ head_number)
+    second = scrambled(scrambled(scrambled(low ^ 0x9E3779B9) ^ high) ^ head_number)
+    return scrambled(first ^ queries), scrambled(second ^ queries)
+
+
+@triton.jit
+def stays(row_first, row_second, keys, dropout):
+    """Whether weights stay: all arguments but the last are broadcast to the shape of the weights."""
+    word = row_first + keys.to(tl.uint32) * 0x9E3779B9
+    product = word.to(tl.uint64) * 0xED5AD4BB
+    word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
+    fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
+    return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    seed,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+    sum_pieces,
+):
+    # What others add up begins at zero.
+    piece_numbers = tl.arange(0, SUM_PIECE)
+    for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
+        nothing = tl.zeros([SUM_PIECE], tl.float32)
+        tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
+    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_64 = tl.arange(0, 64)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 64]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 64]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
+    tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
+    tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
+
+
+@triton.jit
+def backward_fused(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    dk,
+    dv,
+    scale,
+    dropout,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+    kv_heads = heads // group_size
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    if COPY_ENGINE:
+        rows_of_sums = tl.num_programs(0) // tiles * group_size * tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M
+        dq_sums = tl.make_tensor_descriptor(
+            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 64]
+        )
+    sequence = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_64 = tl.arange(0, 64)
+
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
+    dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 64]
+    k_tile = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 64]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_64[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    scale_log2 = scale * LOG2_E
+    kept_factor = 1.0 / (1.0 - dropout)
+    # Of a constant the compiler would make a choice among 16-bit numbers, which takes longer.
+    nothing = dropout * 0.0
+    band_stop = seqlen_q
+    open_stop = seqlen_q
+    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    # The last block of keys is masked throughout: nothing of what is not there may get into dq.
+    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    open_blocks = open_stop // BLOCK_M
+    for index in tl.range(0, group_size * open_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(open_blocks, 1)
+        block = index - member * open_blocks
+        start = block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        queries = start + query_offsets
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries)
+        words_at = workspace_3 + (row_base + queries) * 2
+        row_first = tl.load(words_at).to(tl.uint32, bitcast=True)
+        row_second = tl.load(words_at + 1).to(tl.uint32, bitcast=True)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T)
+        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
+        kept_weights = tl.where(staying, weights, nothing)
+        low_weights = kept_weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 64]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries)
+        # The score of what is dropped has a gradient all the same.
+        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile)
+        if COPY_ENGINE:
+            dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+    # The last block, where queries are missing.
+    last_blocks = tl.cdiv(tl.maximum(band_stop - open_stop, 0), BLOCK_M)
+    for index in tl.range(0, group_size * last_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(last_blocks, 1)
+        block = index - member * last_blocks
+        start = open_stop + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        words_at = workspace_3 + (row_base + queries) * 2
+        row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+        row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T)
+        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        weights = tl.where(key_exists[:, None], weights, 0.0)
+        staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
+        kept_weights = tl.where(staying, weights, nothing)
+        low_weights = kept_weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 64]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        # The score of what is dropped has a gradient all the same.
+        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(low_scores.T, k_tile)
+        if COPY_ENGINE:
+            dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+
+    dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_64[None, :],
+        dk_tile,
+        mask=key_exists[:, None],
+    )
+    dv_tile = (dv_sum * kept_factor).to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_64[None, :],
+        dv_tile,
+        mask=key_exists[:, None],
+    )
+
+
+@triton.jit
+def convert_sums(
+    workspace_2,
+    dq,
+    scale,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    seqlen_q,
+):
+    # One block of sums becomes as many rows of dq.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    dq_base = dq + sequence * stride_dqb + head * stride_dqh
+    sums = workspace_2 + tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM)
+    columns_64 = tl.arange(0, 64)
+    for begin in tl.range(0, BLOCK_M, SUM_ROWS):
+        rows = begin + tl.arange(0, SUM_ROWS)
+        queries = tile * BLOCK_M + rows
+        exists = (queries < seqlen_q)[:, None]
+        # [SUM_ROWS, 64]
+        dq_sum = tl.load(sums + rows[:, None] * HEAD_DIM + columns_64[None, :], mask=exists, other=0.0)
+        dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+        tl.store(
+            dq_base + queries[:, None] * stride_dqs + columns_64[None, :],
+            dq_tile,
+            mask=exists,
+        )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
+    pieces = blocks * 1
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    return grid, (*strides, heads, seqlen_q, pieces)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
+    grid = (triton.cdiv(seqlen_kv, 128) * kv_heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    rows = (batch, heads, seqlen_q)
+    return grid, (rows, rows, (blocks, 64, 64), (*rows, 2)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of `convert_sums`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
+    strides = [dq.stride(axis) for axis in (0, 1, 2)]
+    return (blocks,), (*strides, heads, seqlen_q)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+    seed           int64 [1]: the forward pass's
+    dropout        likewise, the share of weights that fell
+
+    Returns dq, dk and dv, like q, k and v.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv
+    # Tensor descriptors are made on the device, in scratch memory that Triton asks for.
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    side = (seed,)
+    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, *workspaces, seed),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_fused[grid](
+        *(q, k, v, dout, *workspaces, dk, dv),
+        scale,
+        dropout,
+        *integers,
+        num_warps=8,
+        num_stages=2,
+    )
+    convert_sums[last_grid](
+        *(workspaces[2], dq),
+        scale,
+        *last_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return -dq if negative else dq, dk, dv
