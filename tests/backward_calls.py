@@ -78,6 +78,7 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
     if problem.dropout:
         side = side._replace(seed=torch.randint(2**63 - 1, (1,)), dropout=0.3)
     sequences = batch
+    own_k: list[int] = []
     if problem.packed:
         batch, sequences = 1, len(LENGTHS)
         own_q, own_k = ([one[axis] for one in LENGTHS] for axis in (0, 1))

@@ -19,6 +19,7 @@ from flashtune.templates.backward_fused.space import (
     can_copy,
     chunks_of,
     fused_space,
+    usual_config,
 )
 from flashtune.templates.backward_fused.sram import fused_items
 from flashtune.templates.common.asked import Asked, asked_of
@@ -29,12 +30,10 @@ from flashtune.templates.common.backward_arguments import (
     stride_arguments,
 )
 from flashtune.templates.common.span import portable_span
-from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.tiles import Chunk, head_chunks
 from flashtune.templates.common.traffic import cycled_queries, unpacked
 from flashtune.templates.family import Context, TrafficItem
 
-SMALL_SRAM = 128 * 1024
-HOPPER = 90
 FLOAT32 = 4
 # Numbers of a tensor that a program of the prologue or of the epilogue holds, and their warps.
 STEP_NUMBERS = 8192
@@ -111,19 +110,7 @@ class BackwardFused:
 
     def default(self, problem: Problem, target: Target) -> Config:
         """Tiles that fit every target of the table, for shapes that nobody tuned."""
-        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        block_m, block_n, warps, stages = _tiles(width, problem, target)
-        wide = problem.dtype is not Dtype.FP32 and width > 256
-        copies = target.capability == HOPPER and problem.dtype is not Dtype.FP32 and can_copy(problem)
-        return FusedConfig(
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=warps,
-            num_stages=stages,
-            reduction=Reduction.COPY_ENGINE if copies else Reduction.ATOMICS,
-            two_phases=not wide,
-            turned=wide,
-        )
+        return usual_config(problem, target)
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
@@ -256,24 +243,6 @@ class BackwardFused:
 def _random(problem: Problem) -> tuple[str, ...]:
     """The workspace that dropout adds."""
     return (f"workspace_{RANDOM_WORKSPACE}",) if problem.dropout else ()
-
-
-def _tiles(width: int, problem: Problem, target: Target) -> tuple[int, int, int, int]:
-    """Of the usual config for heads of so many bytes: queries, keys, warps and stages."""
-    if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times over.
-        if width > 512:
-            return 16, 16, 8, 1
-        return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)
-    # A bias is a tile of its own, which registers must hold beside the scores.
-    narrow = width > 256 or problem.bias is not Bias.NONE
-    if target.capability == HOPPER:
-        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2
-    if target.sram_per_block < SMALL_SRAM:
-        if width > 256:
-            return 32, 32, 4, 1
-        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2
-    return 32 if narrow else 64, 64, 8 if narrow else 4, 2
 
 
 FAMILY = BackwardFused()

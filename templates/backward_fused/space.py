@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.features import Bias
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.backward_tiles import backward_chunks, may_split
+from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 # What the copy engine addresses begins on a border of so many float32 numbers.
 DESCRIBED_NUMBERS = 4
@@ -55,15 +57,13 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 # Under this many queries and keys small tiles are worth trying.
 SHORT = 128
-# With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
-# registers where wgmma looks for the tile's address.
-LEAST_WIDTH = 64
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
 MOST_REGISTERS = 255
 # Sums and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
 HOPPER = 90
+SMALL_SRAM = 128 * 1024
 # What is not copied ahead passes through registers, as do tiles of fewer rows than wgmma takes: kernels for
 # Hopper then spill a hundred bytes and more.
 # From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
@@ -87,7 +87,7 @@ def fused_space(problem: Problem, target: Target) -> Space:
         Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
         Axis("two_phases", (True, False), False),
         Axis("turned", (False, True)),
-        Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
+        Axis("decomposed", (False, True) if odd and may_split(problem) else (False,)),
         Axis("heads_inner", (False, True)),
         Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
     )
@@ -102,23 +102,8 @@ def can_copy(problem: Problem) -> bool:
 def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """The tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
-    qk, v = (_chunks(problem, width, config.decomposed) for width in widths)
+    qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
     return qk, v
-
-
-def _chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
-    chunks = head_chunks(width, decomposed)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
-        return chunks
-    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
-
-
-def _may_split(problem: Problem) -> bool:
-    """Whether no tile of a head dim that is cut would be too narrow."""
-    if problem.dtype is Dtype.FP32:
-        return True
-    widths = problem.head_dim, problem.value_head_dim
-    return all(chunk.width >= LEAST_WIDTH for width in widths for chunk in head_chunks(width, True))
 
 
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
@@ -140,3 +125,43 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
         return False
     share = config.block_m * chunks_of(problem, config)[0][0].width // threads
     return sums + max(scores, share) + SPARE_REGISTERS <= (config.max_registers or room)
+
+
+def usual_config(problem: Problem, target: Target) -> FusedConfig:
+    """A config that fits the target, for shapes that nobody tuned."""
+    width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+    if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
+        return _usual_of_hopper(problem, width)
+    block_m, block_n, warps, stages = _usual_tiles(problem, width, target)
+    return FusedConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+
+
+def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
+    """What Triton 3.6 compiles without spills; what changes scores takes the registers of 32 queries."""
+    wide = width > 256 or (width > 128 and problem.bias is not Bias.NONE)
+    changes = problem.bias is not Bias.NONE or problem.dropout or problem.alibi or problem.softcap
+    return FusedConfig(
+        block_m=32 if wide or changes else 64,
+        block_n=64 if wide else 128,
+        num_warps=8,
+        num_stages=2,
+        reduction=Reduction.COPY_ENGINE if can_copy(problem) else Reduction.ATOMICS,
+        two_phases=not (wide or changes),
+        turned=wide,
+    )
+
+
+def _usual_tiles(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
+    """For heads of so many bytes: queries, keys, warps and stages."""
+    if problem.dtype is Dtype.FP32:
+        # Operands of ordinary arithmetic are in registers, several times over.
+        if width > 512:
+            return 16, 16, 8, 1
+        return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)
+    # A bias is a tile of its own, which registers must hold beside the scores.
+    narrow = width > 256 or problem.bias is not Bias.NONE
+    if target.sram_per_block < SMALL_SRAM:
+        if width > 256:
+            return 32, 32, 4, 1
+        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2
+    return 32 if narrow else 64, 64, 8 if narrow else 4, 2

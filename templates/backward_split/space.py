@@ -8,7 +8,8 @@ from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages
 from flashtune.features import Bias
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.backward_tiles import backward_chunks, may_split
+from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 
 class Products(enum.StrEnum):
@@ -56,9 +57,6 @@ SMALL_SRAM = 128 * 1024
 SHORT = 128
 # From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
 WIDE_HEAD = 256
-# With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
-# registers where wgmma looks for the tile's address.
-LEAST_WIDTH = 64
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
 MOST_REGISTERS = 255
@@ -84,7 +82,7 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("dq_warps", (4, 8)),
         Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
         Axis("two_phases", (True, False), False),
-        Axis("decomposed", (False, True) if odd and _may_split(problem) else (False,)),
+        Axis("decomposed", (False, True) if odd and may_split(problem) else (False,)),
         Axis("long_first", (False, True) if problem.causal is not Causal.NONE else (False,)),
         Axis("heads_inner", (False, True)),
         Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
@@ -92,27 +90,11 @@ def split_space(problem: Problem, target: Target) -> Space:
     return Space(SplitConfig, axes, lambda config: fits_registers(problem, config, target))
 
 
-def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
-    """The tiles of a head dim's columns."""
-    chunks = head_chunks(width, decomposed)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
-        return chunks
-    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
-
-
 def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """The tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
     qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
     return qk, v
-
-
-def _may_split(problem: Problem) -> bool:
-    """Whether no tile of a head dim that is cut would be too narrow."""
-    if problem.dtype is Dtype.FP32:
-        return True
-    widths = problem.head_dim, problem.value_head_dim
-    return all(chunk.width >= LEAST_WIDTH for width in widths for chunk in head_chunks(width, True))
 
 
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:

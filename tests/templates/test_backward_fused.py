@@ -1,0 +1,75 @@
+"""The fused backward family as it is compiled for Hopper: registers, SRAM and what is reserved."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.compilation import compile_kernel, load_module
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.target import find_target
+from flashtune.templates.backward_fused.space import Reduction, can_copy
+from flashtune.templates.common.sram import triton_release
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.resources import read_resources
+
+FAMILY = find_family("backward_fused")
+H200, L4 = find_target("h200"), find_target("l4")
+
+
+def a_problem(head_dim: int, seqlen: int = 4096) -> Problem:
+    return Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=8,
+        kv_heads=8,
+        batch=2,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        causal=Causal.BOTTOM_RIGHT,
+        direction=Direction.BACKWARD,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_usual_configs_do_not_spill_and_their_sram_is_known(head_dim: int) -> None:
+    problem = a_problem(head_dim)
+    config = FAMILY.default(problem, H200)
+    assert FAMILY.space(problem, H200).contains(config)
+    found = read_resources(render(FAMILY, problem, config, Specialization()), H200)
+    if triton_release() == (3, 6):
+        assert (found.spill_bytes, found.serialized_wgmma) == (0, False)
+    assert found.spill_bytes < 400
+    items = FAMILY.sram_items(problem, config, H200, Specialization())
+    assert found.sram_bytes - 1024 <= sum(item.bytes for item in items) <= found.sram_bytes
+
+
+def test_the_copy_engine_adds_where_there_is_one_and_rows_are_aligned() -> None:
+    problem = a_problem(64)
+    config = FAMILY.default(problem, H200)
+    kernel = compile_kernel(render(FAMILY, problem, config, Specialization()), H200)
+    assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
+    assert all(
+        getattr(one, "reduction", None) is Reduction.ATOMICS for one in FAMILY.space(problem, L4).configs()
+    )
+    odd = msgspec.structs.replace(problem, head_dim=70)
+    assert not can_copy(odd)
+    source = render(FAMILY, odd, config, Specialization()).source
+    assert "tl.atomic_add(" in source
+    assert "make_tensor_descriptor" not in source
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 16), (8, 16)])
+def test_memory_beside_inputs_and_gradients(batch: int, heads: int) -> None:
+    # Sums in float32 are as large as two of the eight tensors that go in and come out.
+    tokens, head_dim = 16384 // batch, 128
+    given = [torch.empty(batch, heads, tokens, head_dim, dtype=torch.bfloat16, device="meta")] * 8
+    problem = a_problem(head_dim, tokens)
+    kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
+    _, shapes, _ = load_module(kernel).launch_plan(*given)
+    reserved = sum(4 * torch.Size(shape).numel() for shape in shapes)
+    assert reserved < 0.3 * sum(one.numel() * one.element_size() for one in given)
