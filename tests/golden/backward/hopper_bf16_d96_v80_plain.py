@@ -4,7 +4,7 @@ Computes     bf16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, 3 stages of q, 2 of dout, 2 of gradients of scores, eager True, late_wait False,
              product_first False, init False, delay False, rotate True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 205555629a13
+Template     backward_hopper a8b52f504838
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
@@ -136,7 +136,8 @@ def produce(
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     start = block * 0
     m_block = block % end
-    steps = (end - start) * group_size
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
     q_stage, q_phase = 0, 1
     do_stage, do_phase = 0, 1
@@ -197,7 +198,8 @@ def consume(
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     start = block * 0
     m_block = block % end
-    steps = (end - start) * group_size
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
     dk = fresh_zeros()
@@ -308,24 +310,24 @@ def backward_hopper(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(slot), count=1)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_empty.index(slot), count=2)
-    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
     for slot in gl.static_range(DO_STAGES):
         mbarrier.init(do_full.index(slot), count=1)
-    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
     for slot in gl.static_range(DO_STAGES):
         mbarrier.init(do_empty.index(slot), count=2)
-    kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     for slot in gl.static_range(4):
         mbarrier.init(kv_full.index(slot), count=1)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
     for slot in gl.static_range(2 * DS_STAGES):
         mbarrier.init(ds_full.index(slot), count=1)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
     for slot in gl.static_range(DS_STAGES):
         mbarrier.init(ds_empty.index(slot), count=2)
     fence_async_shared()
