@@ -14,16 +14,15 @@ import msgspec
 
 from flashtune.config import BlockSize, Config, LaunchOptions, Stages, Warps
 from flashtune.kernel import Specialization
-from flashtune.problem import Causal, Direction, Problem
+from flashtune.problem import Direction, Problem
 from flashtune.record import Resources
 from flashtune.target import Target
+from flashtune.templates.common.backward_span import turned
 from flashtune.templates.common.tiles import columns, head_chunks
 from flashtune.templates.family import Family
 from flashtune.tuner import predict
 from flashtune.tuner.resources import occupancy
 from flashtune.tuner.schedule import imbalance
-
-TURNED_CAUSAL = {Causal.TOP_LEFT: Causal.BOTTOM_RIGHT, Causal.BOTTOM_RIGHT: Causal.TOP_LEFT}
 
 
 @runtime_checkable
@@ -114,7 +113,8 @@ def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
     queries = _tile(
         config, config.dq_block_m, config.dq_block_n, config.dq_warps, config.dq_stages, long_first=long_first
     )
-    return first, Pass(forward(problem), queries, 1, 2 * qk + v, qk)
+    forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
+    return first, Pass(forward, queries, 1, 2 * qk + v, qk)
 
 
 def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, long_first: bool) -> Tile:
@@ -127,28 +127,6 @@ def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, lo
         heads_inner=bool(getattr(config, "heads_inner", False)),
         decomposed=bool(getattr(config, "decomposed", False)),
         products=str(getattr(config, "products", "")),
-    )
-
-
-def forward(problem: Problem) -> Problem:
-    """The same pairs as a forward problem."""
-    return msgspec.structs.replace(problem, direction=Direction.FORWARD)
-
-
-def turned(problem: Problem) -> Problem:
-    """The same pairs as a forward problem whose queries are the keys, one head for each KV head.
-
-    Under a causal mask both are counted from the end, so that the mask hides what lies behind again.
-    """
-    left, right = problem.window_left, problem.window_right
-    return msgspec.structs.replace(
-        forward(problem),
-        heads=problem.kv_heads,
-        seqlen_q=problem.seqlen_kv,
-        seqlen_kv=problem.seqlen_q,
-        causal=TURNED_CAUSAL.get(problem.causal, Causal.NONE),
-        window_left=left if problem.is_causal else right,
-        window_right=right if problem.is_causal else left,
     )
 
 

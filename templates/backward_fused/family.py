@@ -29,7 +29,7 @@ from flashtune.templates.common.backward_arguments import (
     seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.backward_span import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.tiles import Chunk, head_chunks
 from flashtune.templates.common.traffic import cycled_queries, unpacked
 from flashtune.templates.family import Context, TrafficItem
@@ -167,16 +167,16 @@ class BackwardFused:
 
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, FusedConfig)
-        # Five products where the forward pass has two.
-        forward = portable_span(
-            unpacked(msgspec.structs.replace(problem, direction=Direction.FORWARD)),
-            config.block_n,
+        problem = unpacked(problem)
+        keys = keys_span(
+            problem,
             config.block_m,
+            config.block_n,
             target,
-            longest_first=problem.causal is not Causal.NONE,
             heads_inner=config.heads_inner,
+            products=PRODUCTS_OF_ALL,
         )
-        return 2.5 * forward
+        return delta_span(problem, target) + keys
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()

@@ -10,15 +10,29 @@ from flashtune.templates.common.pace import BANDWIDTH_SHARE
 from flashtune.templates.common.span import portable_span
 
 # A forward block has two products. Beside those of the scores and of the weights' gradients, one that keeps
-# keys adds to dk and dv, and one that keeps queries to dq.
+# keys adds to dk and dv, and one that keeps queries to dq; or the one that keeps keys adds to all.
 PRODUCTS_OF_KEYS = 4 / 2
+PRODUCTS_OF_ALL = 5 / 2
 PRODUCTS_OF_QUERIES = 3 / 2
-# Where keys are the rows, the last of them is the first, so that a mask lies as a forward pass has it.
-TURNED = {
-    Causal.NONE: Causal.NONE,
-    Causal.TOP_LEFT: Causal.BOTTOM_RIGHT,
-    Causal.BOTTOM_RIGHT: Causal.TOP_LEFT,
-}
+TURNED_CAUSAL = {Causal.TOP_LEFT: Causal.BOTTOM_RIGHT, Causal.BOTTOM_RIGHT: Causal.TOP_LEFT}
+
+
+def turned(problem: Problem) -> Problem:
+    """The same pairs as a forward problem whose queries are the keys, one head for each KV head.
+
+    Under a causal mask both are counted from the end, so that the mask hides what lies behind again.
+    """
+    left, right = problem.window_left, problem.window_right
+    return msgspec.structs.replace(
+        problem,
+        direction=Direction.FORWARD,
+        heads=problem.kv_heads,
+        seqlen_q=problem.seqlen_kv,
+        seqlen_kv=problem.seqlen_q,
+        causal=TURNED_CAUSAL.get(problem.causal, Causal.NONE),
+        window_left=left if problem.is_causal else right,
+        window_right=right if problem.is_causal else left,
+    )
 
 
 def keys_span(
@@ -34,18 +48,10 @@ def keys_span(
         heads_inner: Whether neighbouring programs work on different heads.
         products: Products of a pair of blocks, over those of the forward pass.
     """
-    turned = msgspec.structs.replace(
-        problem,
-        direction=Direction.FORWARD,
-        heads=problem.kv_heads,
-        seqlen_q=problem.seqlen_kv,
-        seqlen_kv=problem.seqlen_q,
-        causal=TURNED[problem.causal],
-        window_left=problem.window_right,
-        window_right=problem.window_left,
-    )
     # The first keys are seen by the most queries, and their programs are begun first.
-    span = portable_span(turned, block_n, block_m, target, longest_first=True, heads_inner=heads_inner)
+    span = portable_span(
+        turned(problem), block_n, block_m, target, longest_first=True, heads_inner=heads_inner
+    )
     return products * problem.group_size * span
 
 

@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
              turned False, decomposed False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 57c2574de7c8
+Template     backward_fused f526e5e557ce
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -345,13 +345,13 @@ def backward_fused(
         for start in tl.range(0, tl.minimum(band_begin, seqlen_q), BLOCK_M):
             query_exists = start + query_offsets < tl.minimum(band_begin, seqlen_q)
             dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
-            nothing = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
-            tl.store(dbias_at, nothing, mask=query_exists[None, :] & (keys < all_keys)[:, None])
+            zeros = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
+            tl.store(dbias_at, zeros, mask=query_exists[None, :] & (keys < all_keys)[:, None])
         for start in tl.range(band_end, seqlen_q, BLOCK_M):
             query_exists = start + query_offsets < seqlen_q
             dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
-            nothing = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
-            tl.store(dbias_at, nothing, mask=query_exists[None, :] & (keys < all_keys)[:, None])
+            zeros = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
+            tl.store(dbias_at, zeros, mask=query_exists[None, :] & (keys < all_keys)[:, None])
 
     dk_sum = tl.where(key_exists[:, None], dk_sum, 0.0)
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
 
 from flashtune.compilation import compile_kernel, load_module
+from flashtune.features import Bias
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.target import find_target
@@ -61,6 +64,36 @@ def test_the_copy_engine_adds_where_there_is_one_and_rows_are_aligned() -> None:
     source = render(FAMILY, odd, config, Specialization()).source
     assert "tl.atomic_add(" in source
     assert "make_tensor_descriptor" not in source
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"bias": Bias.ADDITIVE, "dropout": True, "lengths": True},
+        {"bias": Bias.BOOLEAN, "dropout": True, "prefix": True, "softcap": True},
+        {"packed": 8192, "dropout": True, "alibi": True, "window_left": 256, "first_tokens": 4},
+    ],
+    ids="-".join,
+)
+def test_features_together_compile(asked: dict[str, Any]) -> None:
+    # The interpreter lets a name change its type within a loop; the compiler does not.
+    problem = msgspec.structs.replace(a_problem(64), **asked)
+    kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
+    assert kernel.first is not None
+    assert kernel.last is not None
+    for step in (kernel.first, kernel, kernel.last):
+        assert compile_kernel(step, H200).metadata.shared <= H200.sram_per_block
+
+
+def test_time_falls_with_what_is_hidden() -> None:
+    full, causal, window = (
+        msgspec.structs.replace(a_problem(128), **asked)
+        for asked in ({"causal": Causal.NONE}, {}, {"window_left": 128})
+    )
+    config = FAMILY.default(full, H200)
+    times = [FAMILY.span(problem, config, H200) for problem in (full, causal, window)]
+    assert 1.5 < times[0] / times[1] < 2.1
+    assert times[2] < times[1] / 3
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 16), (8, 16)])

@@ -122,6 +122,9 @@ def test_time_and_traffic_grow_with_what_is_seen() -> None:
     assert moved[0] < moved[1]
     cached = sum(item.bytes for item in FAMILY.hbm_items(full, config, H100))
     assert full.minimal_bytes() <= cached < moved[1]
+    # The kernel that keeps keys has as little to do behind a window as the one that keeps queries.
+    windowed = FAMILY.span(a_problem(**long, window_left=128), config, H100)
+    assert windowed < FAMILY.span(causal, config, H100) / 4
     for changes in (
         {"window_left": 128},
         {"seqlen_q": 0},

@@ -12,10 +12,11 @@ from flashtune.config import Config
 from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.record import Resources
 from flashtune.target import find_target
+from flashtune.templates.common.backward_span import turned
 from flashtune.templates.registry import find_family
 from flashtune.tuner.features import estimated
 from flashtune.tuner.fitting import formula_ms
-from flashtune.tuner.predict_backward import passes, predict_backward_ms, turned
+from flashtune.tuner.predict_backward import passes, predict_backward_ms
 
 H200 = find_target("h200")
 SPLIT = find_family("backward_split")
