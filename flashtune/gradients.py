@@ -96,7 +96,7 @@ def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) 
         found = backward(q, k, v, out, lse, dout, dlse, scale, side)
         dsinks = dbias = dslopes = None
         if side.sinks is not None and "sinks" in wanted:
-            dsinks = sink_gradient(layout, side.sinks, out, lse, dout, dlse)
+            dsinks = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
         if side.bias is not None and found.dbias is not None and "bias" in wanted:
             dbias = found.dbias.sum_to_size(side.bias.shape)
         if side.slopes is not None and found.dslopes is not None and "slopes" in wanted:
@@ -198,7 +198,13 @@ def _gradients(
 
 
 def sink_gradient(
-    layout: Layout, sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    layout: Layout,
+    sinks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the sinks, float32 [heads]: a sink takes weight from all values and has none itself.
 
@@ -209,13 +215,18 @@ def sink_gradient(
         lse: The log-sum-exp, float32 [batch, heads, seqlen_q].
         dout: The gradient of the output.
         dlse: That of the log-sum-exp; None is zeros.
+        starts: Where the queries of packed sequences begin, and the last ends: int32 [batch + 1].
     """
     delta = (layout.heads_first(dout).float() * layout.heads_first(out).float()).sum(-1).reshape(lse.shape)
     if dlse is not None:
         delta = delta - dlse
     # Where nothing is seen a sink may be -inf as the log-sum-exp is: then there is no weight to take.
-    weights = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(weights * delta).sum(-1).view(-1, sinks.numel()).sum(0)
+    taken = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0) * delta
+    if starts is not None:
+        # Rows that no sequence has were not written.
+        rows = torch.arange(lse.shape[-1], device=lse.device)
+        taken = taken.masked_fill((rows < starts[0]) | (rows >= starts[-1]), 0.0)
+    return -taken.sum(-1).view(-1, sinks.numel()).sum(0)
 
 
 def leaves_like(*tensors: Tensor) -> tuple[Tensor, ...]:

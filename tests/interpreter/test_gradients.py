@@ -286,6 +286,26 @@ def test_packed_sequences() -> None:
     assert not found[0][23:].any()
 
 
+def test_sinks_take_nothing_from_rows_that_no_sequence_has() -> None:
+    torch.manual_seed(3)
+    starts = torch.tensor([0, 9, 14], dtype=torch.int32)
+    sinks = torch.randn(HEADS, requires_grad=True)
+    q = torch.randn(20, HEADS, 32, requires_grad=True)
+    k, v = (torch.randn(20, KV_HEADS, 32) for _ in range(2))
+
+    def gradient(rows: int) -> Tensor:
+        out = flashtune.attention_varlen(
+            q[:rows], k[:rows], v[:rows], starts, starts, 9, 9, causal=True, sinks=sinks
+        )
+        return torch.autograd.grad(out[:14].square().sum(), sinks)[0]
+
+    try:
+        torch.use_deterministic_algorithms(True)  # memory that nobody wrote is full of NaN
+        close([gradient(20)], [gradient(14)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
     monkeypatch: pytest.MonkeyPatch, way: str
