@@ -10,7 +10,7 @@ import torch
 from flashtune.backward import bind_backward
 from flashtune.proof.findings import Finding
 from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
+from flashtune.proof.inputs import BITS, Guarded, Role, checksum, guarded_flat, poison, stray_writes
 from flashtune.proof.placing import capacities, missing, pick, starts
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def gradient_findings(
         if not case.problem.deterministic or case.repeats == 1:
             continue
         if not repeat:
-            first = {name: one.view.clone() for name, one in prepared.written.items()}
+            first = {name: _bits(one.view).clone() for name, one in prepared.written.items()}
             continue
         for name, earlier in first.items():
-            unlike = (earlier != prepared.written[name].view).sum()
+            unlike = (earlier != _bits(prepared.written[name].view)).sum()
             yield Finding(f"{case.label}: elements of {name} unlike an earlier launch's", unlike, 0.0)
     for name, one in prepared.written.items():
         yield Finding(f"{case.label}: writes around {name}", stray_writes(one), 0.0)
@@ -74,6 +74,11 @@ def gradient_findings(
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
     changed = checksum(prepared.read) != prepared.checksum
     yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its elements as integers: zeros of either sign are equal as numbers."""
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
