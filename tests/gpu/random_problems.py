@@ -171,6 +171,7 @@ DRAWN: dict[Feature, Draw] = {
     Feature.PAGES: lambda chance, _: {"page_size": chance.choice(PAGE_SIZES)},
     Feature.QUANTIZED_KV: _stored,
     Feature.LATENT: lambda *_: {"latent": True},
+    Feature.DROPOUT: lambda *_: {"dropout": True},
 }
 
 

@@ -23,8 +23,10 @@ SUBJECTS = list(subjects(1, H200))
 def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
-    # Pages bring their lengths along, and no family lays a bias over packed sequences.
-    assert absent == {frozenset({"lengths", "pages"}), frozenset({"bias", "packed"})}
+    # Pages bring their lengths along, no family lays a bias over packed sequences, and none drops weights of
+    # latent keys.
+    pairs = {("lengths", "pages"), ("bias", "packed"), ("latent", "dropout")}
+    assert absent == set(map(frozenset, pairs))
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 
 
