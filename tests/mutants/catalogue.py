@@ -8,6 +8,7 @@ from tests.mutants import (
     backward_figures,
     backward_pairs,
     dropping,
+    fused,
     hopper_eight_bits,
     hopper_masks,
     hopper_places,
@@ -24,7 +25,12 @@ from tests.mutants.portable_orders import portable_mutants
 def interpreted_mutants() -> tuple[Mutant, ...]:
     """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
-    return (*forward, *backward_mutants(backward.INTERPRETED), *dropping.forward(backward.INTERPRETED))
+    return (
+        *forward,
+        *backward_mutants(backward.INTERPRETED),
+        *fused.sums(backward.INTERPRETED),
+        *dropping.forward(backward.INTERPRETED),
+    )
 
 
 def runs_on(mutant: Mutant, target: Target) -> bool:
@@ -38,6 +44,8 @@ def gpu_mutants() -> tuple[Mutant, ...]:
         *portable_mutants(USUAL),
         *hopper_mutants(),
         *backward_mutants(backward.USUAL),
+        *fused.sums(backward.USUAL),
+        *fused.pairs(backward.USUAL),
         *dropping.forward(backward.USUAL),
     )
 

@@ -27,7 +27,13 @@ from tests.mutants.results import Control, Fate, Found, Run
 
 H200 = find_target("h200")
 # Families of which there are mutants; `test_serving.py` has the mistakes of serving features.
-BROKEN_FAMILIES = ("forward_q_outer", "forward_kv_outer", "forward_hopper", "backward_split")
+BROKEN_FAMILIES = (
+    "forward_q_outer",
+    "forward_kv_outer",
+    "forward_hopper",
+    "backward_split",
+    "backward_fused",
+)
 MUTANTS = gpu_mutants()
 RIGHT = Verdict(True, 0.5, 70, "", "a GPU")
 WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed", "a GPU")
