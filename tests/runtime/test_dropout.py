@@ -84,7 +84,7 @@ def test_patterns_of_four(lag: tuple[int, int]) -> None:
         whole = fallen[:, : ROWS // (2 * rows) * 2 * rows, : KEYS // (2 * keys) * 2 * keys]
         blocks = whole.unflatten(1, (-1, 2, rows)).unflatten(4, (-1, 2, keys))
         corners = [blocks[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1)]
-        patterns = sum(corner.long() << index for index, corner in enumerate(corners))
+        patterns = torch.stack([corner.long() << index for index, corner in enumerate(corners)]).sum(0)
         counts = torch.bincount(patterns.flatten(), minlength=16).double()
         expected = counts.sum() / 16
         # Of 15 degrees of freedom: one in 100,000 is larger.
