@@ -8,7 +8,12 @@ from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.features import Bias
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.backward_tiles import backward_chunks, may_split
+from flashtune.templates.common.backward_tiles import (
+    backward_chunks,
+    fits_warps,
+    may_split,
+    usual_tiles_of_keys,
+)
 from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 # What the copy engine addresses begins on a border of so many float32 numbers.
@@ -57,15 +62,7 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 # Under this many queries and keys small tiles are worth trying.
 SHORT = 128
-WARP_ROWS = 16
-WARPGROUP_ROWS = 64
-MOST_REGISTERS = 255
-# Sums and scores of one thread leave this many registers for the rest.
-SPARE_REGISTERS = 24
 HOPPER = 90
-SMALL_SRAM = 128 * 1024
-# What is not copied ahead passes through registers, as do tiles of fewer rows than wgmma takes: kernels for
-# Hopper then spill a hundred bytes and more.
 # From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
 WIDE_HEAD = 256
 
@@ -76,6 +73,8 @@ def fused_space(problem: Problem, target: Target) -> Space:
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    # What is not copied ahead passes through registers, as do tiles of fewer rows than wgmma takes: kernels
+    # for Hopper then spill a hundred bytes and more.
     wgmma = target.capability == HOPPER and not wide
     narrow = widest >= WIDE_HEAD and not wgmma
     copies = target.has_descriptors and can_copy(problem)
@@ -109,22 +108,17 @@ def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...],
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Whether sums, and the scores or the tile of dq at work, fit the registers of their warps."""
     assert isinstance(config, FusedConfig)
-    wide = problem.dtype is Dtype.FP32
-    # Two groups of warps may share 64 rows: each then has half of the columns.
-    if not wide and config.num_warps * WARP_ROWS > 2 * max(config.block_n, WARPGROUP_ROWS // 2):
-        return False
-    threads = config.num_warps * target.warp_size
-    qk, v = map(columns, chunks_of(problem, config))
-    sums = config.block_n * (qk + v) // threads
-    # Weights and their gradients are live at once, and one of them in the type of the next product.
-    scores = 2 * config.block_n * config.block_m // threads
-    if not wide:
-        scores += config.block_n * config.block_m // threads // 2
-    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
-    if config.max_registers > room:
-        return False
-    share = config.block_m * chunks_of(problem, config)[0][0].width // threads
-    return sums + max(scores, share) + SPARE_REGISTERS <= (config.max_registers or room)
+    qk_chunks, v_chunks = chunks_of(problem, config)
+    return fits_warps(
+        problem,
+        target,
+        held=config.block_n,
+        walked=config.block_m,
+        summed=columns(qk_chunks) + columns(v_chunks),
+        warps=config.num_warps,
+        cap=config.max_registers,
+        shared=config.block_m * qk_chunks[0].width,
+    )
 
 
 def usual_config(problem: Problem, target: Target) -> FusedConfig:
@@ -132,7 +126,7 @@ def usual_config(problem: Problem, target: Target) -> FusedConfig:
     width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
     if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
         return _usual_of_hopper(problem, width)
-    block_m, block_n, warps, stages = _usual_tiles(problem, width, target)
+    block_m, block_n, warps, stages = usual_tiles_of_keys(problem, width, target)
     return FusedConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
 
 
@@ -149,19 +143,3 @@ def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
         two_phases=not (wide or changes),
         turned=wide,
     )
-
-
-def _usual_tiles(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
-    """For heads of so many bytes: queries, keys, warps and stages."""
-    if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times over.
-        if width > 512:
-            return 16, 16, 8, 1
-        return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)
-    # A bias is a tile of its own, which registers must hold beside the scores.
-    narrow = width > 256 or problem.bias is not Bias.NONE
-    if target.sram_per_block < SMALL_SRAM:
-        if width > 256:
-            return 32, 32, 4, 1
-        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2
-    return 32 if narrow else 64, 64, 8 if narrow else 4, 2

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
-from flashtune.features import Bias
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
-from flashtune.templates.common.backward_tiles import backward_chunks, may_split
+from flashtune.templates.common.backward_tiles import (
+    SMALL_SRAM,
+    backward_chunks,
+    fits_warps,
+    is_narrow,
+    may_split,
+    usual_tiles_of_keys,
+)
 from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 
@@ -52,16 +59,10 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 HOPPER = 90
-SMALL_SRAM = 128 * 1024
 # Under this many queries and keys small tiles are worth trying.
 SHORT = 128
 # From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
 WIDE_HEAD = 256
-WARP_ROWS = 16
-WARPGROUP_ROWS = 64
-MOST_REGISTERS = 255
-# Sums and scores of one thread leave this many registers for the rest.
-SPARE_REGISTERS = 24
 
 
 def split_space(problem: Problem, target: Target) -> Space:
@@ -101,46 +102,20 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Whether what is added up and the scores at work fit the registers of their warps, in both kernels."""
     assert isinstance(config, SplitConfig)
     qk, v = map(columns, chunks_of(problem, config))
-    return _fits(
-        problem, target, config.block_n, config.block_m, qk + v, config.num_warps, config.max_registers
-    ) and _fits(
-        problem, target, config.dq_block_m, config.dq_block_n, qk, config.dq_warps, config.max_registers
-    )
-
-
-def _fits(
-    problem: Problem, target: Target, held: int, walked: int, summed: int, warps: int, cap: int
-) -> bool:
-    """Whether a kernel that holds so many rows and adds up so many columns of each fits its warps."""
-    # Two groups of warps may share 64 rows: each then has half of the columns.
-    wide = problem.dtype is Dtype.FP32
-    if not wide and warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
-        return False
-    threads = warps * target.warp_size
-    sums = held * summed // threads
-    # Weights and their gradients are live at once, and one of them in the type of the next product.
-    scores = 2 * held * walked // threads
-    if not wide:
-        scores += held * walked // threads // 2
-    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
-    if cap > room:
-        return False
-    return sums + scores + SPARE_REGISTERS <= (cap or room)
+    fits = functools.partial(fits_warps, problem, target, cap=config.max_registers)
+    keys = fits(held=config.block_n, walked=config.block_m, summed=qk + v, warps=config.num_warps)
+    return keys and fits(held=config.dq_block_m, walked=config.dq_block_n, summed=qk, warps=config.dq_warps)
 
 
 def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
     """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
+    walked = 32 if is_narrow(problem, width) else 64
+    if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
+        return walked, 128 if width <= 256 else 64, 8, 2, 128, walked, 8, 2
+    keys = usual_tiles_of_keys(problem, width, target)
+    block_m, block_n, warps, stages = keys
     if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times over.
-        if width > 512:
-            return 16, 16, 8, 1, 16, 16, 8, 1
-        return (16, 32, 4, 1, 32, 16, 4, 1) if width <= 256 else (16, 32, 8, 1, 32, 16, 8, 1)
-    # A bias is a tile of its own, which registers must hold beside the scores.
-    narrow = width > 256 or problem.bias is not Bias.NONE
-    if target.capability == HOPPER:
-        return 32 if narrow else 64, 128 if width <= 256 else 64, 8, 2, 128, 32 if narrow else 64, 8, 2
+        return *keys, block_n, block_m, warps, stages
     if target.sram_per_block < SMALL_SRAM:
-        if width > 256:
-            return 32, 32, 4, 1, 32, 32, 4, 1
-        return 32, 64, 8 if narrow else 4, 1 if width > 128 else 2, 64, 32, 4, 1
-    return 32 if narrow else 64, 64, 8 if narrow else 4, 2, 64, 32 if narrow else 64, 4, 2
+        return *keys, block_n, block_m, 4, 1
+    return *keys, 64, walked, 4, 2
