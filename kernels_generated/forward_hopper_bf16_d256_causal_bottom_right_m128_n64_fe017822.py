@@ -1,5 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
+#   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right  0.1902 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_bottom_right  0.4518 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_bottom_right  0.2883 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_bottom_right  1.4616 ms measured

@@ -3,6 +3,8 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_bottom_right  1.9557 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  1.0437 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_bottom_right  0.5756 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right  0.2871 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q4096_k4096_bottom_right  0.2788 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

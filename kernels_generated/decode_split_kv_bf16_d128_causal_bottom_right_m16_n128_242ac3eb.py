@@ -1,14 +1,15 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h32x8_b1_q1_k8192_bottom_right  0.0199 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b16_q1_k8192_bottom_right  0.1315 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b64_q1_k8192_bottom_right  0.4770 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
              and nothing
-Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits, decomposed False, early_combine True
+Config       block_m 16, block_n 128, 4 warps, 3 stages, 1 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 3b0d457a59a9
+Template     decode_split_kv 30abc26513d2
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -33,9 +34,6 @@ BLOCK_N = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(128)
 VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Splits that are combined together, and columns of a program that does so.
-SPLIT_TILE = tl.constexpr(16)
-COMBINED = tl.constexpr(128)
 
 
 @triton.jit
@@ -45,8 +43,6 @@ def decode_split_kv(
     v,
     out,
     lse,
-    partial_out,
-    partial_lse,
     scale,
     stride_qb,
     stride_qh,
@@ -65,16 +61,13 @@ def decode_split_kv(
     all_heads,
     seqlen_q,
     seqlen_kv,
-    splits,
 ):
     # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
     # programs that read the same keys run together.
-    all_rows = all_heads * seqlen_q
     tiles = tl.cdiv(seqlen_q * group_size, BLOCK_M)
     kv_heads = heads // group_size
     tile = tl.program_id(0) % tiles
-    split = tl.program_id(0) // tiles % splits
-    sequence_head = tl.program_id(0) // tiles // splits
+    sequence_head = tl.program_id(0) // tiles
     kv_head = sequence_head % kv_heads
     sequence = sequence_head // kv_heads
     row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -110,9 +103,7 @@ def decode_split_kv(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    first = split * blocks // splits * BLOCK_N
-    last = (split + 1) * blocks // splits * BLOCK_N
-    for start in tl.range(first, last, BLOCK_N):
+    for start in tl.range(0, blocks * BLOCK_N, BLOCK_N):
         keys = start + key_offsets
         # No load needs a mask: it costs every one of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1)
@@ -137,61 +128,15 @@ def decode_split_kv(
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
 
-    # The combining kernel may come onto the GPU while the last programs of this one are at work.
-    tl.extra.cuda.gdc_launch_dependents()
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    o_rows = out + sequence * stride_ob + head * stride_oh + queries * stride_os
     o_tile = accumulator / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_128[None, :],
-        o_tile,
+        o_tile.to(out.dtype.element_ty),
         mask=row_exists[:, None],
     )
-
-
-@triton.jit
-def combine(
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    heads,
-    seqlen_q,
-    rows,
-    splits,
-):
-    # One row of the output, of some columns: row r is head r % heads of token r // heads.
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * COMBINED + tl.arange(0, COMBINED)
-    head = row % heads
-    sequence = row // heads // seqlen_q
-    query = row // heads % seqlen_q
-    parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
-    tl.extra.cuda.gdc_wait()
-    # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
-    # [SPLIT_TILE, COMBINED]
-    part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
-        mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    largest = tl.max(part_lse, 0)
-    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(part_lse - shift)
-    total = tl.sum(weights, 0)
-    combined = tl.sum(part_out * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    o_base = out + sequence * stride_ob + head * stride_oh + query * stride_os
-    tl.store(o_base + columns, combined.to(out.dtype.element_ty), mask=columns < VALUE_HEAD_DIM)
 
 
 def launch_plan(q, k, v, out):
@@ -200,20 +145,10 @@ def launch_plan(q, k, v, out):
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     group_size = heads // kv_heads
     tiles = triton.cdiv(seqlen_q * group_size, 16) * batch
-    grid = (tiles * kv_heads * 16,)
-    rows = batch * heads * seqlen_q
-    workspaces = ((16, rows, 128), (16, rows))
+    grid = (tiles * kv_heads,)
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
-    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, 16)
-    return grid, workspaces, (*strides, *counts)
-
-
-def epilogue_plan(q, k, v, out):
-    """Grid of `combine`, and its arguments from `stride_ob` on."""
-    batch, heads, seqlen_q, _ = q.shape
-    rows = batch * heads * seqlen_q
-    grid = (rows, 1)
-    return grid, (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 16)
+    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv)
+    return grid, (), (*strides, *counts)
 
 
 def attention(q, k, v, scale=None):
@@ -244,6 +179,4 @@ def attention(q, k, v, scale=None):
         num_warps=4,
         num_stages=3,
     )
-    grid, integers = epilogue_plan(*tensors)
-    combine[grid](out, row_lse, *workspaces, *integers, num_warps=4, num_stages=1, launch_pdl=True)
     return out, lse

@@ -1,14 +1,14 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h32x8_b64_q1_k4096_bottom_right  0.2510 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x16_b16_q1_k8192_bottom_right_page16  0.2292 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-             and nothing
-Config       block_m 16, block_n 64, 4 warps, 4 stages, 1 splits, decomposed False, early_combine False
+             and pages of 16
+Config       block_m 16, block_n 128, 8 warps, 2 stages, 1 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 3b0d457a59a9
+Template     decode_split_kv 30abc26513d2
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -29,10 +29,11 @@ import triton
 import triton.language as tl
 
 BLOCK_M = tl.constexpr(16)
-BLOCK_N = tl.constexpr(64)
+BLOCK_N = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(128)
 VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
+PAGE_SIZE = tl.constexpr(16)
 
 
 @triton.jit
@@ -42,6 +43,8 @@ def decode_split_kv(
     v,
     out,
     lse,
+    seqlens_kv,
+    block_table,
     scale,
     stride_qb,
     stride_qh,
@@ -55,6 +58,7 @@ def decode_split_kv(
     stride_ob,
     stride_oh,
     stride_os,
+    stride_table,
     heads,
     group_size,
     all_heads,
@@ -78,10 +82,10 @@ def decode_split_kv(
     key_offsets = tl.arange(0, BLOCK_N)
     columns_128 = tl.arange(0, 128)
 
-    k_base = k + sequence * stride_kb + kv_head * stride_kh
-    v_base = v + sequence * stride_vb + kv_head * stride_vh
-    k_block = k_base
-    v_block = v_base
+    k_base = k + kv_head * stride_kh
+    v_base = v + kv_head * stride_vh
+    pages = block_table + sequence.to(tl.int64) * stride_table
+    seqlen_kv = tl.load(seqlens_kv + sequence)
     q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
     # [BLOCK_M, 128]
     q_tile = tl.load(
@@ -102,13 +106,18 @@ def decode_split_kv(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
+    # Page numbers are loaded one block ahead: copies of keys do not wait for them.
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + 0, seqlen_kv - 1), 0) // PAGE_SIZE)
     for start in tl.range(0, blocks * BLOCK_N, BLOCK_N):
         keys = start + key_offsets
         # No load needs a mask: it costs every one of them more than a key that is read twice.
-        slots = tl.minimum(keys, seqlen_kv - 1)
+        slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
+        k_block = k_base + page.to(tl.int64) * stride_kb
+        v_block = v_base + page.to(tl.int64) * stride_vb
+        next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (start + BLOCK_N), seqlen_kv - 1), 0) // PAGE_SIZE)
         # [BLOCK_N, 128]
         k_tile = tl.load(
-            k_block + slots[:, None] * stride_ks + columns_128[None, :],
+            k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
         )
         logits = tl.dot(q_tile, k_tile.T)
         seen = keys[None, :] < row_end[:, None]
@@ -123,9 +132,10 @@ def decode_split_kv(
         low_weights = weights.to(q.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = tl.load(
-            v_block + slots[:, None] * stride_vs + columns_128[None, :],
+            v_block[:, None] + slots[:, None] * stride_vs + columns_128[None, :],
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        page = next_page
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
@@ -138,22 +148,24 @@ def decode_split_kv(
     )
 
 
-def launch_plan(q, k, v, out):
+def launch_plan(q, k, v, out, seqlens_kv, block_table):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
-    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
     group_size = heads // kv_heads
     tiles = triton.cdiv(seqlen_q * group_size, 16) * batch
     grid = (tiles * kv_heads,)
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [block_table.stride(0)]
     counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv)
     return grid, (), (*strides, *counts)
 
 
-def attention(q, k, v, scale=None):
+def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     """Attention of q over k and v, each with a contiguous last dimension.
 
-    q is [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_kv, head_dim].
+    q is [batch, heads, seqlen_q, head_dim].
+    k and v are [pages, kv_heads, 16, head_dim].
     Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
@@ -164,7 +176,7 @@ def attention(q, k, v, scale=None):
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    tensors = (q, k, v, out)
+    tensors = (q, k, v, out, seqlens_kv, block_table)
     row_lse = out if lse is None else lse
     grid, workspace_shapes, integers = launch_plan(*tensors)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
@@ -175,7 +187,7 @@ def attention(q, k, v, scale=None):
         *workspaces,
         max(scale, 1e-30),
         *integers,
-        num_warps=4,
-        num_stages=4,
+        num_warps=8,
+        num_stages=2,
     )
     return out, lse
