@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashtune.calls import serve
 from flashtune.feature_ops import attend
-from flashtune.modes import dispatch_modes, function_mode, is_compiling, transforms
+from flashtune.modes import runs_eagerly
 from flashtune.ops import call_op
 from flashtune.options import (
     Call,
@@ -167,11 +167,7 @@ def attention(
         )
         if not is_plain(call):
             return attend(call)
-    if is_compiling():
-        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
-    if type(q) is type(k) is type(v) is Tensor and not (
-        function_mode() or dispatch_modes() or transforms() is not None
-    ):
+    if runs_eagerly(q, k, v):
         return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
     require_tensors(q, k, v)
     return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)

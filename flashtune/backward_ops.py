@@ -50,7 +50,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         forward: Gives output and log-sum-exp of such a call by an operator.
 
     Raises:
-        ProblemError: Nobody can serve it, or a derivative in forward mode is asked for.
+        ProblemError: Nobody can serve it.
     """
     decision = decide_assumed(_hinted(request), _assumed(request, call))
     if not decision.generated:

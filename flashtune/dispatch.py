@@ -36,8 +36,9 @@ DEFAULT_FAMILIES = (
 # Who comes before them where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
 FEW_QUERIES = 16
-# Who comes before both where keys are latent, and queries fill its tiles of 64 rows or these take a quarter of
-# the multiprocessors: one sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us by the other.
+# Who comes before both where keys are latent, and queries fill its tiles of 64 rows or these take a quarter
+# of the multiprocessors: one sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us by the
+# other.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
 

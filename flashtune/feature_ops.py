@@ -13,7 +13,7 @@ from flashtune.backward_ops import differentiated
 from flashtune.feature_calls import serve_call, unsigned
 from flashtune.feature_request import read_call
 from flashtune.layouts import Layout
-from flashtune.modes import runs_eagerly
+from flashtune.modes import refuse_tangents, runs_eagerly
 from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, contiguous, library, operands
 from flashtune.options import Call, seeded
 from flashtune.request import require_tensors, requires_grad
@@ -64,6 +64,7 @@ def _shapes(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 def _differentiate(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     call = call_of(q, *rest)  # type: ignore[arg-type]
+    refuse_tangents(call.q, call.k, call.v, *call.side.optional_tensors)
     if requires_grad(call.q, call.k, call.v, call.side):
         call = unsigned(call)
         return _both(differentiated(read_call(call, True), call, _forward), q)

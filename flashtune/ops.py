@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashtune.backward_ops import differentiated
 from flashtune.calls import serve
+from flashtune.modes import refuse_tangents
 from flashtune.operators import TAGS, contiguous, library
 from flashtune.options import Call, Options
 from flashtune.quantization import given_scales, negated
@@ -100,6 +101,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         deterministic: bool = False,
     ) -> Result:
         scales = given_scales(q_scale, k_scale, v_scale)
+        refuse_tangents(q, k, v, *scales.scales)
         if requires_grad(q, k, v, scales):
             if scale is not None and scale < 0.0:
                 q, scale = negated(q), -scale

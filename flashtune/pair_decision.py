@@ -211,7 +211,7 @@ def _ungenerated(request: Request) -> PairDecision | None:
     """Who serves what no kernel is asked for."""
     check_differentiable(request)
     if request.is_empty:
-        return _both(Decision(baseline(request), "there is nothing to attend to"))
+        return _both(Decision(Server.NOBODY, "there is nothing to attend to"))
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 

@@ -165,13 +165,16 @@ def baseline_server(server: Server, request: Request) -> Serve:
 def nothing(
     request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
 ) -> Result:
-    """Zeros, and the log-sum-exp of nothing, or of a sink alone."""
-    del k, v, scale
+    """Zeros, and the log-sum-exp of nothing, or of a sink alone; gradients are zeros."""
+    del scale
     out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
-    if not request.return_lse:
-        return out
     lse = q.new_full(request.lse_shape, -torch.inf, dtype=request.lse_dtype)
     if side.sinks is not None:
         heads = (-1,) if request.layout is Layout.BHD else (-1, 1)
-        lse.copy_(side.sinks.view(heads))
-    return out, lse
+        lse = lse.copy_(side.sinks.view(heads))
+    if request.needs_grad:
+        # Sums of no elements: autograd finds its way to all inputs, whatever is in them.
+        inputs = (one for one in (q, k, v, *side.tensors) if one.requires_grad)
+        way = torch.stack([one[..., :0].sum(dtype=out.dtype) for one in inputs]).sum()
+        out, lse = out + way, lse + way.to(lse.dtype)
+    return (out, lse) if request.return_lse else out

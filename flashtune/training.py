@@ -7,6 +7,7 @@ when the forward pass of its kind was called first.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from flashtune.gradients import Pair, differentiable, with_side
 from flashtune.notices import tell_once
 from flashtune.pair_decision import PairDecision, decide_pair, side_gradients
 from flashtune.request import Prefer, Request
-from flashtune.servers import Serve, baseline_server, in_words
+from flashtune.servers import Serve, baseline_server, in_words, nothing
 from flashtune.serving import asked_forward, bound_forward, prepare_generated
 from flashtune.side import NO_SIDE, Side
 from flashtune.side_inputs import side_views
@@ -154,7 +155,8 @@ def _autograd_inside_operator() -> Iterator[None]:
 def baseline_of_pair(decision: PairDecision, request: Request) -> Serve:
     """The baseline that serves both passes; a warning says so where no family computes them."""
     server: Server = decision.backward.server
-    expected = request.is_empty or request.is_double
-    if decision.backward.selection is None and not expected:
+    if server is Server.NOBODY:
+        return functools.partial(nothing, request)
+    if decision.backward.selection is None and not request.is_double:
         tell_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
     return baseline_server(server, request)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flashtune
@@ -330,10 +331,44 @@ def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
     close(found, expected(q, k, v))
 
 
-def test_nothing_to_attend_to_has_gradients_of_zero() -> None:
-    q, k, v = tensors()
-    none = [tensor.detach()[:, :, :0].requires_grad_() for tensor in (k, v)]
-    out = flashtune.attention(q, *none)
-    assert not out.any()
-    out, lse = flashtune.attention(q[:, :, :0], k, v, return_lse=True)
-    assert (out.numel(), lse.numel()) == (0, 0)
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": True}, {"deterministic": True}, {"window": (3, 0)}], ids=str
+)
+@pytest.mark.parametrize("sizes", [(2, 20, 0), (0, 20, 28), (2, 0, 28)])
+def test_nothing_to_attend_to_has_gradients_of_zero(
+    sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    batch, seqlen_q, seqlen_kv = sizes
+    q = torch.full((batch, HEADS, seqlen_q, 32), torch.nan, requires_grad=True)
+    k, v = (torch.randn(batch, KV_HEADS, seqlen_kv, 32, requires_grad=True) for _ in range(2))
+    for attend in (
+        flashtune.attention,
+        torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True),
+    ):
+        result = attend(q, k, v, causal=True, **options)
+        results = result if isinstance(result, tuple) else (result,)
+        assert not results[0].any()
+        found = torch.autograd.grad(results, (q, k, v), [torch.ones_like(one) for one in results])
+        assert not any(gradient.any() for gradient in found)
+    assert flashtune.explain(q, k, v, causal=True, **options).server == "nobody"
+
+
+@pytest.mark.parametrize("way", ["func", "dual"])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=str)
+def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, Any]) -> None:
+    q, k, v = (tensor.detach() for tensor in tensors())
+
+    def of_queries(q: Tensor) -> Tensor:
+        return attend(q, k, v, **options)
+
+    def tangent() -> Tensor:
+        if way == "func":
+            found: Tensor = torch.func.jvp(of_queries, (q,), (q,))[1]
+            return found
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
+
+    with pytest.raises(ProblemError, match="no derivatives in forward mode"):
+        tangent()
+    with forward_ad.dual_level():
+        assert torch.equal(of_queries(q), of_queries(q.clone())), "without a tangent there is no derivative"
