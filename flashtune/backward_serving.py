@@ -1,74 +1,22 @@
-"""What computes the gradients of one kind of call: proven once, then bound to strides as they come.
-
-The gradient of the output is somebody else's tensor: it may be expanded or transposed. What a kernel can
-address it takes as it lies; else it is copied, so that nothing is compiled while a program goes back.
-"""
+"""What computes the gradients of one kind of call: proven once, then bound to strides as they come."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
-import torch
-
-from flashtune.backward import BackwardTensors, bind_backward
+from flashtune.backward_servers import BackwardServer, ServeBackward, interpreted_backward
 from flashtune.choices import Asked, Choice, chosen, first_that_serves, remember_choice
 from flashtune.decision import Decision, Server
-from flashtune.dispatch import default_selection
-from flashtune.errors import KernelError
-from flashtune.features import Bias
-from flashtune.kernel import POINTER_ALIGNMENT, Specialization
-from flashtune.pair_decision import backward_specialization, backward_tensors, specialization_of_pass
-from flashtune.problem import Dtype
-from flashtune.rendered import kernel_of
+from flashtune.pair_decision import backward_specialization
 from flashtune.side import NO_SIDE, Side
-from flashtune.side_inputs import side_views
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.backward import Backward
     from flashtune.record import Selection
     from flashtune.request import Request
     from flashtune.target import Target
-
-
-class Gradients(NamedTuple):
-    """What kernels write.
-
-    Attributes:
-        dq: The gradient of q, in the call's layout and of its type; likewise the next two.
-        dk: That of k.
-        dv: That of v.
-        dbias: That of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type; None without one.
-        dslopes: That of ALiBi's slopes, float32 [batch, heads]; None without them.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None = None
-    dslopes: Tensor | None = None
-
-
-class ServeBackward(Protocol):
-    """Computes the gradients of one kind of call; tensors are in its layout, the scale is not negative."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: Side = ...,
-    ) -> Gradients:
-        """The gradients, from those of the output and, where the call returns it, of the log-sum-exp."""
-        ...
 
 
 def prepare_backward(
@@ -81,7 +29,7 @@ def prepare_backward(
         VerificationError: They are wrong on this GPU.
     """
     if decision.server is Server.INTERPRETER:
-        return functools.partial(_interpreted, decision, request)
+        return functools.partial(interpreted_backward, decision, request)
     asked = asked_backward(request, q, k, v, side)
 
     def attempt(selection: Selection, target: Target) -> ServeBackward:
@@ -110,152 +58,3 @@ def bound_backward(
     server = BackwardServer(choice, request)
     server.bind_usual(q, k, v, side)
     return server
-
-
-class BackwardServer:
-    """A proven kernel of the backward pass, bound to each set of strides once."""
-
-    __slots__ = ("_choice", "_default_scale", "_launches", "_request")
-
-    def __init__(self, choice: Choice, request: Request) -> None:
-        self._choice = choice
-        self._request = request
-        self._default_scale = request.default_scale
-        # By the strides of all that is read; None where the output's gradient must be copied first.
-        self._launches: dict[tuple[object, ...], Backward | None] = {}
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: Side = NO_SIDE,
-    ) -> Gradients:
-        """As `ServeBackward`.
-
-        Raises:
-            KernelError: A hook of saved tensors gave them strides that the kernel cannot address.
-        """
-        if dout.data_ptr() % POINTER_ALIGNMENT:
-            dout = dout.clone()
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        key = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-        if key not in self._launches:
-            self._launches[key] = self._bind(q, k, v, out, dout, side)
-        launch = self._launches[key]
-        if launch is None:
-            return self(q, k, v, out, lse, dout.contiguous(), dlse, scale, side)
-        if side is NO_SIDE:
-            gradients = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        else:
-            gradients = _allocated(self._request, q, k, v)
-        dq, dk, dv, *beside = gradients
-        tensors = BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse, *beside)
-        launch(tensors, self._default_scale if scale is None else scale, side)
-        return gradients
-
-    def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> None:
-        """Binds the kernel to a gradient that lies as the output does.
-
-        Raises:
-            KernelError: It does not load.
-        """
-        out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
-        key = q.stride(), k.stride(), v.stride(), out.stride(), out.stride()
-        self._launches[key] = self._bind(q, k, v, out, out, side)
-
-    def _bind(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side
-    ) -> Backward | None:
-        tensors = backward_tensors(self._request, q, k, v, out, out, dout)
-        if _has_rows(dout) and _covers(self._choice.kernel.specialization, self._needed(tensors, side)):
-            beside = _beside(self._request, side, tensors)
-            kernel, target, binary = self._choice
-            return bind_backward(kernel, target, tensors, beside, compiled=binary)
-        if dout.is_contiguous():
-            raise KernelError(
-                "tensors that were saved for the backward pass came back with strides that its kernel cannot "
-                "address: let hooks of saved tensors keep their strides"
-            )
-        return None
-
-    def _needed(self, tensors: BackwardTensors, side: Side) -> Specialization:
-        return specialization_of_pass(self._request, tensors, side)
-
-
-def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Memory for all gradients that a kernel writes."""
-    problem = request.problem
-    # Behind the last of packed sequences nothing is written, and nobody's gradient is zero.
-    make = torch.zeros_like if problem.packed else torch.empty_like
-    heads = problem.batch, problem.heads
-    dbias = dslopes = None
-    if problem.bias is Bias.ADDITIVE:
-        dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
-    if problem.alibi:
-        dslopes = q.new_empty(heads, dtype=torch.float32)
-    return Gradients(make(q), make(k), make(v), dbias, dslopes)
-
-
-def _covers(assumed: Specialization, needed: Specialization) -> bool:
-    """Whether a kernel that assumes so much is right for tensors of which so much may be assumed."""
-    return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether the last dimension is contiguous, as kernels take for granted."""
-    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-
-
-def _beside(request: Request, side: Side, tensors: BackwardTensors) -> Side:
-    if side is NO_SIDE:
-        return side
-    return side_views(request.problem, side, tensors.k.shape[0])
-
-
-def _interpreted(
-    decision: Decision,
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float | None,
-    side: Side = NO_SIDE,
-) -> Gradients:
-    """The kernels under Triton's interpreter, in float32, as in `flashtune.servers.interpreted`."""
-    assert decision.target is not None
-    q_wide, k_wide, v_wide, out_wide = (tensor.float() for tensor in (q, k, v, out))
-    dout_wide = dout.float().contiguous()
-    if side.bias is not None and side.bias.dtype is not torch.bool:
-        side = side._replace(bias=side.bias.float())
-    dq, dk, dv, *more = _allocated(request, q_wide, k_wide, v_wide)
-    views, heads_first = request.views, request.layout.heads_first
-    tensors = BackwardTensors(
-        *views(q_wide, k_wide, v_wide),
-        heads_first(out_wide),
-        lse,
-        heads_first(dout_wide),
-        *views(dq, dk, dv),
-        None if dlse is None else dlse.contiguous(),
-        *more,
-    )
-    needed = specialization_of_pass(request, tensors, side)
-    problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
-    kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
-    beside = _beside(request, side, tensors)
-    launch = bind_backward(kernel, decision.target, tensors, beside)
-    launch(tensors, request.default_scale if scale is None else scale, beside)
-    dbias, dslopes = more
-    return Gradients(
-        dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias if dbias is None else dbias.to(q.dtype), dslopes
-    )

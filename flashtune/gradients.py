@@ -19,7 +19,7 @@ from flashtune.side import NO_SIDE, Side
 if TYPE_CHECKING:
     from torch.autograd import Function
 
-    from flashtune.backward_serving import ServeBackward
+    from flashtune.backward_servers import ServeBackward
     from flashtune.layouts import Layout
     from flashtune.servers import Result, Serve
 else:
@@ -45,7 +45,7 @@ class AllGradients(NamedTuple):
     dslopes: Tensor | None = None
 
 
-# As `flashtune.backward_serving.ServeBackward`, with the gradients of side inputs.
+# As `flashtune.backward_servers.ServeBackward`, with the gradients of side inputs.
 ServeAll = Callable[..., AllGradients]
 
 

@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from flashtune.backward_serving import (
-    Gradients,
-    ServeBackward,
-    asked_backward,
-    bound_backward,
-    prepare_backward,
-)
+from flashtune.backward_servers import Gradients, ServeBackward
+from flashtune.backward_serving import asked_backward, bound_backward, prepare_backward
 from flashtune.choices import known_choice, tell_of_failure
 from flashtune.decision import Server, baseline
 from flashtune.errors import KernelError, VerificationError

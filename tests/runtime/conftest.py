@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune import backward_ops, backward_serving, choices, decision, pair_decision, serving
+from flashtune import backward_ops, backward_servers, choices, decision, pair_decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
 from flashtune.notices import forget_told
@@ -115,5 +115,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(choices, "binary_of", lambda *_: None)
     monkeypatch.setattr(serving, "bind", fake.bind)
     monkeypatch.setattr(choices, "passes_self_check", fake.passes)
-    monkeypatch.setattr(backward_serving, "bind_backward", fake.bind_backward)
+    monkeypatch.setattr(backward_servers, "bind_backward", fake.bind_backward)
     return fake
