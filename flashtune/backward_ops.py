@@ -25,8 +25,15 @@ from flashtune.kernel import Specialization
 from flashtune.modes import transforms
 from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, library, operands
 from flashtune.options import Call
-from flashtune.pair_decision import DIFFERENTIABLE_SIDE, Assumptions, decide_assumed, side_gradients
+from flashtune.pair_decision import (
+    DIFFERENTIABLE_SIDE,
+    Assumptions,
+    backward_specialization,
+    decide_assumed,
+    side_gradients,
+)
 from flashtune.problem import Problem
+from flashtune.recording import counted
 from flashtune.request import Request
 from flashtune.servers import Result
 from flashtune.side import NO_SIDE, Side
@@ -143,6 +150,9 @@ def _compute(
 
         def make(request: Request) -> ServeAll:
             served = prepare_alone(request, call.q, call.k, call.v, call.side)
+            if not (request.is_empty or request.is_double):
+                needed = backward_specialization(request, call.q, call.k, call.v, call.side)
+                served = counted(served, request.backward, needed)
             return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
         server = remembered(key, call.q, lambda: read_call(call, True), make)

@@ -6,6 +6,7 @@ asks for the default. Side inputs come last, and whose problem has none needs no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -146,20 +147,31 @@ def baseline_server(server: Server, request: Request) -> Serve:
 
     def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
         factor = default_scale if scale is None else scale
-        return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
+        with _types_as_given(q):
+            return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
 
     def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
-        if problem.features:
-            beside = side_views(problem, side, views[1].shape[0])
-            out, lse = standard_features(problem, *views, beside, scale=factor, return_lse=request.return_lse)
-        else:
-            out, lse = standard_attention(
-                *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
-            )
+        with _types_as_given(q):
+            if problem.features:
+                beside = side_views(problem, side, views[1].shape[0])
+                out, lse = standard_features(
+                    problem, *views, beside, scale=factor, return_lse=request.return_lse
+                )
+            else:
+                out, lse = standard_attention(
+                    *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
+                )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
     return serve_sdpa if server is Server.SDPA else serve_standard
+
+
+def _types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast would make 16-bit numbers of scores, and of what is returned."""
+    device = q.device.type
+    casting = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if casting else contextlib.nullcontext()
 
 
 def nothing(

@@ -307,6 +307,28 @@ def test_sinks_take_nothing_from_rows_that_no_sequence_has() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": True}, {"window": (9, 0), "return_lse": True}], ids=str
+)
+def test_baselines_compute_in_their_own_types_under_autocast(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    def refuse(*_: object) -> object:
+        raise KernelError("PTXASError: out of registers")
+
+    monkeypatch.setattr(training, "prepare_backward", refuse)
+    q, k, v = tensors()
+
+    def attended() -> tuple[Tensor, ...]:
+        result = flashtune.attention(q, k, v, causal=True, **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    with pytest.warns(FlashtuneWarning, match="out of registers"):
+        plain = attended()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, attended(), plain))
+
+
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
     monkeypatch: pytest.MonkeyPatch, way: str
@@ -366,7 +388,8 @@ def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, An
             found: Tensor = torch.func.jvp(of_queries, (q,), (q,))[1]
             return found
         with forward_ad.dual_level():
-            return forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
+            found = forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
+            return found
 
     with pytest.raises(ProblemError, match="no derivatives in forward mode"):
         tangent()

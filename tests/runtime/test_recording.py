@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtune
-from flashtune import calls, recording, serving
+from flashtune import backward_servers, calls, recording, serving
 from flashtune.call_counts import MAX_CALLS, CallCount, add_counts, merged, read_counts
 from flashtune.errors import UsageError
 from flashtune.kernel import Alignment, Specialization
@@ -117,6 +117,24 @@ def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file:
     found = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
     assert found == {problem: (3, True), backward: (3, False)}
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_both_passes_of_compiled_programs_are_recorded(
+    problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(backward_servers, "bind_backward", lambda *_, **__: lambda *_: None)
+    backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return flashtune.attention(*tensors, causal=True).float().square().sum()
+
+    call = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    with flashtune.record_calls(file):
+        for _ in range(2):
+            call(*(tensor.requires_grad_() for tensor in inputs(problem))).backward()
+    assert {count.problem: count.calls for count in read_counts(file)} == {problem: 2, backward: 2}
 
 
 def test_calls_with_features_are_recorded_with_them(
