@@ -7,7 +7,7 @@ import msgspec
 from flashtune.problem import Causal, Direction, Problem
 from flashtune.target import Target
 from flashtune.templates.common.pace import BANDWIDTH_SHARE
-from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.span import PACE, portable_span
 
 # A forward block has two products. Beside those of the scores and of the weights' gradients, one that keeps
 # keys adds to dk and dv, and one that keeps queries to dq; or the one that keeps keys adds to all.
@@ -52,7 +52,7 @@ def keys_span(
     span = portable_span(
         turned(problem), block_n, block_m, target, longest_first=True, heads_inner=heads_inner
     )
-    return products * problem.group_size * span
+    return _multiplied(span, products * problem.group_size)
 
 
 def queries_span(
@@ -60,9 +60,16 @@ def queries_span(
 ) -> float:
     """Time of a kernel whose programs keep a tile of queries and walk keys, for dq alone, in ms."""
     forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
-    return PRODUCTS_OF_QUERIES * portable_span(
+    span = portable_span(
         forward, block_m, block_n, target, longest_first=longest_first, heads_inner=heads_inner
     )
+    return _multiplied(span, PRODUCTS_OF_QUERIES)
+
+
+def _multiplied(span: float, factor: float) -> float:
+    """The time of one launch, in ms, where a forward launch of that time does less work by a factor."""
+    launch = PACE.launch / 1e3
+    return launch + factor * (span - launch)
 
 
 def delta_span(problem: Problem, target: Target) -> float:
