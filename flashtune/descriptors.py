@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # Addresses of one tensor that are remembered; then all are forgotten.
 MOST_ADDRESSES = 512
+
+# Devices whose context is current in a thread, as far as it is known here.
+_thread = threading.local()
 
 
 class DescriptorArguments:
@@ -57,6 +61,7 @@ class DescriptorArguments:
             known = self._known[position]
             found = known.get(tensor.data_ptr())
             if found is None:
+                _make_context_current(tensor.device)
                 found = [
                     value
                     for pattern, notes in self._patterns[position]
@@ -67,6 +72,17 @@ class DescriptorArguments:
                 known[tensor.data_ptr()] = found
             values += found
         return values
+
+
+def _make_context_current(device: torch.device) -> None:
+    """The driver makes descriptors in a thread's current context, and autograd's threads begin with none.
+
+    What torch launches first in a thread gives it one.
+    """
+    known: set[torch.device] = _thread.__dict__.setdefault("devices", set())
+    if device not in known:
+        torch.zeros(1, device=device)
+        known.add(device)
 
 
 def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> list[Any]:

@@ -84,5 +84,6 @@ def test_shares_of_what_falls() -> None:
     assert (lse - torch.tensor(4096.0).log().item()).abs().max() < 1e-4
     out = flashtune.attention(q, k, torch.ones_like(v), dropout_p=0.1, prefer="generated").double()[..., 0]
     spread = (0.1 / 0.9 / 4096) ** 0.5
-    assert abs(out.mean() - 1) < 1e-4
+    # 16 bits are twice as fine below one as above it: rounding moves the mean down, by at most this.
+    assert abs(out.mean() - 1) < 5e-4
     assert abs(out.std() / spread - 1) < 0.05

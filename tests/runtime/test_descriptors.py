@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,27 @@ def test_they_are_made_once_for_an_address(gpu: Driver) -> None:
     assert [value for value in arguments((second, first)) if isinstance(value, Map)] == gpu.filled[2:]
     assert [made.address for made in gpu.filled[2:]] == [second.data_ptr(), first.data_ptr()]
     assert arguments((first, second)) == once
+
+
+def test_a_thread_has_a_context_before_its_first_descriptor(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = a_tensor(), a_tensor()
+    arguments = DescriptorArguments([[pattern(first)]], [NOTES])
+    launched: list[int] = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: launched.append(len(gpu.filled)))
+
+    def calls() -> None:
+        arguments((first,))
+        arguments((second,))
+
+    for _ in range(2):
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+    # Once in the thread that made descriptors first; the other found them made.
+    assert launched == [0]
+    assert len(gpu.filled) == 2
 
 
 def test_only_addresses_are_read(gpu: Driver) -> None:
