@@ -15,7 +15,7 @@ from flashtune.compilation import interpreting, load_module
 from flashtune.descriptors import DescriptorArguments, without_memory
 from flashtune.launch import Binary, compile_binary
 from flashtune.launches import LEAST_SCALE, allocate_workspace
-from flashtune.queueing import Queue
+from flashtune.queueing import Queue, interpreted_queue
 from flashtune.side import NO_SIDE, Side
 from flashtune.side import NUMBERS as SIDE_NUMBERS
 
@@ -106,7 +106,8 @@ class BackwardLaunch:
         )
         self._workspaces = workspaces
         self._allocate = allocate
-        self._described = described
+        given = [*BackwardTensors._fields, *scratch]
+        self._described = tuple(map(given.index, described))
         self._arguments = arguments
 
     def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
@@ -120,8 +121,8 @@ class BackwardLaunch:
         values += side.numbers
         described: list[Any] = []
         if self._arguments is not None:
-            named = {**tensors._asdict(), **{f"{WORKSPACE}{at}": one for at, one in enumerate(workspaces)}}
-            described = self._arguments(tuple(named[name] for name in self._described))
+            given = *tensors, *workspaces
+            described = self._arguments(tuple(given[at] for at in self._described))  # type: ignore[misc]
         for queue, places, is_main in self._stages:
             passed = [values[at] for at in places]
             queue((*described, *passed) if is_main else tuple(passed))
@@ -185,7 +186,7 @@ def bind_backward(
         plans.append((step.entry, step.arguments, *module.epilogue_plan(*planned)))
     if interpreting():
         stages = tuple(
-            Stage(_interpreted(module, entry, at, ints), _taken(arguments, ints))
+            Stage(interpreted_queue(module, entry, at, ints), _taken(arguments, ints))
             for entry, arguments, at, ints in plans
         )
         return InterpretedBackward(stages, workspaces, allocate)
@@ -207,10 +208,3 @@ def _taken(arguments: tuple[Argument, ...], integers: tuple[int, ...]) -> tuple[
     """Names of what a kernel takes beside descriptors, which come first, and integers, which come last."""
     plain = [argument for argument in arguments if not argument.type.startswith("tensordesc")]
     return tuple(argument.name for argument in plain[: len(plain) - len(integers)])
-
-
-def _interpreted(
-    module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
-) -> Callable[..., None]:
-    launch = getattr(module, entry)[grid]
-    return lambda *values: launch(*values, *integers)

@@ -6,7 +6,7 @@ a call then passes pointers, the scale and those integers straight to the driver
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,12 +22,10 @@ from flashtune.launches import (
     divided,
 )
 from flashtune.quantization import E4M3, unit_scales
-from flashtune.queueing import Queue
+from flashtune.queueing import Queue, interpreted_queue
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from triton.compiler import CompiledKernel
 
@@ -112,9 +110,9 @@ def bind(
     tensors = (q, k, v, out, *(getattr(side, name) for name in planned))
     grid, workspaces, integers = module.launch_plan(*tensors)
     if interpreting():
-        queue = _interpreted(module, kernel.entry, grid, integers)
+        queue = interpreted_queue(module, kernel.entry, grid, integers)
         last = kernel.epilogue
-        epilogue = _interpreted(module, last.entry, *module.epilogue_plan(*tensors)) if last else None
+        epilogue = interpreted_queue(module, last.entry, *module.epilogue_plan(*tensors)) if last else None
         return InterpreterLaunch(queue, epilogue, kernel.side, workspaces, allocate)
     binary = compiled or compile_binary(kernel, target)
     queue = Queue(binary.kernel, grid, integers, q.device)
@@ -138,11 +136,3 @@ def bind(
         if q.dtype is not E4M3:
             return DescriptorLaunch(queue, arguments, kernel.side, epilogue, workspaces, allocate)
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
-
-
-def _interpreted(
-    module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
-) -> Callable[..., None]:
-    """A kernel or its epilogue, run by Triton's interpreter."""
-    launch = getattr(module, entry)[grid]
-    return lambda *arguments: launch(*arguments, *integers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+_interpreting = threading.Lock()
 
 
 class Queue:
@@ -66,6 +70,20 @@ class Queue:
             self._run(*self._grid, stream, *self._head, *values, *self._integers)
         finally:
             _allocator.reset(previous)
+
+
+def interpreted_queue(
+    module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
+) -> Callable[..., None]:
+    """A kernel of a rendered module, run by Triton's interpreter on the CPU. `integers` come last."""
+    launch = getattr(module, entry)[grid]
+
+    def queue(*values: Any) -> None:
+        # While a kernel runs, the interpreter has parts of Triton replaced, of all threads.
+        with _interpreting:
+            launch(*values, *integers)
+
+    return queue
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:

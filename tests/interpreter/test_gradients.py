@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -168,6 +169,15 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     result: Tensor = checkpoint(loss, q, k, v, use_reentrant=reentrant)
     result.backward()
     close((q.grad, k.grad, v.grad), expected(q, k, v))
+
+
+def test_threads_go_back_at_once() -> None:
+    wanted = expected(*tensors())
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(
+            lambda one: torch.autograd.grad(loss(*one), one), [tensors() for _ in range(4)]
+        ):
+            close(found, wanted)
 
 
 def test_saved_tensors_may_be_moved_meanwhile() -> None:
@@ -383,13 +393,11 @@ def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, An
     def of_queries(q: Tensor) -> Tensor:
         return attend(q, k, v, **options)
 
-    def tangent() -> Tensor:
+    def tangent() -> object:
         if way == "func":
-            found: Tensor = torch.func.jvp(of_queries, (q,), (q,))[1]
-            return found
+            return torch.func.jvp(of_queries, (q,), (q,))[1]
         with forward_ad.dual_level():
-            found = forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
-            return found
+            return forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
 
     with pytest.raises(ProblemError, match="no derivatives in forward mode"):
         tangent()

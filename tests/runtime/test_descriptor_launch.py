@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtune import launch as launching
+from flashtune.backward import BackwardLaunch, BackwardTensors, Stage
 from flashtune.descriptors import DescriptorArguments, typed
 from flashtune.launch import bind
 from flashtune.launches import LEAST_SCALE, DescriptorLaunch, QuantizedLaunch
@@ -180,3 +181,34 @@ def test_ones_outlive_the_launches_that_read_them(gpu: Driver, queues: list[Note
     ones = unit_scales(q)
     assert set(addresses[0]) == {ones.data_ptr()}
     assert (ones == 1).all()
+
+
+def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
+    """Tensors and workspaces by name, of its own stage alone."""
+    made = {name: torch.empty(4) for name in BackwardTensors._fields}
+    scratch = [torch.empty(2), torch.empty(3)]
+    rest = iter(scratch)
+    passed: list[tuple[object, ...]] = []
+    stages = (
+        Stage(passed.append, ("out", "workspace_0", "scale")),
+        Stage(passed.append, ("lse", "dlse", "workspace_1", "scale", "softcap")),
+    )
+
+    def described(tensors: tuple[Tensor, ...]) -> list[str]:
+        return [f"descriptor of {tensor.data_ptr()}" for tensor in tensors]
+
+    BackwardLaunch(
+        stages,
+        ((2,), (3,)),
+        lambda shape, device: next(rest),
+        ("dout", "q", "workspace_1"),
+        described,  # type: ignore[arg-type]  # a driver's part
+        main=1,
+    )(BackwardTensors(**made), 0.5, Side(softcap=3.0))
+    at = {name: tensor.data_ptr() for name, tensor in made.items()}
+    first, second = (tensor.data_ptr() for tensor in scratch)
+    assert passed[0] == (at["out"], first, 0.5)
+    assert passed[1] == (
+        *(f"descriptor of {address}" for address in (at["dout"], at["q"], second)),
+        *(at["lse"], at["dlse"], second, 0.5, 3.0),
+    )
