@@ -1,8 +1,4 @@
-"""Launches: a kernel with the grid, workspaces and integers of one problem, called once for every call.
-
-What differs is how tensors are passed: to Triton's interpreter, by address, or by descriptors of the copy
-engine; and what is launched before or after, and read beside q, k and v.
-"""
+"""Launches: a kernel with the grid, workspaces and integers of one problem, called once for every call."""
 
 from __future__ import annotations
 
@@ -145,7 +141,7 @@ class DescriptorLaunch:
         scale: float,
         side: Side = NO_SIDE,
     ) -> None:
-        """Queues the kernel, and its epilogue if it has one, on their device's current stream."""
+        """Queues the kernel, and its epilogue if there is one, on the device's current stream."""
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         beside = [getattr(side, name).data_ptr() for name in self._names]

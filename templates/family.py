@@ -35,8 +35,8 @@ class Family(Protocol):
 
     A family of the backward pass renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, with the side tensors
     of all its steps behind these, and `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq,
-    dk and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns a dictionary
-    of them by the tensors' names, in the order in which the kernel takes them.
+    dk and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns them in a
+    dictionary by the tensors' names, in the order in which the kernel takes them.
 
     Attributes:
         name: Its folder's name.

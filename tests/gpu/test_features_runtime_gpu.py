@@ -37,8 +37,8 @@ TOLERANCE = 2e-2
 def on_cpu(call: Call) -> Call:
     """A call whose tensors are on the CPU."""
     q, k, v = (tensor.cpu() for tensor in call[:3])
-    beside: list[Any] = [one if one is None else one.cpu() for one in call.side[:-1]]
-    side = Side(*beside)._replace(softcap=call.side.softcap)
+    beside: list[Any] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in call.side]
+    side = Side(*beside)
     return call._replace(q=q, k=k, v=k if call.v is call.k else v, side=side)
 
 

@@ -1,7 +1,7 @@
 """The generator of dropout: what it draws looks as if each weight were drawn by itself.
 
-Seeds are fixed, so that a test that passes once always does. Bounds are those of as many normal variables as a
-test looks at: independent ones would pass with a probability of about 0.99.
+Seeds are fixed, so that a test that passes once always does. Bounds are those of as many normal variables as
+a test looks at: independent ones would pass with a probability of about 0.99.
 """
 
 from __future__ import annotations
