@@ -22,6 +22,7 @@ from flashtune.templates.backward_hopper.space import (
     ROWS,
     SWIZZLE,
     WIDE,
+    WIDEST,
     HopperBackwardConfig,
     hopper_backward_space,
     usual_config,
@@ -55,6 +56,7 @@ class HopperBackwardContext(Context, frozen=True):
     rows: int
     swizzle: int
     block_m: int
+    block_n: int
     num_warps: int
     num_stages: int
     do_stages: int
@@ -86,8 +88,12 @@ class BackwardHopper:
         if problem.dtype not in DTYPES:
             return f"backward_hopper takes bf16 and fp16, not {problem.dtype.value}"
         dims = problem.head_dim, problem.value_head_dim
-        if min(dims) < MIN_DOT_WIDTH or max(dims) > WIDE or any(dim % COLUMN_STEP for dim in dims):
-            return f"backward_hopper takes head dims from {MIN_DOT_WIDTH} to {WIDE} in steps of {COLUMN_STEP}"
+        if min(dims) < MIN_DOT_WIDTH or max(dims) > WIDEST or any(dim % COLUMN_STEP for dim in dims):
+            return (
+                f"backward_hopper takes head dims from {MIN_DOT_WIDTH} to {WIDEST} in steps of {COLUMN_STEP}"
+            )
+        if max(dims) > WIDE and problem.head_dim != problem.value_head_dim:
+            return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -174,6 +180,7 @@ class BackwardHopper:
             rows=ROWS,
             swizzle=SWIZZLE,
             block_m=config.block_m,
+            block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             do_stages=config.do_stages,

@@ -6,15 +6,16 @@ from flashtune.config import Axis, BlockSize, Config, Space, Stages
 from flashtune.problem import Causal, Problem
 
 GROUP_WARPS = 4
-# Keys of a group, the rows of one matrix instruction; there are two groups.
+# Keys whose gradients a group keeps, the rows of one matrix instruction; there are two groups.
 ROWS = 64
 GROUPS = 2
 # Registers of a thread: what the multiprocessor has, shared among the groups and the producer's four warps.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
-# Each group makes half a block of dq of 64 by 64 numbers: queries by width of a tile.
-BLOCK_NUMBERS = 8192
-NARROW, WIDE = 64, 128
+# Widths of a tile; in the widest, registers hold dk or dv of a block of keys, and not both.
+NARROW, WIDE, WIDEST = 64, 128, 256
+# Queries of a block by width: half of its dq, at most 64 registers a thread, is made by each group.
+BLOCK_QUERIES = {NARROW: 128, WIDE: 64, WIDEST: 64}
 # Bytes of the copy engine's widest row that keeps banks of shared memory apart.
 SWIZZLE = 128
 
@@ -24,8 +25,10 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         block_m: Queries of a block.
+        block_n: Keys of a program. Groups divide them or, in tiles of 256 columns, the products.
         do_stages: Tiles of the output's gradient in flight.
-        ds_stages: Tiles of gradients of scores of each group that may wait for their products.
+        ds_stages: Tiles of gradients of scores of each group that may wait for their products; where
+            groups divide the products, of weights as well.
         eager: The product of weights for dv is issued before the weights' gradients are waited for.
         late_wait: The wait for the weights' gradients stands behind the exponentials, not before.
         product_first: The product for dk is issued before the gradients of scores are stored.
@@ -35,6 +38,7 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     block_m: BlockSize
+    block_n: BlockSize = GROUPS * ROWS
     do_stages: Stages = 2
     ds_stages: Stages = 2
     eager: bool = False
@@ -44,24 +48,23 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
     delay: bool = False
     rotate: bool = False
 
-    @property
-    def block_n(self) -> int:
-        """Keys of a program, of both groups together."""
-        return GROUPS * ROWS
-
 
 def width_of(problem: Problem) -> int:
     """Columns of a tile: what lies beyond a head dim is read as zeros and not written."""
-    return NARROW if max(problem.head_dim, problem.value_head_dim) <= NARROW else WIDE
+    widest = max(problem.head_dim, problem.value_head_dim)
+    return next(width for width in BLOCK_QUERIES if widest <= width)
 
 
 def hopper_backward_space(problem: Problem) -> Space:
     """All configs worth trying."""
     # Under a causal mask programs begin at different blocks as it is.
     rotations = (False, True) if problem.causal is Causal.NONE else (False,)
+    width = width_of(problem)
+    if width == WIDEST:
+        return Space(HopperBackwardConfig, _widest_axes(rotations))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
-        Axis("block_m", (BLOCK_NUMBERS // width_of(problem),)),
+        Axis("block_m", (BLOCK_QUERIES[width],)),
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
         Axis("delay", (False, True), False),
@@ -73,6 +76,22 @@ def hopper_backward_space(problem: Problem) -> Space:
         Axis("rotate", rotations, False),
     )
     return Space(HopperBackwardConfig, axes, _is_possible)
+
+
+def _widest_axes(rotations: tuple[bool, ...]) -> tuple[Axis, ...]:
+    """What there is to choose where groups divide the products: these have one order, and dq is late.
+
+    Rings have two slots each and share a counter: with one more, Triton 3.6 spills 128 bytes a thread.
+    """
+    return (
+        Axis("num_warps", (GROUP_WARPS,)),
+        Axis("block_m", (BLOCK_QUERIES[WIDEST],)),
+        Axis("block_n", (ROWS,)),
+        Axis("num_stages", (2,)),
+        Axis("delay", (True,), False),
+        Axis("init", (True, False), False),
+        Axis("rotate", rotations, False),
+    )
 
 
 def _is_possible(config: Config) -> bool:
@@ -88,8 +107,9 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
-        block_m=BLOCK_NUMBERS // width,
+        block_m=BLOCK_QUERIES[width],
+        block_n=ROWS if width == WIDEST else GROUPS * ROWS,
         late_wait=narrow,
-        delay=narrow,
+        delay=narrow or width == WIDEST,
         rotate=problem.causal is Causal.NONE,
     )

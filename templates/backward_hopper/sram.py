@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from flashtune.problem import Problem
-from flashtune.templates.backward_hopper.space import GROUPS, ROWS, HopperBackwardConfig, width_of
+from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, width_of
 from flashtune.templates.family import TrafficItem
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
-# Rings have barriers for tiles that are full and for tiles that are empty; keys and values only the former.
+# Rings have barriers for tiles that are full and for tiles that are empty.
 SIDES = 2
-KEY_BARRIERS = 2 * GROUPS
+# Barriers of each slot of the rings between groups, and others. Where groups divide keys, gradients of scores
+# are full of either group and empty for both; others are those of k and v, of each group. Where they divide
+# products, weights and gradients of scores are full and empty; others are those of k, of v, and of the end.
+DIVIDED_KEYS = 3, 4
+DIVIDED_PRODUCTS = 4, 3
 
 
 def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[TrafficItem, ...]:
     """All allocations of a program, in bytes."""
     size, width = problem.dtype.itemsize, width_of(problem)
     tile = config.block_m * width * size
-    scores = GROUPS * ROWS * config.block_m * size
+    widest = width == WIDEST
+    of_slot, others = DIVIDED_PRODUCTS if widest else DIVIDED_KEYS
+    passed = "weights and gradients of scores" if widest else "gradients of scores of each group"
+    # Two tiles of 64 keys in either case.
+    scores = 2 * ROWS * config.block_m * size
     streamed = config.num_stages + config.do_stages
-    # Empty slots of gradients of scores are empty for both groups.
-    waits = SIDES * streamed + (GROUPS + 1) * config.ds_stages + KEY_BARRIERS
+    waits = SIDES * streamed + of_slot * config.ds_stages + others
     return (
         TrafficItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
         TrafficItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
-        TrafficItem("k and v", 2 * GROUPS * ROWS * width * size),
-        TrafficItem(f"gradients of scores, {config.ds_stages} of each group", config.ds_stages * scores),
+        TrafficItem("k and v", 2 * config.block_n * width * size),
+        TrafficItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
         TrafficItem("log-sum-exps and deltas", streamed * config.block_m * FLOAT32),
         TrafficItem("barriers", waits * BARRIER_BYTES),
     )

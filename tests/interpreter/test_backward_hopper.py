@@ -20,7 +20,9 @@ from flashtune.templates.rendering import render
 FAMILY = find_family("backward_hopper")
 TARGET = find_target("h200")
 SCALE = 0.3
-WIDTHS = pytest.mark.parametrize(("head_dim", "value_head_dim"), [(64, 64), (40, 56), (128, 128), (72, 120)])
+WIDTHS = pytest.mark.parametrize(
+    ("head_dim", "value_head_dim"), [(64, 64), (40, 56), (128, 128), (72, 120), (256, 256), (136, 136)]
+)
 
 
 def kernel_of(head_dim: int, value_head_dim: int, *, lse: bool = False, **changes: Any) -> Kernel:
@@ -82,7 +84,7 @@ def test_products_begin_at_what_softmax_takes_off(
 
 
 def place_of(row: int, column: int) -> int:
-    """Where the matrix instruction keeps a number of a tile of 64 by 64, as `red` adds registers to memory.
+    """Where the matrix instruction keeps a number of a tile of 64 rows, as `red` adds registers to memory.
 
     Warp w of four has rows 16 w and on. Of eight columns, lane l has columns 2 (l % 4) and the next one, of
     rows l // 4 and l // 4 + 8: four registers, 16 bytes, which lanes, then warps leave side by side.
@@ -101,19 +103,20 @@ def test_sums_lie_as_registers_do(head_dim: int, value_head_dim: int) -> None:
     tensors = tensors_of(head_dim, value_head_dim)
     dq = tensors[5].fill_(math.nan)
     _, (_, shape), _ = module.launch_plan(*tensors)
-    width = 64 if head_dim <= 64 else 128
-    block_m = 8192 // width
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
+    block_m = 128 if width == 64 else 64
+    half_columns = max(64, width // 2)
     right = torch.randn(6, shape[1] * block_m, width)
     sums = torch.full(shape, math.nan)
-    places = torch.tensor([[place_of(row, column) for column in range(64)] for row in range(64)])
+    places = torch.tensor([[place_of(row, column) for column in range(half_columns)] for row in range(64)])
     for head in range(6):
         for tile in range(shape[1]):
             block = right[head, tile * block_m : (tile + 1) * block_m]
             for half in range(2):
                 # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
-                own = slice(64 * half, 64 * half + 64)
+                own = slice(half_columns * half, half_columns * (half + 1))
                 part = block[own].T if width == 64 else block[:, own]
-                sums[head, tile, 4096 * half + places] = part
+                sums[head, tile, 64 * half_columns * half + places] = part
     grid, integers = module.epilogue_plan(*tensors)
     module.finish[grid](sums, dq, SCALE, *integers)
     expected = (right.reshape(2, 3, -1, width)[:, :, :150, :head_dim] * SCALE).half()

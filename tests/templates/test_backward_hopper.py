@@ -49,10 +49,13 @@ def a_problem(head_dim: int = 128, value_head_dim: int = 0, **changes: Any) -> P
     return msgspec.structs.replace(problem, **changes)
 
 
-def kernel_of(problem: Problem, specialization: Specialization = PLAIN, **changes: Any) -> Kernel:
+def config_of(problem: Problem, **changes: Any) -> HopperBackwardConfig:
     default = FAMILY.default(problem, H200)
-    config = msgspec.convert({**msgspec.to_builtins(default), **changes}, HopperBackwardConfig)
-    return render(FAMILY, problem, config, specialization)
+    return msgspec.convert({**msgspec.to_builtins(default), **changes}, HopperBackwardConfig)
+
+
+def kernel_of(problem: Problem, specialization: Specialization = PLAIN, **changes: Any) -> Kernel:
+    return render(FAMILY, problem, config_of(problem, **changes), specialization)
 
 
 def like(problem: Problem) -> tuple[Tensor, ...]:
@@ -74,6 +77,10 @@ GOLDENS = {
     "hopper_bf16_d96_v80_plain": kernel_of(
         a_problem(96, 80), init=False, eager=True, product_first=False, num_stages=3
     ),
+    "hopper_bf16_d256_causal": kernel_of(
+        a_problem(256, causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
+    ),
+    "hopper_fp16_d192_plain": kernel_of(a_problem(192, dtype=Dtype.FP16), init=False),
 }  # fmt: skip
 
 
@@ -105,7 +112,15 @@ def test_a_person_can_read_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [a_problem(), a_problem(64, dtype=Dtype.FP16), a_problem(40, 56), a_problem(96, 80)]
+    "problem",
+    [
+        a_problem(),
+        a_problem(64, dtype=Dtype.FP16),
+        a_problem(40, 56),
+        a_problem(96, 80),
+        a_problem(256),
+        a_problem(136, dtype=Dtype.FP16),
+    ],
 )
 def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem) -> None:
     kernel, planned = kernel_of(problem), like(problem)
@@ -128,17 +143,21 @@ def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem
         assert descriptor.padding == "zero"
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_m", "blocks"), [(64, 128, 9), (128, 64, 9), (192, 64, 18), (256, 64, 18)]
+)
 @pytest.mark.parametrize(("causal", "diagonal"), [("none", 0), ("top_left", 0), ("bottom_right", 100)])
-def test_launches_are_planned_by_lengths(head_dim: int, block_m: int, causal: str, diagonal: int) -> None:
+def test_launches_are_planned_by_lengths(
+    head_dim: int, block_m: int, blocks: int, causal: str, diagonal: int
+) -> None:
     problem = a_problem(head_dim, causal=Causal(causal))
     module, planned = load_module(kernel_of(problem)), like(problem)
     grid, workspaces, integers = module.launch_plan(*planned)
-    assert grid == (9 * 2 * 2,)
+    assert grid == (blocks * 2 * 2,)
     assert FAMILY.programs(problem, FAMILY.default(problem, H200)) == grid[0]
     tiles = math.ceil(1000 / block_m)
-    assert workspaces == ((32, tiles * block_m), (16, tiles, 8192))
-    assert integers == (9, 2, 4, 1000, 1100, diagonal)
+    assert workspaces == ((32, tiles * block_m), (16, tiles, 16384 if head_dim > 128 else 8192))
+    assert integers == (blocks, 2, 4, 1000, 1100, diagonal)
     assert module.prologue_plan(*planned) == (
         (tiles * 16,),
         (*planned[3].stride()[:3], *planned[4].stride()[:3], 8, 1000),
@@ -146,7 +165,7 @@ def test_launches_are_planned_by_lengths(head_dim: int, block_m: int, causal: st
     assert module.epilogue_plan(*planned) == ((tiles * 16,), (*planned[5].stride()[:3], 8, 1000))
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_the_default_keeps_its_products_asynchronous(head_dim: int, causal: Causal) -> None:
     problem = a_problem(head_dim, causal=causal)
@@ -163,6 +182,18 @@ def test_the_default_keeps_its_products_asynchronous(head_dim: int, causal: Caus
     assert prologue.spill_bytes == epilogue.spill_bytes == 0
 
 
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+def test_every_config_of_the_widest_tiles_keeps_to_its_registers(causal: Causal) -> None:
+    problem = a_problem(256, causal=causal)
+    configs = list(FAMILY.space(problem, H200).configs())
+    assert len(configs) == (4 if causal is Causal.NONE else 2)
+    for config in configs:
+        main = read_parts(render(FAMILY, problem, config, PLAIN), H200)[0].resources
+        assert main.spill_bytes <= 8
+        assert not main.serialized_wgmma
+        assert main.sram_bytes <= H200.sram_per_block
+
+
 def test_dq_is_added_from_registers_four_at_a_time() -> None:
     ptx = str(compile_kernel(kernel_of(a_problem()), H200).asm["ptx"])
     # 32 registers of each of two groups.
@@ -170,7 +201,18 @@ def test_dq_is_added_from_registers_four_at_a_time() -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
 
 
-@pytest.mark.parametrize(("head_dim", "delay"), [(64, True), (128, True), (128, False)])
+def test_groups_divide_the_products_of_the_widest_tiles() -> None:
+    ptx = str(compile_kernel(kernel_of(a_problem(256)), H200).asm["ptx"])
+    # 64 registers of each of two groups, in the loop and of what is late behind it.
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 64
+    # 4 products over 64 queries or keys: dv and dk, and both halves of dq in the loop and behind it.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16") == 8
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16") == 16
+    # Scores and gradients of weights, over 256 columns.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16") == 32
+
+
+@pytest.mark.parametrize(("head_dim", "delay"), [(64, True), (128, True), (128, False), (256, True)])
 def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> None:
     """Triton's frontend decides what a loop carries: an address that it does not is that of one block."""
     carried: dict[str, str] = {}
@@ -182,7 +224,9 @@ def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> Non
         if loop := re.search(r"(%\w+):\d+ = scf\.for .*iter_args\((.*?)\) ->", line):
             names = loop[2].split(", ")
             carried = {name.split(" = ")[0]: f"{loop[1]}#{place}" for place, name in enumerate(names)}
-        if address := re.search(r"tt\.splat (%[\w#]+) : i64 ->", line):
+        # Addresses, or in the widest tiles the block's number that they are made of.
+        pattern = r"arith\.extsi (%[\w#]+) : i32" if head_dim > 128 else r"tt\.splat (%[\w#]+) : i64 ->"
+        if address := re.search(pattern, line):
             (inside if address[1] in carried else behind).append(carried.get(address[1], address[1]))
     # Of each of two groups; behind the loop comes what is late.
     assert len(inside) == 2
@@ -192,8 +236,9 @@ def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_dim": 256, "value_head_dim": 256}, "from 16 to 128 in steps of 8"),
-        ({"head_dim": 68, "value_head_dim": 64}, "from 16 to 128 in steps of 8"),
+        ({"head_dim": 264, "value_head_dim": 264}, "from 16 to 256 in steps of 8"),
+        ({"head_dim": 68, "value_head_dim": 64}, "from 16 to 256 in steps of 8"),
+        ({"head_dim": 192, "value_head_dim": 128}, "head dims of q and v above 128 only where they are one"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"window_left": 100}, "has no window"),
         ({"deterministic": True}, "has no deterministic"),
@@ -211,7 +256,7 @@ def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
     assert why_not(FAMILY, a_problem(72, 40), H200, Specialization(Alignment.EIGHT, 64, True)) is None
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_the_default_is_a_point_of_its_space(head_dim: int) -> None:
     for causal in Causal:
         problem = a_problem(head_dim, causal=causal)
