@@ -52,6 +52,10 @@ KERNELS = (
     "delta",
     "gradient_of_queries",
     "convert_sums",
+    "prepare",
+    "finish",
+    "decode_",
+    "combine",
 )
 MAX_FINDING = 300
 

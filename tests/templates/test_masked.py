@@ -65,7 +65,8 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
 
 
 def test_it_computes_all_but_latent_values() -> None:
-    assert set(Feature) - FAMILY.features == {Feature.LATENT}
+    # What is deterministic is asked of gradients alone.
+    assert set(Feature) - FAMILY.features == {Feature.LATENT, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
     assert asked == FAMILY.features
     for changes in ASKED.values():
