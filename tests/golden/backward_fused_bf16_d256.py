@@ -6,7 +6,7 @@ With         nothing
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, two_phases False,
              turned True, decomposed False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused f526e5e557ce
+Template     backward_fused 776bff304383
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -140,9 +140,7 @@ def backward_fused(
     batch_head = tl.program_id(0) // tiles
     if COPY_ENGINE:
         rows_of_sums = tl.num_programs(0) // tiles * group_size * tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M
-        dq_sums = tl.make_tensor_descriptor(
-            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 256]
-        )
+        dq_sums = tl.make_tensor_descriptor(workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 256])
     sequence = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     key_begin = tile * BLOCK_N

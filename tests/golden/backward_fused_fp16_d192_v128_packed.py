@@ -6,7 +6,7 @@ With         ALiBi, packed
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
              turned False, decomposed True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused f526e5e557ce
+Template     backward_fused 776bff304383
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -153,12 +153,8 @@ def backward_fused(
     kv_head = tl.program_id(0) // tiles
     if COPY_ENGINE:
         rows_of_sums = heads * (seqlen_q // BLOCK_M + sequences) * BLOCK_M
-        dq_sums_0 = tl.make_tensor_descriptor(
-            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 128]
-        )
-        dq_sums_1 = tl.make_tensor_descriptor(
-            workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 64]
-        )
+        dq_sums_0 = tl.make_tensor_descriptor(workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 128])
+        dq_sums_1 = tl.make_tensor_descriptor(workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 64])
     # Sequence b's blocks begin at cu_seqlens_kv[b] // BLOCK_N + b: count the sequences that begin by ours.
     begun = 0
     for start in tl.range(0, sequences, SEARCHED):

@@ -1,16 +1,16 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right_window1023:  0.2246 ms measured
+#   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right_softcap  0.4204 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
-With         window 1023:-1
-Config       block_m 128, block_n 64, 8 warps, 1 stages, two_phases False, decomposed False,
-             long_first False, heads_inner False, register cap 0
+With         softcap
+Config       block_m 128, block_n 32, 8 warps, 4 stages, two_phases False, decomposed False,
+             long_first True, heads_inner True, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 30d5f02840bc
+Template     forward_masked 64ffe123e211
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -30,12 +30,11 @@ import triton
 import triton.language as tl
 
 BLOCK_M = tl.constexpr(128)
-BLOCK_N = tl.constexpr(64)
+BLOCK_N = tl.constexpr(32)
 HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-WINDOW_LEFT = tl.constexpr(1023)
 
 
 @triton.jit
@@ -46,6 +45,7 @@ def forward_masked(
     out,
     lse,
     scale,
+    softcap,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -66,8 +66,10 @@ def forward_masked(
 ):
     # Which tile of queries, of which head of which sequence.
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    batch_head = tl.program_id(0) // tiles
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
+    # The last tiles see the most keys: started first, they do not end last.
+    tile = tiles - 1 - tile
     sequence = batch_head // heads
     head = batch_head % heads
     kv_head = head // group_size
@@ -90,22 +92,20 @@ def forward_masked(
 
     diagonal = seqlen_kv - seqlen_q
     places = queries + diagonal
-    first_place = first_query + diagonal
     last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
     row_end = tl.minimum(places + 1, seqlen_kv)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
     last_end = tl.minimum(last_place + 1, seqlen_kv)
     band_stop = last_end
-    band_begin = first_start // BLOCK_N * BLOCK_N
 
-    scale_log2 = scale * LOG2_E
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 256], tl.float32)
 
-    for start in tl.range(band_begin, band_stop, BLOCK_N):
+    for start in tl.range(0, band_stop, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 256]
         k_tile = tl.load(
@@ -114,12 +114,14 @@ def forward_masked(
             other=0.0,
         )
         logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        logits *= score_factor
+        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        seen = keys[None, :] < row_end[:, None]
         logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        weights = tl.exp2(logits - shift[:, None])
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
@@ -151,11 +153,12 @@ def launch_plan(q, k, v, out):
     return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
 
 
-def attention(q, k, v, scale=None):
+def attention(q, k, v, scale=None, *, softcap):
     """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
 
     q         [batch, heads, seqlen_q, head_dim]
     k, v      [batch, kv_heads, seqlen_kv, head dim]
+    softcap   scores s become softcap * tanh(s / softcap)
 
     Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
     head dim, in float32 (None: this kernel does not write it).
@@ -171,8 +174,9 @@ def attention(q, k, v, scale=None):
     forward_masked[grid](
         *(q, k, v, out, out if lse is None else lse),
         max(scale, 1e-30),
+        softcap,
         *integers,
         num_warps=8,
-        num_stages=1,
+        num_stages=4,
     )
     return out, lse

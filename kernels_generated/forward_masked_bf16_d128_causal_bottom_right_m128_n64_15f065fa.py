@@ -1,16 +1,16 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h64x8_b1_q4096_k4096_bottom_right_window127:_sinks  0.0825 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right_softcap  0.4929 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
 
-Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-With         window 127:-1, sinks
+Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
+With         softcap
 Config       block_m 128, block_n 64, 8 warps, 3 stages, two_phases True, decomposed False,
-             long_first False, heads_inner False, register cap 0
+             long_first True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 30d5f02840bc
+Template     forward_masked 64ffe123e211
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -31,11 +31,10 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(128)
 BLOCK_N = tl.constexpr(64)
-HEAD_DIM = tl.constexpr(64)
-VALUE_HEAD_DIM = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(128)
+VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-WINDOW_LEFT = tl.constexpr(127)
 
 
 @triton.jit
@@ -45,8 +44,8 @@ def forward_masked(
     v,
     out,
     lse,
-    sinks,
     scale,
+    softcap,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -69,6 +68,8 @@ def forward_masked(
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
+    # The last tiles see the most keys: started first, they do not end last.
+    tile = tiles - 1 - tile
     sequence = batch_head // heads
     head = batch_head % heads
     kv_head = head // group_size
@@ -76,15 +77,15 @@ def forward_masked(
     queries = first_query + tl.arange(0, BLOCK_M)
     query_exists = queries < seqlen_q
     key_offsets = tl.arange(0, BLOCK_N)
-    columns_64 = tl.arange(0, 64)
+    columns_128 = tl.arange(0, 128)
 
     q_base = q + sequence * stride_qb + head * stride_qh
     o_base = out + sequence * stride_ob + head * stride_oh
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    # [BLOCK_M, 64]
+    # [BLOCK_M, 128]
     q_tile = tl.load(
-        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        q_base + queries[:, None] * stride_qs + columns_128[None, :],
         mask=query_exists[:, None],
         other=0.0,
     )
@@ -94,94 +95,81 @@ def forward_masked(
     first_place = first_query + diagonal
     last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
     row_end = tl.minimum(places + 1, seqlen_kv)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
     first_end = tl.minimum(first_place + 1, seqlen_kv)
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
     last_end = tl.minimum(last_place + 1, seqlen_kv)
-    last_start = tl.maximum(last_place - WINDOW_LEFT, 0)
     band_stop = last_end
-    band_begin = first_start // BLOCK_N * BLOCK_N
     # Blocks that every query of the tile sees whole.
-    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
     open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
 
-    scale_log2 = scale * LOG2_E
-    sink_log2 = tl.load(sinks + head) * LOG2_E
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
-    for start in tl.range(open_begin, open_stop, BLOCK_N):
+    for start in tl.range(0, open_stop, BLOCK_N):
         keys = start + key_offsets
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 128]
         k_tile = tl.load(
-            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
         )
         logits = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        logits *= score_factor
+        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
         shift = new_max
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        weights = tl.exp2(logits - shift[:, None])
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
         low_weights = weights.to(q.dtype.element_ty)
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 128]
         v_tile = tl.load(
-            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
-    # Blocks that some queries see in part: on both sides of the others.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_keys = tl.minimum(open_begin, band_stop) - band_begin
-    left_blocks = tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
-    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
-    for index in tl.range(0, right_blocks):
-        start = band_begin + index * BLOCK_N
-        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+    for start in tl.range(open_stop, band_stop, BLOCK_N):
         keys = start + key_offsets
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 128]
         k_tile = tl.load(
-            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            k_base + keys[:, None] * stride_ks + columns_128[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
         logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        logits *= score_factor
+        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        seen = keys[None, :] < row_end[:, None]
         logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        weights = tl.exp2(logits - shift[:, None])
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
         low_weights = weights.to(q.dtype.element_ty)
-        # [BLOCK_N, 64]
+        # [BLOCK_N, 128]
         v_tile = tl.load(
-            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            v_base + keys[:, None] * stride_vs + columns_128[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
 
-    # The sink comes last: weights beside a large one would lie below the range of low precision.
-    largest = tl.maximum(running_max, sink_log2)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    kept = tl.exp2(running_max - shift)
-    running_sum = running_sum * kept + tl.exp2(sink_log2 - shift)
-    running_max = largest
-    # Rows that saw no key have the sink's weight alone: their output is zero and their log-sum-exp the sink.
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    o_tile = (accumulator * kept[:, None] / divisor[:, None]).to(out.dtype.element_ty)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
-        o_base + queries[:, None] * stride_os + columns_64[None, :],
+        o_base + queries[:, None] * stride_os + columns_128[None, :],
         o_tile,
         mask=query_exists[:, None],
     )
 
 
-def launch_plan(q, k, v, out, sinks):
+def launch_plan(q, k, v, out):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
@@ -190,12 +178,12 @@ def launch_plan(q, k, v, out, sinks):
     return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
 
 
-def attention(q, k, v, scale=None, *, sinks):
+def attention(q, k, v, scale=None, *, softcap):
     """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
 
     q         [batch, heads, seqlen_q, head_dim]
     k, v      [batch, kv_heads, seqlen_kv, head dim]
-    sinks     float32 [heads]
+    softcap   scores s become softcap * tanh(s / softcap)
 
     Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
     head dim, in float32 (None: this kernel does not write it).
@@ -207,12 +195,11 @@ def attention(q, k, v, scale=None, *, sinks):
     lse = None
     if out.numel() == 0:
         return out, lse
-    side = (sinks,)
-    grid, _, integers = launch_plan(q, k, v, out, *side)
+    grid, _, integers = launch_plan(q, k, v, out)
     forward_masked[grid](
         *(q, k, v, out, out if lse is None else lse),
-        *side,
         max(scale, 1e-30),
+        softcap,
         *integers,
         num_warps=8,
         num_stages=3,
