@@ -37,7 +37,8 @@ def records() -> tuple[Record, ...]:
     """What ships of the shapes that papers report: what lies between them stays untuned."""
     table = shipped_table(TARGET.name)
     assert table is not None
-    return tuple(one for one in table.records if one.problem.batch * one.problem.seqlen_q >= PAPER_TOKENS)
+    forward = (one for one in table.records if not one.problem.is_backward)
+    return tuple(one for one in forward if one.problem.batch * one.problem.seqlen_q >= PAPER_TOKENS)
 
 
 def shape(**changes: object) -> Problem:

@@ -14,6 +14,7 @@ from flashtune.compilation import compile_kernel, load_module
 from flashtune.features import Bias, Feature, KvDtype, KvScale
 from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
+from flashtune.side import NUMBERS
 from flashtune.target import find_target
 from flashtune.templates.common.asked import FARTHEST, asked_of
 from flashtune.templates.forward_masked.space import MaskedConfig
@@ -34,6 +35,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
+    "dropout": {"dropout": True},
     "packed": {"packed": 1024},
     "lengths": {"lengths": True},
     "pages": {"page_size": 64},
@@ -125,10 +127,11 @@ def check_source(kernel: Kernel) -> None:
     """It parses, says its arguments, sets no name for nothing, and has no long or ragged lines."""
     tree = ast.parse(kernel.source)
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert set(found) == {FAMILY.name, "launch_plan", "attention"}
+    drawing = {"scrambled", "random_rows", "stays"} if "seed" in kernel.side else set()
+    assert set(found) == {FAMILY.name, "launch_plan", "attention"} | drawing
     arguments = [argument.arg for argument in found[FAMILY.name].args.args]
     assert arguments == [argument.name for argument in kernel.arguments]
-    side = [name for name in kernel.side if name != "softcap"]
+    side = [name for name in kernel.side if name not in NUMBERS]
     assert [argument.arg for argument in found["launch_plan"].args.args] == ["q", "k", "v", "out", *side]
     assert [argument.arg for argument in found["attention"].args.kwonlyargs] == list(kernel.side)
     for function in found.values():
