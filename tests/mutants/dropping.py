@@ -30,7 +30,7 @@ def forward(size: Size) -> tuple[Mutant, ...]:
             "rows drop alike",
             "The first word of all rows is one.",
             "scrambled(first ^ queries)",
-            "first",
+            "scrambled(first ^ (queries & 0))",
             ROWS,
             1,
         ),
