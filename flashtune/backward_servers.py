@@ -137,9 +137,10 @@ class BackwardServer:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side
     ) -> Backward | None:
         tensors = backward_tensors(self._request, q, k, v, out, out, dout)
-        if _has_rows(dout) and _covers(self._choice.kernel.specialization, self._needed(tensors, side)):
+        kernel, target, binary = self._choice
+        needed = specialization_of_pass(self._request, tensors, side)
+        if _has_rows(dout) and _covers(kernel.specialization, needed):
             beside = _beside(self._request, side, tensors)
-            kernel, target, binary = self._choice
             return bind_backward(kernel, target, tensors, beside, compiled=binary)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
@@ -147,9 +148,6 @@ class BackwardServer:
                 "address: let hooks of saved tensors keep their strides"
             )
         return None
-
-    def _needed(self, tensors: BackwardTensors, side: Side) -> Specialization:
-        return specialization_of_pass(self._request, tensors, side)
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side) -> tuple[object, ...]:

@@ -118,14 +118,14 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
-        cases = _cases(problem, shapes, block_n, FEW_HEADS)
+        cases = cases_of(problem, shapes, block_n, FEW_HEADS)
         # Nothing races in an interpreter, and programs run one after the other.
         return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
     # Heads that share a tile: some must be left over for a tile of their own.
     pack = getattr(config, "pack", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
     rounds = rounds_of(tile, quick=level is Level.QUICK)
-    return (*_cases(problem, shapes, block_n, heads), *_cases(problem, rounds, block_n, ROUNDS))
+    return (*cases_of(problem, shapes, block_n, heads), *cases_of(problem, rounds, block_n, ROUNDS))
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
@@ -181,9 +181,10 @@ def _thinned(problem: Problem) -> Problem:
     return problem
 
 
-def _cases(
+def cases_of(
     problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
 ) -> Iterator[Case]:
+    """Cases of equal sequences; `heads` are heads, KV heads and batch, which come in turn like all else."""
     turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
     for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
         yield Case(

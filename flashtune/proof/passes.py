@@ -87,5 +87,5 @@ def case_findings(
 
 def forget() -> None:
     """Drops what is kept: a wrong kernel may have written anywhere."""
-    prepared.forget()
-    prepared_gradients.forget()
+    prepared.prepare_and_keep.forget()
+    prepared_gradients.prepare_and_keep.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import secrets
 import zlib
@@ -12,11 +11,11 @@ import msgspec
 import torch
 
 from flashtune.dtypes import TORCH_DTYPES
-from flashtune.features import Bias
 from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side, store
 from flashtune.proof.cases import Case, lengths_of
 from flashtune.proof.inputs import Guarded, checksum
+from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, placed
 from flashtune.proof.probes import aside, make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 STEPS_PER_SEED = 10
 # Checks of one process that share a seed, and so the references of its larger problems.
 CHECKS_PER_SEED = 32
-SMALL_CACHED = 256
-MIDDLE_CACHED = 8
-MIDDLE_ELEMENTS = 2**22
-LARGE_CACHED = 2
-LARGE_ELEMENTS = 2**24
 
 _RUN_SEED = secrets.randbits(30)
 _CHECKS = itertools.count()
@@ -73,20 +67,6 @@ class Prepared(NamedTuple):
     def inputs(self) -> tuple[Guarded, ...]:
         """All that a kernel reads."""
         return self.q, self.k, self.v, *self.beside
-
-
-def prepare_and_keep(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
-    """As `prepare`, with recent results kept: the larger the fewer."""
-    once = msgspec.structs.replace(case, repeats=1)
-    if case.far is not None:
-        return prepare(once, alignment, device, seed)
-    problem = case.problem
-    elements = problem.minimal_bytes() // problem.dtype.itemsize
-    if problem.bias is not Bias.NONE:
-        elements += problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    if elements > LARGE_ELEMENTS:
-        return _large(once, alignment, device, seed)
-    return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed)
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -134,16 +114,7 @@ def _dense(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
     return Dense(q, k, v, side._replace(k_scale=k_scale, v_scale=v_scale))
 
 
-_small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
-_middle = functools.lru_cache(maxsize=MIDDLE_CACHED)(prepare)
-_large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
-
-
-def forget() -> None:
-    """Drops what is kept: a wrong kernel may have written anywhere."""
-    _small.cache_clear()
-    _middle.cache_clear()
-    _large.cache_clear()
+prepare_and_keep = Kept(prepare)
 
 
 def next_seed() -> int:

@@ -11,7 +11,7 @@ from flashtune.config import Config
 from flashtune.features import Feature
 from flashtune.problem import Problem
 from flashtune.proof import cases as forward
-from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level
+from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level, cases_of
 from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, mask_squares, tiles_of
 from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
@@ -43,7 +43,8 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         cases = tuple(_posed(problem, problems, tiles))
     else:
         heads = FEW_HEADS if reduced else HEADS
-        cases = (*_cases(problem, shapes, tiles, heads), *_cases(problem, rounds, tiles, ROUNDS))
+        block = tiles.least
+        cases = (*cases_of(problem, shapes, block, heads), *cases_of(problem, rounds, block, ROUNDS))
     # Nothing races in an interpreter, and programs run one after the other.
     return tuple(msgspec.structs.replace(case, repeats=1) for case in cases) if reduced else cases
 
@@ -109,26 +110,4 @@ def _posed(problem: Problem, problems: Iterable[Posed], tiles: Tiles) -> Iterato
             layout=layout,
             repeats=one.shape.repeats,
             lengths=one.lengths if one.ragged else msgspec.UNSET,
-        )
-
-
-def _cases(
-    problem: Problem, shapes: Iterable[Shape], tiles: Tiles, heads: tuple[tuple[int, int, int], ...]
-) -> Iterator[Case]:
-    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
-    for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
-        yield Case(
-            problem=msgspec.structs.replace(
-                problem,
-                heads=many,
-                kv_heads=kv_heads,
-                batch=batch,
-                seqlen_q=max(1, shape.seqlen_q),
-                seqlen_kv=max(1, shape.seqlen_kv),
-            ),
-            probe=shape.probe,
-            block=tiles.least,
-            scale=factor * problem.head_dim**-0.5,
-            layout=layout,
-            repeats=shape.repeats,
         )

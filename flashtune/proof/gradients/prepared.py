@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,15 +19,9 @@ from flashtune.proof.gradients.reference import Chosen, Expected, expect_gradien
 from flashtune.proof.gradients.values import make_dlse, make_dout
 from flashtune.proof.gradients.weights import Given
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat, poison
+from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, Memory, placed
 from flashtune.proof.placing import Places, put, query_places
-from flashtune.proof.prepared import (
-    LARGE_CACHED,
-    LARGE_ELEMENTS,
-    MIDDLE_CACHED,
-    MIDDLE_ELEMENTS,
-    SMALL_CACHED,
-)
 from flashtune.proof.probes import aside, make_values
 from flashtune.proof.reference import sample
 from flashtune.side import NO_SIDE, Side
@@ -65,22 +58,6 @@ class Prepared(NamedTuple):
     chosen: Chosen
     expected: Expected
     checksum: Tensor
-
-
-def prepare_and_keep(
-    case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool
-) -> Prepared:
-    """As `prepare`, with recent results kept: the larger the fewer."""
-    once = msgspec.structs.replace(case, repeats=1)
-    if case.far is not None:
-        return prepare(once, alignment, device, seed, dlse)
-    problem = case.problem
-    elements = problem.minimal_bytes() // problem.dtype.itemsize
-    if problem.bias is not Bias.NONE:
-        elements += problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    if elements > LARGE_ELEMENTS:
-        return _large(once, alignment, device, seed, dlse)
-    return (_middle if elements > MIDDLE_ELEMENTS else _small)(once, alignment, device, seed, dlse)
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:
@@ -180,13 +157,4 @@ def _fill(view: Tensor, values: Tensor, places: Places) -> None:
         put(view, values, places)
 
 
-_small = functools.lru_cache(maxsize=SMALL_CACHED)(prepare)
-_middle = functools.lru_cache(maxsize=MIDDLE_CACHED)(prepare)
-_large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
-
-
-def forget() -> None:
-    """Drops what is kept: a wrong kernel may have written anywhere."""
-    _small.cache_clear()
-    _middle.cache_clear()
-    _large.cache_clear()
+prepare_and_keep = Kept(prepare)
