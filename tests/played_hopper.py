@@ -23,7 +23,8 @@ from flashtune.compilation import load_module
 from flashtune.kernel import Kernel
 from tests.played_parts import Array, Barrier, Descriptor, Pointer, Shared, Tensor, Turn, plain
 
-ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
+FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
+ROLES = FORWARD_ROLES | {"issue_query_grads", "keep_order"}
 
 
 class Program:
@@ -156,7 +157,7 @@ class Program:
 
 
 @contextmanager
-def _small_steps() -> Iterator[None]:
+def small_steps() -> Iterator[None]:
     """Threads take turns often, so that roles meet in many orders."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -193,8 +194,8 @@ def play(
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
     starts = [torch.empty(one.shape, device="meta") for one in beside]
     integers = module.launch_plan(*tensors, *starts)[2]
-    source = _counted(kernel)
-    with _small_steps():
+    source = counted(kernel)
+    with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
@@ -203,7 +204,7 @@ def play(
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *integers)
 
 
-def _counted(kernel: Kernel) -> ast.Module:
+def counted(kernel: Kernel) -> ast.Module:
     """The functions of a kernel's roles. Python's integers have no width, so none is asked of them."""
 
     class Widths(ast.NodeTransformer):

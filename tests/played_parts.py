@@ -78,6 +78,9 @@ class Shared:
     def permute(self, axes: tuple[int, ...]) -> Shared:
         return Shared(self.values.transpose(axes))
 
+    def slice(self, start: int, length: int, axis: int) -> Shared:
+        return Shared(self.values.take(range(start, start + length), axis))
+
     def store(self, value: Tensor) -> None:
         self.values[...] = value.values
 

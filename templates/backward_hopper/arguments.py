@@ -8,13 +8,16 @@ from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackw
 from flashtune.templates.common.arguments import pointer_type
 from flashtune.templates.common.backward_arguments import plain_arguments, stride_arguments
 
-STATS, SUMS = "workspace_0", "workspace_1"
+STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
 COUNTS = ("blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal")
 ROW_COUNTS = ("heads", "seqlen_q")
 
 
 def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, scale, counts."""
+    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, scale, counts.
+
+    Where sums are ordered, also whose turn it is, and how many heads' programs are beside one another.
+    """
     width = width_of(problem)
     boxes = {
         "q": config.block_m, "k": ROWS, "v": ROWS, "do": config.block_m, "stats": 0, "dk": ROWS, "dv": ROWS,
@@ -25,9 +28,9 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
     )
     return (
         *described,
-        Argument(SUMS, "*fp32", POINTER_ALIGNMENT),
+        *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
         Argument("scale", "fp32"),
-        *_integers(COUNTS),
+        *_integers((*COUNTS, "beside") if problem.deterministic else COUNTS),
     )
 
 
@@ -36,7 +39,7 @@ def prepare_arguments(
 ) -> tuple[Argument, ...]:
     """out, dout, log-sum-exp, its gradient where there is one, workspaces, scale, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
-    tensors = ("out", "dout", "lse", *dlse, STATS, SUMS)
+    tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem))
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
         *((Argument("scale", "fp32"),) if config.init else ()),
@@ -53,6 +56,11 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[
         *stride_arguments(specialization, ("dq",)),
         *_integers(ROW_COUNTS),
     )
+
+
+def _added_to(problem: Problem) -> tuple[str, ...]:
+    """Workspaces that programs share: sums of dq and, where their order is fixed, whose turn it is."""
+    return (SUMS, TURNS) if problem.deterministic else (SUMS,)
 
 
 def _tile(name: str, rows: int, width: int, dtype: Dtype) -> Argument:

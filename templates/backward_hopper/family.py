@@ -18,6 +18,7 @@ from flashtune.templates.backward_hopper.arguments import (
 )
 from flashtune.templates.backward_hopper.space import (
     CONSUMER_REGISTERS,
+    MULTIPROCESSORS,
     PRODUCER_REGISTERS,
     ROWS,
     SWIZZLE,
@@ -25,6 +26,7 @@ from flashtune.templates.backward_hopper.space import (
     WIDEST,
     HopperBackwardConfig,
     hopper_backward_space,
+    may_rotate,
     usual_config,
     width_of,
 )
@@ -67,6 +69,9 @@ class HopperBackwardContext(Context, frozen=True):
     init: bool
     delay: bool
     rotate: bool
+    ordered: bool
+    beside: int
+    multiprocessors: int
     consumer_registers: int
     producer_registers: int
     step_warps: int
@@ -78,7 +83,7 @@ class BackwardHopper:
 
     name = "backward_hopper"
     config_type = HopperBackwardConfig
-    features: frozenset[Feature] = frozenset()
+    features = frozenset({Feature.DETERMINISTIC})
     direction = Direction.BACKWARD
     interpreted = False
 
@@ -145,7 +150,7 @@ class BackwardHopper:
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         """The same kernel with programs that begin elsewhere."""
         assert isinstance(config, HopperBackwardConfig)
-        if problem.causal is Causal.NONE:
+        if may_rotate(problem):
             yield msgspec.structs.replace(config, rotate=not config.rotate)
 
     def hbm_items(
@@ -190,7 +195,10 @@ class BackwardHopper:
             product_first=config.product_first,
             init=config.init,
             delay=config.delay,
-            rotate=config.rotate and problem.causal is Causal.NONE,
+            rotate=config.rotate and may_rotate(problem),
+            ordered=problem.deterministic,
+            beside=config.beside,
+            multiprocessors=MULTIPROCESSORS,
             consumer_registers=CONSUMER_REGISTERS,
             producer_registers=PRODUCER_REGISTERS,
             step_warps=STEP_WARPS,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from flashtune.config import Axis, BlockSize, Config, Space, Stages
 from flashtune.problem import Causal, Problem
 
@@ -16,6 +20,8 @@ PRODUCER_REGISTERS = 24
 NARROW, WIDE, WIDEST = 64, 128, 256
 # Queries of a block by width: half of its dq, at most 64 registers a thread, is made by each group.
 BLOCK_QUERIES = {NARROW: 128, WIDE: 64, WIDEST: 64}
+# Of an H100 or H200: where sums are ordered, as many programs begin at once.
+MULTIPROCESSORS = 132
 # Bytes of the copy engine's widest row that keeps banks of shared memory apart.
 SWIZZLE = 128
 
@@ -35,6 +41,8 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
         init: Products begin at minus the log-sum-exp and at minus delta, and not at zero.
         delay: A block of dq is made one step late, so that groups need not keep step.
         rotate: Programs begin at different blocks of queries, so that they do not add to one at once.
+        beside: Heads whose programs take turns, over those that fill the GPU: a head's programs, which
+            add in their order, start the further apart. Of no effect where sums have no order.
     """
 
     block_m: BlockSize
@@ -47,6 +55,7 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
     init: bool = True
     delay: bool = False
     rotate: bool = False
+    beside: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
 
 
 def width_of(problem: Problem) -> int:
@@ -55,13 +64,23 @@ def width_of(problem: Problem) -> int:
     return next(width for width in BLOCK_QUERIES if widest <= width)
 
 
+def may_rotate(problem: Problem) -> bool:
+    """Whether programs may begin at different blocks of queries.
+
+    Under a causal mask they do as it is, and ordered sums want all to begin at one.
+    """
+    return problem.causal is Causal.NONE and not problem.deterministic
+
+
 def hopper_backward_space(problem: Problem) -> Space:
     """All configs worth trying."""
-    # Under a causal mask programs begin at different blocks as it is.
-    rotations = (False, True) if problem.causal is Causal.NONE else (False,)
+    turns = (
+        Axis("rotate", (False, True) if may_rotate(problem) else (False,), False),
+        Axis("beside", (1, 2, 4) if problem.deterministic else (1,)),
+    )
     width = width_of(problem)
     if width == WIDEST:
-        return Space(HopperBackwardConfig, _widest_axes(rotations))
+        return Space(HopperBackwardConfig, (*_widest_axes(), *turns))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("block_m", (BLOCK_QUERIES[width],)),
@@ -73,12 +92,12 @@ def hopper_backward_space(problem: Problem) -> Space:
         Axis("late_wait", (False, True), False),
         Axis("product_first", (True, False), False),
         Axis("init", (True, False), False),
-        Axis("rotate", rotations, False),
+        *turns,
     )
     return Space(HopperBackwardConfig, axes, _is_possible)
 
 
-def _widest_axes(rotations: tuple[bool, ...]) -> tuple[Axis, ...]:
+def _widest_axes() -> tuple[Axis, ...]:
     """What there is to choose where groups divide the products: these have one order, and dq is late.
 
     Rings have two slots each and share a counter: with one more, Triton 3.6 spills 128 bytes a thread.
@@ -90,7 +109,6 @@ def _widest_axes(rotations: tuple[bool, ...]) -> tuple[Axis, ...]:
         Axis("num_stages", (2,)),
         Axis("delay", (True,), False),
         Axis("init", (True, False), False),
-        Axis("rotate", rotations, False),
     )
 
 
@@ -98,6 +116,13 @@ def _is_possible(config: Config) -> bool:
     """Whether what is late by a step has room beside what is new."""
     assert isinstance(config, HopperBackwardConfig)
     return config.ds_stages > config.delay
+
+
+def _usual_beside(problem: Problem) -> int:
+    """Under a causal mask a head's programs are shorter, so that more must start between them."""
+    if not problem.deterministic:
+        return 1
+    return 2 if problem.causal is Causal.NONE else 4
 
 
 def usual_config(problem: Problem) -> HopperBackwardConfig:
@@ -110,6 +135,8 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
         block_m=BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
         late_wait=narrow,
-        delay=narrow or width == WIDEST,
-        rotate=problem.causal is Causal.NONE,
+        # Where sums are ordered, a turn then has another step to come.
+        delay=narrow or width == WIDEST or problem.deterministic,
+        rotate=may_rotate(problem),
+        beside=_usual_beside(problem),
     )

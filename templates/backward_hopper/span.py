@@ -15,6 +15,8 @@ from flashtune.templates.common.traffic import cycled_queries
 LAUNCH = 15.0
 # Keys and values come in, their gradients go out: what a program takes beside its blocks, in µs.
 PROGRAM = 3.0
+# From a block of keys' addition to a block of dq until the next one's, where they are ordered, in µs.
+TURN = 1.5
 # Share of the peak at which products of a block go on: shared memory is as busy as the matrix units.
 PRODUCTS_SHARE = 0.62
 # Each pair of a query and a key is in five products.
@@ -27,7 +29,8 @@ FLOAT32 = 4
 def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
     """Time of the launches by their schedule, in ms."""
     heads = problem.batch * problem.kv_heads
-    programs = heads * math.ceil(problem.seqlen_kv / config.block_n)
+    blocks = math.ceil(problem.seqlen_kv / config.block_n)
+    programs = heads * blocks
     if not programs or not problem.seqlen_q:
         return LAUNCH / 1e3
     width = width_of(problem)
@@ -41,6 +44,9 @@ def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target:
     else:
         busy = max(most, (programs * PROGRAM + heads * rows / config.block_m * step) / target.sm_count)
     added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
+    if problem.deterministic:
+        # Programs of a head that begin at once fall in behind one another.
+        busy += TURN * min(blocks, target.sm_count) / config.beside
     return (LAUNCH + max(busy, added) + _steps_us(problem, width, target)) / 1e3
 
 

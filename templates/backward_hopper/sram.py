@@ -15,6 +15,8 @@ SIDES = 2
 # products, weights and gradients of scores are full and empty; others are those of k, of v, and of the end.
 DIVIDED_KEYS = 3, 4
 DIVIDED_PRODUCTS = 4, 3
+# Where sums are ordered: it is a group's turn, and it has added.
+TURNS = 4
 
 
 def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[TrafficItem, ...]:
@@ -27,7 +29,7 @@ def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tup
     # Two tiles of 64 keys in either case.
     scores = 2 * ROWS * config.block_m * size
     streamed = config.num_stages + config.do_stages
-    waits = SIDES * streamed + of_slot * config.ds_stages + others
+    waits = SIDES * streamed + of_slot * config.ds_stages + others + (TURNS if problem.deterministic else 0)
     return (
         TrafficItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
         TrafficItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),

@@ -102,6 +102,19 @@ def test_reproducible_gradients_are_the_same_bits(options: dict[str, Any], head_
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(2048, 2048), (700, 5000)])
+def test_many_programs_add_up_to_the_same_bits(head_dim: int, causal: bool, lengths: tuple[int, int]) -> None:
+    """More programs than run at once; those of other heads and of other calls are beside them."""
+    q, k, v = leaves(*lengths, head_dim=head_dim)
+    dout = torch.randn_like(q)
+    first, *others = (gradients(q, k, v, dout, causal=causal, deterministic=True) for _ in range(50))
+    for other in others:
+        assert all(torch.equal(one, again) for one, again in zip(first, other, strict=True))
+    close(first, *(plainly((q, k, v), dout, causal, dtype) for dtype in (torch.float64, q.dtype)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(256, 256), (130, 301)])
 def test_dropout_against_float64(lengths: tuple[int, int], head_dim: int) -> None:
     q, k, v = leaves(*lengths, head_dim=head_dim)

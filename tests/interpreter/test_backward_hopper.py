@@ -25,7 +25,9 @@ WIDTHS = pytest.mark.parametrize(
 )
 
 
-def kernel_of(head_dim: int, value_head_dim: int, *, lse: bool = False, **changes: Any) -> Kernel:
+def kernel_of(
+    head_dim: int, value_head_dim: int, *, lse: bool = False, deterministic: bool = False, **changes: Any
+) -> Kernel:
     problem = Problem(
         dtype=Dtype.FP16,
         head_dim=head_dim,
@@ -36,6 +38,7 @@ def kernel_of(head_dim: int, value_head_dim: int, *, lse: bool = False, **change
         seqlen_q=150,
         seqlen_kv=70,
         direction=Direction.BACKWARD,
+        deterministic=deterministic,
     )
     config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
     return render(FAMILY, problem, config, Specialization(lse=lse))
@@ -81,6 +84,21 @@ def test_products_begin_at_what_softmax_takes_off(
     delta = (out.double() * dout.double()).sum(-1).float() - (dlse if with_dlse else 0)
     torch.testing.assert_close(rows[:, :, 1, :150], -delta, atol=1e-4, rtol=1e-5)
     assert torch.equal(rows[:, :, 1, 150:], torch.zeros_like(rows[:, :, 1, 150:]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
+    kernel = kernel_of(head_dim, head_dim, deterministic=True)
+    module = load_module(kernel)
+    tensors = tensors_of(head_dim, head_dim)
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums, counters = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (*tensors[3:5], torch.randn(2, 3, 150), stats, sums, counters, SCALE)
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    assert not counters.view(torch.int32).any()
+    assert torch.equal(sums, torch.zeros_like(sums))
 
 
 def place_of(row: int, column: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from pathlib import Path
@@ -80,6 +81,8 @@ GOLDENS = {
     "hopper_bf16_d256_causal": kernel_of(
         a_problem(256, causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
     ),
+    "hopper_bf16_d128_ordered": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT, deterministic=True)),
+    "hopper_fp16_d256_ordered": kernel_of(a_problem(256, dtype=Dtype.FP16, deterministic=True)),
     "hopper_fp16_d192_plain": kernel_of(a_problem(192, dtype=Dtype.FP16), init=False),
 }  # fmt: skip
 
@@ -147,17 +150,22 @@ def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem
     ("head_dim", "block_m", "blocks"), [(64, 128, 9), (128, 64, 9), (192, 64, 18), (256, 64, 18)]
 )
 @pytest.mark.parametrize(("causal", "diagonal"), [("none", 0), ("top_left", 0), ("bottom_right", 100)])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_launches_are_planned_by_lengths(
-    head_dim: int, block_m: int, blocks: int, causal: str, diagonal: int
+    head_dim: int, block_m: int, blocks: int, causal: str, diagonal: int, deterministic: bool
 ) -> None:
-    problem = a_problem(head_dim, causal=Causal(causal))
+    problem = a_problem(head_dim, causal=Causal(causal), deterministic=deterministic)
     module, planned = load_module(kernel_of(problem)), like(problem)
     grid, workspaces, integers = module.launch_plan(*planned)
     assert grid == (blocks * 2 * 2,)
     assert FAMILY.programs(problem, FAMILY.default(problem, H200)) == grid[0]
     tiles = math.ceil(1000 / block_m)
-    assert workspaces == ((32, tiles * block_m), (16, tiles, 16384 if head_dim > 128 else 8192))
-    assert integers == (blocks, 2, 4, 1000, 1100, diagonal)
+    sums = (16, tiles, 16384 if head_dim > 128 else 8192)
+    # A counter for each half of a block of sums; heads that fill 132 multiprocessors twice or four times.
+    counters = ((16, tiles, 2),) if deterministic else ()
+    beside = (math.ceil((264 if causal == "none" else 528) / blocks),) if deterministic else ()
+    assert workspaces == ((32, tiles * block_m), sums, *counters)
+    assert integers == (blocks, 2, 4, 1000, 1100, diagonal, *beside)
     assert module.prologue_plan(*planned) == (
         (tiles * 16,),
         (*planned[3].stride()[:3], *planned[4].stride()[:3], 8, 1000),
@@ -167,15 +175,18 @@ def test_launches_are_planned_by_lengths(
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_the_default_keeps_its_products_asynchronous(head_dim: int, causal: Causal) -> None:
-    problem = a_problem(head_dim, causal=causal)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_default_keeps_its_products_asynchronous(
+    head_dim: int, causal: Causal, deterministic: bool
+) -> None:
+    problem = a_problem(head_dim, causal=causal, deterministic=deterministic)
     kernel = kernel_of(problem, Specialization(lse=True))
     main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
     model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
     # The compiler adds the exchange between roles and aligns what it allocates.
     assert 0 <= main.sram_bytes - model <= 1024
     assert main.sram_bytes <= H200.sram_per_block
-    # Two groups of four warps; the producer's warp is rounded up to four as well.
+    # Two groups of four warps; the producer's warp, and those that keep the order, are rounded up to four.
     assert main.warps == 12
     assert not main.serialized_wgmma
     assert main.spill_bytes <= 16
@@ -199,6 +210,19 @@ def test_dq_is_added_from_registers_four_at_a_time() -> None:
     # 32 registers of each of two groups.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 16
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_ordered_sums_are_passed_on_when_all_have_added(head_dim: int) -> None:
+    ptx = str(compile_kernel(kernel_of(a_problem(head_dim, deterministic=True)), H200).asm["ptx"])
+    # A warp for each group waits for its turn and gives it to the next block of keys.
+    waits = ptx.count("ld.acquire.gpu.global.u32")
+    assert waits == ptx.count("st.release.gpu.global.u32") == 2
+    # In the loop and behind it, for each group: all of it meets before one thread says that it has added.
+    additions = re.split(r"red\.relaxed\.gpu\.global\.add\.v4\.f32[^\n]*\n", ptx)[1:]
+    assert len(additions) == 4
+    for behind in additions:
+        assert 0 < behind.index("bar.sync") < behind.index("mbarrier.arrive")
 
 
 def test_groups_divide_the_products_of_the_widest_tiles() -> None:
@@ -241,7 +265,6 @@ def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> Non
         ({"head_dim": 192, "value_head_dim": 128}, "head dims of q and v above 128 only where they are one"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"window_left": 100}, "has no window"),
-        ({"deterministic": True}, "has no deterministic"),
         ({"direction": Direction.FORWARD}, "computes the backward pass"),
     ],
 )
@@ -258,8 +281,8 @@ def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_the_default_is_a_point_of_its_space(head_dim: int) -> None:
-    for causal in Causal:
-        problem = a_problem(head_dim, causal=causal)
+    for causal, deterministic in itertools.product(Causal, (False, True)):
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic)
         default = FAMILY.default(problem, H200)
         space = FAMILY.space(problem, H200)
         assert space.contains(default)
