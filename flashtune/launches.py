@@ -113,7 +113,7 @@ class DeviceLaunch:
 class DescriptorLaunch:
     """The binary of a kernel whose tensors are passed as descriptors; all else goes by address."""
 
-    __slots__ = ("_allocate", "_arguments", "_epilogue", "_names", "_queue", "_workspaces")
+    __slots__ = ("_allocate", "_arguments", "_epilogue", "_names", "_numbers", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class DescriptorLaunch:
         workspaces: tuple[tuple[int, ...], ...] = (),
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        """`names` are those of the side tensors that the kernel takes."""
+        """`names` are those of the side inputs that the kernel takes."""
         self._queue = queue
         self._arguments = arguments
-        self._names = names
+        self._names, self._numbers = divided(names)
         self._epilogue = epilogue
         self._workspaces, self._allocate = workspaces, allocate
 
@@ -145,13 +145,14 @@ class DescriptorLaunch:
         row_lse = out.data_ptr() if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         beside = [getattr(side, name).data_ptr() for name in self._names]
+        numbers = [getattr(side, name) for name in self._numbers]
         tensors = self._arguments((q, k, v, out))
         if self._epilogue is None:
-            self._queue((*tensors, row_lse, *beside, scale))
+            self._queue((*tensors, row_lse, *beside, scale, *numbers))
             return
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         pointers = [workspace.data_ptr() for workspace in workspaces]
-        self._queue((*tensors, row_lse, *beside, *pointers, scale))
+        self._queue((*tensors, row_lse, *beside, *pointers, scale, *numbers))
         self._epilogue((out.data_ptr(), row_lse, *pointers))
 
 

@@ -21,10 +21,18 @@ import torch
 
 from flashtune.compilation import load_module
 from flashtune.kernel import Kernel
-from tests.played_parts import Array, Barrier, Descriptor, Pointer, Shared, Tensor, Turn, plain
+from tests.played_parts import Array, Barrier, Descriptor, Pointer, Shared, Tensor, Turn, as_word, plain
+from tests.played_ptx import play_ptx
 
 FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
-ROLES = FORWARD_ROLES | {"issue_query_grads", "keep_order"}
+# Where weights are dropped.
+DRAWING = {"scrambled", "random_rows", "drop"}
+ROLES = FORWARD_ROLES | DRAWING | {"issue_query_grads", "keep_order"}
+
+
+def as_it_is(function: Any = None, **_: object) -> Any:
+    """In place of decorators, with options or without."""
+    return function or as_it_is
 
 
 class Program:
@@ -50,7 +58,8 @@ class Program:
         return {
             **constants,
             "gl": self.language(),
-            "gluon": SimpleNamespace(jit=lambda one: one, constexpr_function=lambda one: one),
+            "triton": SimpleNamespace(jit=as_it_is),
+            "gluon": SimpleNamespace(jit=as_it_is, constexpr_function=as_it_is),
             "mbarrier": SimpleNamespace(
                 init=self.init_barrier,
                 wait=self.wait,
@@ -67,6 +76,7 @@ class Program:
             "pass_turn": lambda group: self.turns[(group + 1) % count].arrive(),
             "declare_growth": lambda _: None,
             "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
+            "as_word": as_word,
             "has_grown": lambda group: self.grown[group],
         }
 
@@ -108,10 +118,12 @@ class Program:
             max=of_one(np.max),
             sum=of_one(np.sum),
             exp2=of_one(np.exp2),
+            abs=of_one(np.abs),
             log2=of_one(np.log2),
             load=lambda pointer, mask=True, other=0: int(pointer.memory[pointer.offset] if mask else other),
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
+            inline_asm_elementwise=lambda asm, operands, given, *_: play_ptx(asm, operands, given),
             convert_layout=lambda value, _: value,
             SliceLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
@@ -176,6 +188,7 @@ def play(
     scale: float,
     programs: int,
     workspaces: tuple[Array, ...] = (),
+    numbers: tuple[float, ...] = (),
 ) -> None:
     """Runs a kernel on arrays.
 
@@ -188,6 +201,7 @@ def play(
         scale: Of the scores.
         programs: How many there are.
         workspaces: Flat; written.
+        numbers: What is passed by value behind the scale.
     """
     module = load_module(kernel)
     made = module.descriptors(*tensors)
@@ -201,20 +215,25 @@ def play(
             names = program.names()
             exec(compile(source, kernel.entry, "exec"), names)
             pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
-            names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *integers)
+            names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 
 def counted(kernel: Kernel) -> ast.Module:
-    """The functions of a kernel's roles. Python's integers have no width, so none is asked of them."""
+    """The functions of a kernel's roles. Integers have no width here: none is asked of them, but of words."""
 
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            widens = isinstance(node.func, ast.Attribute) and ast.unparse(node).endswith(".to(gl.int64)")
-            return node.func.value if widens and isinstance(node.func, ast.Attribute) else node
+            if not isinstance(node.func, ast.Attribute):
+                return node
+            # What is read of a workspace are words already.
+            if ast.unparse(node).endswith((".to(gl.uint32)", ".to(gl.uint32, bitcast=True)")):
+                return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
+            return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
     functions = [node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)]
-    roles: list[ast.stmt] = [node for node in functions if node.name in ROLES | {kernel.entry}]
+    played = ROLES | {kernel.entry}
+    roles: list[ast.stmt] = [node for node in functions if node.name in played]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)

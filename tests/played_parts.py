@@ -52,10 +52,15 @@ def _operator(name: str) -> Callable[..., Tensor]:
     return operate
 
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "rshift")
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "radd", "rsub", "rmul", "rtruediv")
 for _name in (*COMPARISONS, *ARITHMETIC):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def as_word(value: Any) -> Tensor:
+    """The lowest 32 bits of a number or of a tensor's, without a sign."""
+    return Tensor((np.asarray(plain(value)).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32))
 
 
 def plain(value: Any) -> Any:

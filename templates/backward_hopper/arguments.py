@@ -6,7 +6,8 @@ from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackwardConfig, width_of
 from flashtune.templates.common.arguments import pointer_type
-from flashtune.templates.common.backward_arguments import plain_arguments, stride_arguments
+from flashtune.templates.common.backward_arguments import plain_arguments, seed_arguments, stride_arguments
+from flashtune.templates.common.side import side_numbers
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
 COUNTS = ("blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal")
@@ -14,7 +15,7 @@ ROW_COUNTS = ("heads", "seqlen_q")
 
 
 def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, scale, counts.
+    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, numbers, counts.
 
     Where sums are ordered, also whose turn it is, and how many heads' programs are beside one another.
     """
@@ -30,6 +31,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
         *described,
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
         Argument("scale", "fp32"),
+        *side_numbers(problem),
         *_integers((*COUNTS, "beside") if problem.deterministic else COUNTS),
     )
 
@@ -37,12 +39,14 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
 def prepare_arguments(
     problem: Problem, config: HopperBackwardConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """out, dout, log-sum-exp, its gradient where there is one, workspaces, scale, strides, counts."""
+    """out, dout, log-sum-exp, its gradient where there is one, workspaces, seed, numbers, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
     tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem))
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
+        *seed_arguments(problem),
         *((Argument("scale", "fp32"),) if config.init else ()),
+        *side_numbers(problem),
         *stride_arguments(specialization, tensors),
         *_integers(ROW_COUNTS),
     )

@@ -76,6 +76,7 @@ class HopperBackwardContext(Context, frozen=True):
     producer_registers: int
     step_warps: int
     lse: bool
+    dropout: bool
 
 
 class BackwardHopper:
@@ -83,7 +84,7 @@ class BackwardHopper:
 
     name = "backward_hopper"
     config_type = HopperBackwardConfig
-    features = frozenset({Feature.DETERMINISTIC})
+    features = frozenset({Feature.DETERMINISTIC, Feature.DROPOUT})
     direction = Direction.BACKWARD
     interpreted = False
 
@@ -99,6 +100,8 @@ class BackwardHopper:
             )
         if max(dims) > WIDE and problem.head_dim != problem.value_head_dim:
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
+        if max(dims) > WIDE and problem.dropout:
+            return f"backward_hopper drops weights of head dims up to {WIDE}"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -203,6 +206,7 @@ class BackwardHopper:
             producer_registers=PRODUCER_REGISTERS,
             step_warps=STEP_WARPS,
             lse=specialization.lse,
+            dropout=problem.dropout,
         )
 
 

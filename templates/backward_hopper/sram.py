@@ -8,6 +8,7 @@ from flashtune.templates.family import TrafficItem
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
+RANDOM_WORDS = 2
 # Rings have barriers for tiles that are full and for tiles that are empty.
 SIDES = 2
 # Barriers of each slot of the rings between groups, and others. Where groups divide keys, gradients of scores
@@ -29,12 +30,14 @@ def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tup
     # Two tiles of 64 keys in either case.
     scores = 2 * ROWS * config.block_m * size
     streamed = config.num_stages + config.do_stages
+    # Words of random state come with dout.
+    rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
     waits = SIDES * streamed + of_slot * config.ds_stages + others + (TURNS if problem.deterministic else 0)
     return (
         TrafficItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
         TrafficItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
         TrafficItem("k and v", 2 * config.block_n * width * size),
         TrafficItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
-        TrafficItem("log-sum-exps and deltas", streamed * config.block_m * FLOAT32),
+        TrafficItem("what rows are weighed with", rows * config.block_m * FLOAT32),
         TrafficItem("barriers", waits * BARRIER_BYTES),
     )

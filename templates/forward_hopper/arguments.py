@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.templates.common.arguments import COUNTS, SCALES, pointer_type
-from flashtune.templates.common.side import side_tensors
+from flashtune.templates.common.side import side_numbers, side_tensors
 from flashtune.templates.common.tiles import Chunk, head_chunks
 from flashtune.templates.forward_hopper.space import HopperConfig
 
@@ -42,6 +42,7 @@ def hopper_arguments(
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
         *side_tensors(problem),
         Argument("scale", "fp32"),
+        *side_numbers(problem),
         *(Argument(name, "i32") for name in counts),
     )
 

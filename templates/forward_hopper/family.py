@@ -76,6 +76,7 @@ class HopperContext(Context, frozen=True):
     window_left: int
     window_right: int
     packed: bool
+    dropout: bool
 
 
 class ForwardHopper:
@@ -83,7 +84,7 @@ class ForwardHopper:
 
     name = "forward_hopper"
     config_type = HopperConfig
-    features = frozenset({Feature.WINDOW, Feature.PACKED})
+    features = frozenset({Feature.WINDOW, Feature.PACKED, Feature.DROPOUT})
     direction = Direction.FORWARD
     interpreted = False
 
@@ -94,6 +95,8 @@ class ForwardHopper:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
         if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
+        if problem.dropout and (problem.packed or problem.dtype.is_quantized):
+            return "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed"
         dims = problem.head_dim, problem.value_head_dim
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
@@ -209,6 +212,7 @@ class ForwardHopper:
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
             packed=problem.packed > 0,
+            dropout=problem.dropout,
         )
 
 

@@ -23,6 +23,8 @@ CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
 # What the loop needs beside tiles: addresses, sums, maxima, and the compiler's room to schedule.
 SPARE_REGISTERS = 24
+# And what it needs to drop weights: the words of rows, and products of twice their width.
+DROPPING_REGISTERS = 16
 MOST_ROWS = 256
 # Outputs this wide have halves as wide as the copy engine's widest rows.
 LEAST_HALVED = 128
@@ -167,7 +169,8 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     weights = scores * problem.dtype.itemsize // 4
     width = columns(head_chunks(problem.value_head_dim, config.decomposed))
     accumulators = config.rows * width // GROUP_THREADS
-    return scores + weights + accumulators + SPARE_REGISTERS <= CONSUMER_REGISTERS[config.groups]
+    spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
+    return scores + weights + accumulators + spare <= CONSUMER_REGISTERS[config.groups]
 
 
 def usual_config(problem: Problem) -> HopperConfig:
@@ -180,7 +183,8 @@ def usual_config(problem: Problem) -> HopperConfig:
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    groups = 3 if narrow else 2
+    # Of three groups none has the registers to drop weights of so many keys at a time.
+    groups = 3 if narrow and not problem.dropout else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,

@@ -6,7 +6,7 @@ With         packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 64, block_n 64, 4 warps, 1 stages, two_phases True, decomposed False,
              long_first True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 64ffe123e211
+Template     forward_masked 5c0c94f95969
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query

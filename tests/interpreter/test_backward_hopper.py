@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtune.compilation import load_module
+from flashtune.dropout import row_states
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Direction, Dtype, Problem
 from flashtune.target import find_target
@@ -26,7 +27,13 @@ WIDTHS = pytest.mark.parametrize(
 
 
 def kernel_of(
-    head_dim: int, value_head_dim: int, *, lse: bool = False, deterministic: bool = False, **changes: Any
+    head_dim: int,
+    value_head_dim: int,
+    *,
+    lse: bool = False,
+    deterministic: bool = False,
+    dropout: bool = False,
+    **changes: Any,
 ) -> Kernel:
     problem = Problem(
         dtype=Dtype.FP16,
@@ -39,6 +46,7 @@ def kernel_of(
         seqlen_kv=70,
         direction=Direction.BACKWARD,
         deterministic=deterministic,
+        dropout=dropout,
     )
     config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
     return render(FAMILY, problem, config, Specialization(lse=lse))
@@ -99,6 +107,32 @@ def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
     module.prepare[grid](*given, *integers)
     assert not counters.view(torch.int32).any()
     assert torch.equal(sums, torch.zeros_like(sums))
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_rows_of_dropped_weights_are_made_for_weights_that_are_all_divided(init: bool) -> None:
+    kernel = kernel_of(64, 64, dropout=True, init=init)
+    module = load_module(kernel)
+    seed, dropout = torch.tensor([2**62 + 12345]), 0.375
+    tensors = (*tensors_of(64, 64), seed)
+    out, dout = tensors[3:5]
+    lse = torch.randn(2, 3, 150)
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (out, dout, lse, stats, sums, seed, *((SCALE,) if init else ()), dropout)
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    rows = stats.reshape(6, 4, -1)
+    larger = lse.reshape(6, 150) + math.log(1 - dropout)
+    torch.testing.assert_close(rows[:, 0, :150], -larger / SCALE if init else -larger * math.log2(math.e))
+    assert (rows[:, 0, 150:] == -math.inf).all()
+    delta = (out.double() * dout.double()).sum(-1).float().reshape(6, 150)
+    torch.testing.assert_close(rows[:, 1, :150], -delta * (1 - dropout), atol=1e-4, rtol=1e-5)
+    states = row_states(seed, torch.arange(6)[:, None], torch.arange(rows.shape[2]))
+    for row, words in enumerate(states, start=2):
+        # Bits, whatever number in float32 they would be.
+        assert torch.equal(rows[:, row].contiguous().view(torch.int32).long() & 0xFFFFFFFF, words)
 
 
 def place_of(row: int, column: int) -> int:

@@ -53,6 +53,18 @@ def test_side_inputs_follow_the_log_sum_exp(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
+def test_numbers_follow_the_scale(gpu: Driver) -> None:
+    q, k, v, out = (a_tensor() for _ in range(4))
+    seed = torch.tensor([1])
+    arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
+    queue = Noted()
+    launch = DescriptorLaunch(queue, arguments, ("seed", "dropout"))
+    launch(q, k, v, out, None, 0.5, Side(seed=seed, dropout=0.25))
+    described = arguments((q, k, v, out))
+    assert queue.values == [(*described, out.data_ptr(), seed.data_ptr(), 0.5, 0.25)]
+    assert len(gpu.filled) == 4
+
+
 def test_an_epilogue_is_given_the_workspaces_that_the_kernel_wrote(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)

@@ -78,6 +78,9 @@ GOLDENS = {
     "hopper_bf16_d96_v80_plain": kernel_of(
         a_problem(96, 80), init=False, eager=True, product_first=False, num_stages=3
     ),
+    "hopper_bf16_d128_dropout": kernel_of(
+        a_problem(causal=Causal.BOTTOM_RIGHT, dropout=True), Specialization(lse=True)
+    ),
     "hopper_bf16_d256_causal": kernel_of(
         a_problem(256, causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
     ),
@@ -193,6 +196,19 @@ def test_the_default_keeps_its_products_asynchronous(
     assert prologue.spill_bytes == epilogue.spill_bytes == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+def test_dropping_weights_costs_no_product_its_neighbour(head_dim: int, causal: Causal) -> None:
+    problem = a_problem(head_dim, causal=causal, dropout=True)
+    main, prologue, _ = (part.resources for part in read_parts(kernel_of(problem), H200))
+    model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
+    assert 0 <= main.sram_bytes - model <= 1024
+    assert not main.serialized_wgmma
+    # What is spilled is read behind the loop.
+    assert main.spill_bytes <= 64
+    assert prologue.spill_bytes == 0
+
+
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_every_config_of_the_widest_tiles_keeps_to_its_registers(causal: Causal) -> None:
     problem = a_problem(256, causal=causal)
@@ -265,6 +281,7 @@ def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool) -> Non
         ({"head_dim": 192, "value_head_dim": 128}, "head dims of q and v above 128 only where they are one"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"window_left": 100}, "has no window"),
+        ({"head_dim": 192, "value_head_dim": 192, "dropout": True}, "drops weights of head dims up to 128"),
         ({"direction": Direction.FORWARD}, "computes the backward pass"),
     ],
 )

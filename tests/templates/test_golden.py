@@ -101,6 +101,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_fp16_d64_packed_sequences": (
         HOPPER, "fp16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, ROW_SUMS,
     ),
+    "hopper_bf16_d128_dropout": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True}, ROW_SUMS,
+    ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
     "masked_fp16_d128_packed_pages": (
@@ -158,6 +162,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
 FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
     "hopper_fp16_d64_packed_sequences": {"packed": 1},
+    "hopper_bf16_d128_dropout": {"dropout": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "first_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
@@ -308,7 +313,7 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
     if kernel.epilogue is not None:
         usable |= {kernel.epilogue.entry, "epilogue_plan"}
     if "seed" in kernel.all_side:
-        usable |= {"scrambled", "random_rows", "stays"}
+        usable |= {"scrambled", "random_rows", "drop" if kernel.takes_descriptors else "stays"}
     if kernel.takes_descriptors:
         # Steps and roles are functions of their own.
         assert usable | {"descriptors", "produce", "consume"} <= set(found)

@@ -66,6 +66,8 @@ def test_it_runs_on_hopper_alone() -> None:
         (a_problem(100, dtype=Dtype.FP16), "fp16 head dims from 16 on, in steps of 8"),
         (a_problem(16, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
+        (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
+        (a_problem(packed=1, dropout=True), "of sequences that are not packed"),
     ],
 )
 def test_what_it_does_not_compute_has_a_reason(problem: Problem, reason: str) -> None:

@@ -27,6 +27,8 @@ COMPILED = {
     "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1), {}, True),
     "d96, packed sequences and window": (a_problem(96, packed=1, window_left=100), {}, False),
     "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
+    "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
+    "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
 }
 

@@ -23,6 +23,8 @@ from tests.played_hopper import play
 from tests.played_parts import Array, Stuck
 
 UNTOUCHED = 777.0
+# A number that has an exact spelling in float32.
+DROPOUT = 0.3125
 # Whether the kernel of an early wait or a late one is played makes no difference here.
 SMALL = {"groups": 2, "rows": 64, "block_n": 64, "num_stages": 2, "q_stages": 1, "ping_pong": True}
 THREE = {**SMALL, "groups": 3, "q_stages": 2, "lazy_rescale": False}
@@ -54,6 +56,9 @@ def worst_error(
         batch, rows, keys = 1, int(starts[0][-1]) + spare, int(starts[1][-1]) + spare
         side = Side(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
         beside = tuple(one.numpy() for one in starts)
+    if problem.dropout:
+        side = Side(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
+        beside = (np.array([0x7123456789ABCDEF]),)
     shapes = [
         (batch, heads, length, width)
         for heads, length, width in (
@@ -73,7 +78,8 @@ def worst_error(
             tensor[:, :, keys - spare :] = math.nan
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
     flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
-    play(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs)
+    numbers = (DROPOUT,) if problem.dropout else ()
+    play(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
         # Rows that no sequence has are as they were.
@@ -124,6 +130,19 @@ def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[s
         assert worst < 1e-12, lengths
 
 
+@CONFIGS
+@pytest.mark.parametrize("causal", list(Causal))
+def test_dropout(config: dict[str, Any], causal: Causal) -> None:
+    for queries, keys, changes in ((200, 300, {"batch": 2}), (150, 420, {"window_left": 70})):
+        problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, dropout=True, **changes)
+        assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12, (queries, keys)
+
+
+def test_dropout_of_heads_that_share_tiles() -> None:
+    problem = a_small(heads=8, kv_heads=2, seqlen_q=20, dropout=True, batch=2)
+    assert worst_error(kernel_of(problem, **SMALL, pack=2), problem, 2) < 1e-12
+
+
 def test_orders_sections_and_widths_of_packed_sequences() -> None:
     changes: dict[str, Any]
     for widths, changes in (
@@ -157,6 +176,16 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
     with pytest.raises(Stuck):
         worst_error(broken(kernel, "in range(unseen + gl", "in range(gl"), window, 2)
+    dropped = a_small(Causal.BOTTOM_RIGHT, dropout=True)
+    kernel = kernel_of(dropped, **SMALL)
+    for right, wrong in (
+        ("^ head_number)", ")"),
+        ("(earlier * BLOCK_N).to", "(block * BLOCK_N).to"),
+        ("(key_offsets & -7).to(gl.uint32) *", "(key_offsets & -8).to(gl.uint32) *"),
+        ("xor.b32 low, low, high;", ""),
+        ("where(row_sum == 0.0, 1.0, row_sum) * (1.0 - dropout))", "where(row_sum == 0.0, 1.0, row_sum))"),
+    ):
+        assert not worst_error(broken(kernel, right, wrong), dropped, 2) < 1e-3, wrong
     packed = a_small(Causal.BOTTOM_RIGHT, packed=1)
     kernel = kernel_of(packed, **SMALL)
     for right, wrong in (
