@@ -79,11 +79,11 @@ def test_replays_of_a_graph_draw_new_weights() -> None:
 
 def test_shares_of_what_falls() -> None:
     """Equal weights and values of one: a row of the output is the share that stays over what it should be."""
-    q, k, v = (torch.zeros(2, 8, 4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    # Outputs in bfloat16 are so coarse that rounding alone would widen their spread by 6 %.
+    q, k, v = (torch.zeros(2, 8, 4096, 64, dtype=torch.float16, device="cuda") for _ in range(3))
     _, lse = flashtune.attention(q, k, v, dropout_p=0.1, prefer="generated", return_lse=True)
     assert (lse - torch.tensor(4096.0).log().item()).abs().max() < 1e-4
     out = flashtune.attention(q, k, torch.ones_like(v), dropout_p=0.1, prefer="generated").double()[..., 0]
     spread = (0.1 / 0.9 / 4096) ** 0.5
-    # 16 bits are twice as fine below one as above it: rounding moves the mean down, by at most this.
-    assert abs(out.mean() - 1) < 5e-4
+    assert abs(out.mean() - 1) < 2e-4
     assert abs(out.std() / spread - 1) < 0.05
