@@ -1,7 +1,7 @@
 """Tables and pictures of what `benchmarks/policies.py --save` has written.
 
-python benchmarks/policies_report.py policies.json              # prints the tables, in Markdown
-python benchmarks/policies_report.py policies.json --write      # and puts them and the pictures into docs/
+python -m benchmarks.policies_report policies.json              # prints the tables, in Markdown
+python -m benchmarks.policies_report policies.json --write      # and puts them and the pictures into docs/
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks import charts
+from benchmarks.charts import Axis, Panel, Style
 from flashtune.errors import TableError
 from flashtune.tuner.pages import filled
 from flashtune.tuner.replays import JUDGED_SHARE, NEAR, Summary
@@ -31,8 +33,7 @@ COLORS = {
     "random": "#5b6475",
     "exhaustive": "#cc79a7",
 }
-# A grid of panels, in pixels.
-ACROSS, PANEL_WIDTH, PANEL_HEIGHT, GAP, TOP = 2, 400, 170, 46, 70
+# Where the pictures' shares begin.
 LOWEST = 0.8
 
 Curve = Callable[[Summary], Sequence[tuple[float, float]]]
@@ -160,65 +161,25 @@ def by_seconds(summary: Summary) -> list[tuple[float, float]]:
 
 def picture(found: Sequence[Summary], title: str, curve: Curve) -> str:
     """A panel for each problem, a line for each policy."""
-    policies, problems = policies_of(found), problems_of(found)
-    rows = math.ceil(len(problems) / ACROSS)
-    width, height = ACROSS * (PANEL_WIDTH + GAP) + GAP, TOP + rows * (PANEL_HEIGHT + GAP)
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="11"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>',
-        f"  <title>{title}</title>",
-        f'  <rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'  <text x="{GAP}" y="24" font-size="14" font-weight="bold" fill="#1f2430">{title}</text>',
-    ]
-    for number, policy in enumerate(policies):
-        left = GAP + 110 * number
-        parts.append(f'  <line x1="{left}" y1="42" x2="{left + 24}" y2="42" {_stroke(policy)}/>')
-        parts.append(f'  <text x="{left + 30}" y="46" fill="#1f2430">{policy}</text>')
-    for number, problem in enumerate(problems):
-        lines = [(policy, curve(summary_of(found, policy, problem))) for policy in policies]
-        left = GAP + number % ACROSS * (PANEL_WIDTH + GAP)
-        top = TOP + number // ACROSS * (PANEL_HEIGHT + GAP)
-        parts += _panel(left, top, _title(*problem), lines)
-    return "\n".join([*parts, "</svg>", ""])
+    styles = [_style(policy) for policy in policies_of(found)]
+    return charts.picture(title, styles, [_panel(found, problem, curve) for problem in problems_of(found)])
 
 
-def _panel(
-    left: int, top: int, title: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]
-) -> Iterator[str]:
-    last = max(points[-1][0] for _, points in lines)
-    bottom = top + PANEL_HEIGHT
-    yield (
-        f'  <rect x="{left}" y="{top}" width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="none" '
-        'stroke="#8a93a6"/>'
+def _panel(found: Sequence[Summary], problem: tuple[str, str], curve: Curve) -> Panel:
+    lines = tuple(
+        (_style(policy), curve(summary_of(found, policy, problem))) for policy in policies_of(found)
     )
-    yield f'  <text x="{left + 6}" y="{bottom - 8}" fill="#1f2430">{title}</text>'
-    for share in (0.85, 0.9, 0.95):
-        y = bottom - (share - LOWEST) / (1 - LOWEST) * PANEL_HEIGHT
-        yield f'  <line x1="{left}" y1="{y:.1f}" x2="{left + PANEL_WIDTH}" y2="{y:.1f}" stroke="#eef0f4"/>'
-        yield f'  <text x="{left - 4}" y="{y + 4:.1f}" fill="#5b6475" text-anchor="end">{share}</text>'
-    for part in (0.0, 0.5, 1.0):
-        label = f"{part * last:.0%}" if last <= 1 else f"{part * last:.0f} s"
-        x = left + part * PANEL_WIDTH
-        yield f'  <text x="{x:.0f}" y="{bottom + 14}" fill="#5b6475" text-anchor="middle">{label}</text>'
-    for policy, points in reversed(lines):
-        places = " ".join(
-            f"{left + x / last * PANEL_WIDTH:.1f},"
-            f"{bottom - max(0.0, share - LOWEST) / (1 - LOWEST) * PANEL_HEIGHT:.1f}"
-            for x, share in _corners(points)
-        )
-        yield f'  <polyline points="{places}" fill="none" {_stroke(policy)}/>'
+    last = max(points[-1][0] for _, points in lines)
+    marks = tuple(
+        (part * last, f"{part * last:.0%}" if last <= 1 else f"{part * last:.0f} s")
+        for part in (0.0, 0.5, 1.0)
+    )
+    shares = tuple((share, f"{share}") for share in (0.85, 0.9, 0.95))
+    return Panel(_title(*problem), Axis(0.0, last, marks), Axis(LOWEST, 1.0, shares), lines)
 
 
-def _corners(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points of a line without those that lie on a level stretch."""
-    inner = zip(points, points[1:], points[2:], strict=False)
-    bends = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
-    return [points[0], *bends, points[-1]]
-
-
-def _stroke(policy: str) -> str:
-    return f'stroke="{COLORS[policy]}" stroke-width="{2.4 if policy == "default" else 1.4}"'
+def _style(policy: str) -> Style:
+    return Style(policy, COLORS[policy], 2.4 if policy == "default" else 1.4)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Measurements beside other implementations, and what makes tables and pictures of them."""
