@@ -23,10 +23,11 @@ from flashtune.tuner.bench_peers import CUDNN
 from flashtune.tuner.bench_records import OURS, Bench, Row
 from flashtune.tuner.bench_run import read_report
 from flashtune.tuner.bench_summary import AgainstPoint, against
-from flashtune.tuner.pages import filled
+from flashtune.tuner.pages import table, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in ("bench", "gqa-fp8"))
+SCRIPT = "benchmarks/tables.py"
 PAGES = (ROOT / "README.md", ROOT / "docs/hopper.md", ROOT / "benchmarks/results/README.md")
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FAMILY, FLASH = "forward_hopper", "sdpa-flash"
@@ -48,31 +49,18 @@ def main() -> None:
         )
     except FlashtuneError as error:
         sys.exit(str(error))
-    texts = {name: text for name, table in TABLES.items() if (text := "\n".join(table(results)))}
+    texts = {name: text for name, lines in TABLES.items() if (text := "\n".join(lines(results)))}
     for name, text in texts.items():
         print(f"## {name}\n\n{text}\n")
     if options.write:
         for page in PAGES:
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), texts), encoding="utf-8")
+            page.write_text(with_tables(page.read_text(encoding="utf-8"), texts, SCRIPT), encoding="utf-8")
 
 
 def by_grid(benches: Iterable[Bench]) -> Results:
     """The benches of each grid that hold a row of ours, in the grid's order; others are passed over."""
     found = {bench.problem: bench for bench in benches if bench.row(OURS) is not None}
     return {name: [found[problem] for problem in grid_problems(name) if problem in found] for name in GRIDS}
-
-
-def with_tables(page: str, texts: dict[str, str]) -> str:
-    """The page with each text between its pair of marks, where it has one.
-
-    Raises:
-        UsageError: A table begins and does not end.
-    """
-    for name, text in texts.items():
-        begin = f"<!-- table {name}: written by benchmarks/tables.py -->"
-        if begin in page:
-            page = filled(page, begin, f"<!-- end of table {name} -->", text)
-    return page
 
 
 def paper_table(results: Results) -> Iterator[str]:
@@ -103,7 +91,7 @@ def behind_table(results: Results) -> Iterator[str]:
         yield f"A peer is faster at {len(lost)} of these {len(points)} points:"
         yield ""
         rows = ((point.case, point.best, f"{point.ratio:.3f}") for point in lost)
-        yield from _table(("point", "peer", "flashtune over it"), rows)
+        yield from table(("point", "peer", "flashtune over it"), rows)
     elif points:
         yield "No peer is faster at any of these points."
 
@@ -157,7 +145,7 @@ def winners_table(results: Results) -> Iterator[str]:
     if rows:
         yield "Values at each length, from the shortest to the longest; one value stands for all."
         yield ""
-        yield from _table(("axis", *lines), (row for row in rows if len(set(row[1:])) > 1))
+        yield from table(("axis", *lines), (row for row in rows if len(set(row[1:])) > 1))
         yield ""
         same = (f"{row[0]} {row[1]}" for row in rows if len(set(row[1:])) == 1)
         yield f"The same everywhere: {', '.join(same)}."
@@ -183,7 +171,7 @@ def summary_table(results: Results) -> Iterator[str]:
                 if any(_over(bench, peer) for bench in columns)
             ),
         ]
-        yield from _table(("", *(_title(bench.problem) for bench in columns)), rows)
+        yield from table(("", *(_title(bench.problem) for bench in columns)), rows)
 
 
 TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
@@ -224,7 +212,7 @@ def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], st
     for title, line in _lines(benches).items():
         cells = {bench.problem.seqlen_kv: f"{_ours(bench).tflops:.0f}{ratio(bench)}" for bench in line}
         rows.append((title, *(cells.get(length, "–") for length in lengths)))
-    yield from _table(("", *(f"S={length}" for length in lengths)), rows)
+    yield from table(("", *(f"S={length}" for length in lengths)), rows)
 
 
 def _title(problem: Problem) -> str:
@@ -255,13 +243,6 @@ def _values(line: Sequence[dict[str, str]], axis: str) -> str:
     values = [config.get(axis, "–") for config in line]
     distinct = set(values) - {"–"}
     return distinct.pop() if len(distinct) == 1 else " ".join(values)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(heads)} |"
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 if __name__ == "__main__":
