@@ -1,6 +1,6 @@
 """How much memory attention takes in training, forward and backward, over sequence length.
 
-    python benchmarks/training_memory.py --save memory.json --plot memory.html
+    python benchmarks/training_memory.py --save memory.json      # training_report.py draws it
     python benchmarks/training_memory.py --heads 32 --head-dim 64 --full --lengths 1024 16384
 
 One sequence of each length, 16 heads of 128 columns in bf16, causal: peak of what torch's allocator hands out
@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -40,16 +39,11 @@ from flashtune.tuner.finals import BACKENDS, kernel_run
 from flashtune.tuner.tensors import make_tensors
 from flashtune.versions import current_versions
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 LENGTHS = tuple(1024 << step for step in range(8))
 FAMILIES_AT = 16_384
 GIB = 2**30
 OURS = "flashtune"
 STANDARD = "standard"
-HELD = "inputs, output, gradients"
-WIDTH, HEIGHT = 760, 480
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -116,8 +110,6 @@ def main() -> None:
     )
     if options.save:
         options.save.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
-    if options.plot:
-        options.plot.write_text(figure(document).to_html(include_plotlyjs=True), encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -131,7 +123,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--families-at", type=int, default=FAMILIES_AT, metavar="LENGTH")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures there as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there; needs plotly")
     return parser.parse_args()
 
 
@@ -253,33 +244,6 @@ def line(row: Row) -> str:
         for peak in row.peaks
     ]
     return f"{row.seqlen} tokens, {row.held / GIB:.3f} GiB held: {', '.join(cells)}"
-
-
-def figure(document: Document) -> Figure:
-    """Peak memory over sequence length, one line for each way."""
-    from plotly.graph_objects import Figure, Scatter
-
-    plot = Figure()
-    for name, lengths, sizes in lines(document.rows):
-        dash = "dash" if name == HELD else "solid"
-        plot.add_trace(Scatter(x=lengths, y=sizes, name=name, mode="lines+markers", line={"dash": dash}))
-    ticks = [row.seqlen for row in document.rows]
-    plot.update_xaxes(type="log", title_text="tokens", tickvals=ticks, ticktext=[f"{x:,}" for x in ticks])
-    plot.update_yaxes(type="log", title_text="peak memory, GiB")
-    title = f"Attention, forward and backward, on {document.gpu}"
-    plot.update_layout(title=title, template="plotly_white", width=WIDTH, height=HEIGHT)
-    return plot
-
-
-def lines(rows: Sequence[Row]) -> list[tuple[str, list[int], list[float]]]:
-    """Name, lengths and GiB of each line, gaps left out; what stays in any case is the last."""
-    names = dict.fromkeys(peak.name for row in rows for peak in row.peaks)
-    found = []
-    for name in names:
-        points = [(row.seqlen, peak.bytes) for row in rows for peak in row.peaks if peak.name == name]
-        known = [(seqlen, size / GIB) for seqlen, size in points if size is not None]
-        found.append((name, [seqlen for seqlen, _ in known], [size for _, size in known]))
-    return [*found, (HELD, [row.seqlen for row in rows], [row.held / GIB for row in rows])]
 
 
 if __name__ == "__main__":

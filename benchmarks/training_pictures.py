@@ -1,0 +1,102 @@
+"""Pictures of what training was measured to take."""
+
+from __future__ import annotations
+
+from benchmarks import charts
+from benchmarks.charts import Axis, Panel, Points, Style
+from benchmarks.training_memory import GIB, OURS, STANDARD, Document
+from examples.training.report import Document as Training
+from examples.training.report import median_ms
+from examples.training.trainer import Run, left_out
+
+# Lines lie upon one another: those below are wider, and the uppermost one has gaps.
+MEMORY_STYLES = (
+    Style(OURS, "#d55e00", 2.0, "7 5"),
+    Style("sdpa-cudnn", "#0072b2", 3.2),
+    Style("sdpa-efficient", "#8fd3bd", 6.0),
+    Style("sdpa-flash", "#5b6475", 1.6),
+    Style(STANDARD, "#cc79a7", 2.0),
+    Style("held in any case", "#8a93a6", 1.4, "2 3"),
+)
+FLOOR = Style("who knows how the data is made", "#8a93a6", 1.4, "2 3")
+RUN_STYLES = {
+    "flashtune": Style("flashtune", "#d55e00", 1.4, "5 4"),
+    "torch SDPA": Style("torch SDPA", "#0072b2", 2.4),
+    "another SDPA": Style("another SDPA", "#8fd3bd", 5.0),
+}
+# What the pictures' axes are marked with.
+SIZES = (
+    (1 / 32, "32 MiB"),
+    (1 / 8, "128 MiB"),
+    (1 / 2, "512 MiB"),
+    (2, "2 GiB"),
+    (8, "8 GiB"),
+    (32, "32 GiB"),
+)
+LOSSES = (0.5, 1, 2, 4, 8)
+
+
+def memory_picture(document: Document) -> str:
+    """Peaks over the length on two log axes, one line for each way."""
+    lengths = [row.seqlen for row in document.rows]
+    *ways, held = MEMORY_STYLES
+    lines = [(style, _peaks(document, style.name)) for style in ways]
+    lines.append((held, [(row.seqlen, row.held / GIB) for row in document.rows]))
+    last_standard = _peaks(document, STANDARD)[-1]
+    panel = Panel(
+        "peak memory of a forward and a backward pass, over tokens",
+        Axis(lengths[0], lengths[-1], tuple((length, f"{length // 1024}k") for length in lengths), log=True),
+        Axis(1 / 64, 128, SIZES, log=True),
+        tuple(lines),
+        ((last_standard[0] * 1.1, last_standard[1], "beyond, out of memory"),),
+    )
+    return charts.picture(
+        f"Memory of attention in training, {document.gpu}", MEMORY_STYLES, [panel], columns=1, size=(700, 380)
+    )
+
+
+def _peaks(document: Document, name: str) -> Points:
+    """Length and GiB of what fitted."""
+    return [
+        (row.seqlen, peak.bytes / GIB)
+        for row in document.rows
+        for peak in row.peaks
+        if peak.name == name and peak.bytes is not None
+    ]
+
+
+def losses_picture(document: Training) -> str:
+    """Losses of all runs over one another, and the time of each step beside."""
+    steps = document.setting.steps
+    across = Axis(0, steps, tuple((part * steps // 3, f"{part * steps // 3}") for part in range(4)))
+    runs = sorted(document.runs, key=lambda run: list(RUN_STYLES).index(run.name))
+    losses = Panel(
+        "loss over steps, nats a token",
+        across,
+        Axis(
+            LOSSES[0],
+            1.1 * document.runs[0].losses[0],
+            tuple((loss, f"{loss:g}") for loss in LOSSES),
+            log=True,
+        ),
+        (
+            *((RUN_STYLES[run.name], list(enumerate(run.losses))) for run in runs),
+            (FLOOR, [(0, document.floor), (steps, document.floor)]),
+        ),
+    )
+    slowest = max(map(median_ms, runs))
+    marks = tuple((time, f"{time}") for time in range(0, int(1.1 * slowest), 10))
+    times = Panel(
+        "milliseconds a step, the first ones left out",
+        across,
+        Axis(0, 1.2 * slowest, marks),
+        tuple((RUN_STYLES[run.name], _times(run)) for run in runs),
+    )
+    title = f"The same training by three ways of attention, {document.device}"
+    styles = (*RUN_STYLES.values(), FLOOR)
+    return charts.picture(title, styles, [losses, times], size=(400, 280))
+
+
+def _times(run: Run) -> Points:
+    skipped = left_out(len(run.step_ms))
+    return list(enumerate(run.step_ms))[skipped:]

@@ -1,0 +1,202 @@
+"""Tables and pictures of what training was measured to take, from benchmarks/results.
+
+python -m benchmarks.training_report              # prints the tables, in Markdown
+python -m benchmarks.training_report --write      # and puts them and the pictures into docs/
+
+What it reads: the files that `benchmarks/training_memory.py`, `python -m examples.training` and
+`benchmarks/dropout.py` write with `--save`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from benchmarks import dropout, training_memory
+from benchmarks.training_memory import GIB, OURS, Peak
+from benchmarks.training_pictures import losses_picture, memory_picture
+from examples.training import report as example
+from flashtune.errors import TableError, UsageError
+from flashtune.problem import Causal
+from flashtune.tuner.pages import table, with_tables
+from flashtune.tuner.shapes import parse_shape
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+SCRIPT = "benchmarks/training_report.py"
+PAGE = ROOT / "docs/training.md"
+PICTURES = ROOT / "docs/pictures"
+MIB = 2**20
+
+Read = TypeVar("Read")
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """All that is told."""
+
+    memory: training_memory.Document
+    training: example.Document
+    dropout: tuple[dropout.Row, ...]
+
+
+def main() -> None:
+    """Reads, prints and writes."""
+    parser = argparse.ArgumentParser(description="Tables and pictures of what training takes.")
+    parser.add_argument(
+        "--write", action="store_true", help="put them into docs/training.md and docs/pictures"
+    )
+    options = parser.parse_args()
+    try:
+        found = measured(RESULTS)
+        texts = tables(found)
+        page = with_tables(PAGE.read_text(encoding="utf-8"), texts, SCRIPT)
+    except (TableError, UsageError) as error:
+        sys.exit(f"error: {error}")
+    for name, text in texts.items():
+        print(f"## {name}\n\n{text}\n")
+    if options.write:
+        PAGE.write_text(page, encoding="utf-8")
+        for name, drawn in pictures(found).items():
+            (PICTURES / f"{name}.svg").write_text(drawn, encoding="utf-8")
+
+
+def measured(folder: Path) -> Measured:
+    """What a folder of results holds.
+
+    Raises:
+        TableError: A file is not there, or holds something else.
+    """
+    return Measured(
+        _read(folder / "nvidia-h200-training-memory.json", training_memory.Document),
+        _read(folder / "nvidia-h200-training.json", example.Document),
+        _read(folder / "nvidia-h200-dropout.json", tuple[dropout.Row, ...]),
+    )
+
+
+def _read(path: Path, kind: type[Read]) -> Read:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} holds no such measurement: {error}") from error
+
+
+def tables(found: Measured) -> dict[str, str]:
+    """The text of each place in the page, by name."""
+    return {
+        "memory": "\n".join(_memory(found.memory)),
+        "example": "\n".join(_example(found.training)),
+        "dropout": "\n".join(_dropout(found.dropout)),
+    }
+
+
+def pictures(found: Measured) -> dict[str, str]:
+    """The SVG files, by name."""
+    return {
+        "training-memory": memory_picture(found.memory),
+        "training-losses": losses_picture(found.training),
+    }
+
+
+def _memory(document: training_memory.Document) -> Iterator[str]:
+    """Ratios by length, then by family."""
+    names = list(dict.fromkeys(peak.name for row in document.rows for peak in row.peaks))
+    yield f"Peak of a forward and a backward pass over what is held in any case ({_where(document)}):"
+    yield ""
+    lines = (
+        (
+            f"{row.seqlen:,}",
+            _size(row.held),
+            *(_cell(peak) for name in names for peak in row.peaks if peak.name == name),
+        )
+        for row in document.rows
+    )
+    yield from table(("tokens", "held", *names), lines)
+    yield ""
+    row = document.families
+    yield f"Each family's kernels of the backward pass alone, {row.seqlen:,} tokens, {_size(row.held)} held:"
+    yield ""
+    yield from table(
+        ("family", "peak", "over held"), ((f"`{peak.name}`", *_sized(peak)) for peak in row.peaks)
+    )
+
+
+def _where(document: training_memory.Document) -> str:
+    versions = document.versions
+    return f"{document.gpu}, torch {versions.torch}, Triton {versions.triton}, driver {versions.driver}"
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+
+
+def _cell(peak: Peak) -> str:
+    return peak.message if peak.over_held is None else f"{peak.over_held:.3f}"
+
+
+def _sized(peak: Peak) -> tuple[str, str]:
+    return "–" if peak.bytes is None else _size(peak.bytes), _cell(peak)
+
+
+def _example(document: example.Document) -> Iterator[str]:
+    setting = document.setting
+    size, steps = f"{document.parameters / 1e6:.0f} million parameters", f"{setting.steps} steps"
+    where = f"{document.device}, torch {document.torch}, Triton {document.triton}"
+    yield f"{size}, {steps} of {setting.batch} sequences ({where}):"
+    yield ""
+    first = document.runs[0]
+    heads = (
+        "way",
+        "step, ms",
+        "over SDPA",
+        "peak, GiB",
+        "last loss",
+        f"largest difference from {first.name}'s losses",
+    )
+    lines = (
+        (
+            run.name,
+            f"{example.median_ms(run):.2f}",
+            f"{example.median_ms(run) / example.median_ms(first):.3f}",
+            f"{run.peak_bytes / GIB:.2f}",
+            f"{run.losses[-1]:.4f}",
+            "" if run is first else f"{example.difference(run, first):.3f}",
+        )
+        for run in document.runs
+    )
+    yield from table(heads, lines)
+    yield ""
+    yield f"Who knows how the data is made has a loss of {document.floor:.4f}."
+
+
+def _dropout(rows: tuple[dropout.Row, ...]) -> Iterator[str]:
+    yield "Milliseconds of both passes, and what dropping adds to the time of each:"
+    yield ""
+    heads = ("", OURS, "SDPA's flash backend", "ratio", "ratio without dropout", "added to ours", "to theirs")
+    lines = (
+        (
+            _title(row.shape),
+            f"{row.ours:.2f}",
+            f"{row.theirs:.2f}",
+            f"{row.share:.2f}",
+            f"{row.ours_without / row.theirs_without:.2f}",
+            f"{row.ours / row.ours_without - 1:.0%}",
+            f"{row.theirs / row.theirs_without - 1:.0%}",
+        )
+        for row in rows
+    )
+    yield from table(heads, lines)
+
+
+def _title(shape: str) -> str:
+    problem = parse_shape(shape)[0]
+    mask = "full" if problem.causal is Causal.NONE else "causal"
+    return f"D{problem.head_dim} {mask}, S={problem.seqlen_kv}"
+
+
+if __name__ == "__main__":
+    main()
