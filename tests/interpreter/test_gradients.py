@@ -1,75 +1,33 @@
-"""Gradients of `attention` by every way that torch has to go back through it, on the CPU, against float64."""
+"""Gradients of `attention` on the CPU, against float64: values, types, strides, and who serves else."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import flashtune
 from flashtune import training
-from flashtune.calls import forget_servers
-from flashtune.errors import KernelError, ProblemError
-from flashtune.notices import FlashtuneWarning, forget_told
+from flashtune.errors import KernelError
+from flashtune.notices import FlashtuneWarning
+from tests.interpreter import autograd_calls
+from tests.interpreter.autograd_calls import (
+    HEADS,
+    KV_HEADS,
+    Triple,
+    attend,
+    close,
+    definition,
+    expected,
+    loss,
+    tensors,
+)
 
-Triple = tuple[Tensor, Tensor, Tensor]
-HEADS, KV_HEADS = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    forget_servers()
-    forget_told()
-    torch._dynamo.reset()
-    yield
-    forget_servers()
-
-
-def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:
-    torch.manual_seed(seqlen_q)
-    q = torch.randn(2, HEADS, seqlen_q, head_dim)
-    k = torch.randn(2, KV_HEADS, seqlen_kv, head_dim)
-    v = torch.randn(2, KV_HEADS, seqlen_kv, value_head_dim)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    out: Tensor = flashtune.attention(q, k, v, causal=True, prefer="generated", **options)
-    return out
-
-
-def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v).square().sum()
-
-
-def expected(q: Tensor, k: Tensor, v: Tensor) -> Triple:
-    """Gradients of `loss`, from the definition in float64."""
-    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-    return torch.autograd.grad(definition(*wide)[0].square().sum(), wide)  # type: ignore[return-value]
-
-
-def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention and its log-sum-exp by operators that autograd knows."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    scores = q @ k.mT * q.shape[3] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def close(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=2e-5)
+fresh_runtime = autograd_calls.fresh_runtime
 
 
 def test_the_gradient_of_the_log_sum_exp_comes_in() -> None:
@@ -139,115 +97,6 @@ def test_gradcheck() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it would rather have float64
         assert torch.autograd.gradcheck(attend, (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
-
-
-@pytest.mark.parametrize("way", ["grad", "vjp", "vmap", "compiled"])
-def test_transforms(way: str) -> None:
-    q, k, v = tensors()
-    wanted = expected(q, k, v)
-    q, k, v = q.detach(), k.detach(), v.detach()
-    gradients = torch.func.grad(loss, argnums=(0, 1, 2))
-    if way == "vjp":
-        out, back = torch.func.vjp(attend, q, k, v)[:2]
-        close(back(2 * out), wanted)
-    elif way == "vmap":
-        batches = [torch.stack([tensor, tensor + 1]) for tensor in (q, k, v)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # there is a loop where no rule is
-            found = torch.func.vmap(gradients)(*batches)
-        close([one[0] for one in found], wanted)
-        close([one[1] for one in found], expected(q + 1, k + 1, v + 1))
-    elif way == "compiled":
-        close(torch.compile(gradients, backend="aot_eager", fullgraph=True)(q, k, v), wanted)
-    else:
-        close(gradients(q, k, v), wanted)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    q, k, v = tensors()
-    result: Tensor = checkpoint(loss, q, k, v, use_reentrant=reentrant)
-    result.backward()
-    close((q.grad, k.grad, v.grad), expected(q, k, v))
-
-
-def test_threads_go_back_at_once() -> None:
-    wanted = expected(*tensors())
-    with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(
-            lambda one: torch.autograd.grad(loss(*one), one), [tensors() for _ in range(4)]
-        ):
-            close(found, wanted)
-
-
-def test_saved_tensors_may_be_moved_meanwhile() -> None:
-    q, k, v = tensors()
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept.clone()):
-        result = loss(q, k, v)
-    close(torch.autograd.grad(result, (q, k, v)), expected(q, k, v))
-
-
-def test_compilers_see_a_node_for_each_pass() -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(keep(graph, inputs)))
-    q, k, v = tensors()
-    call = torch.compile(loss, backend=backend, fullgraph=True)
-    close(torch.autograd.grad(call(q, k, v), (q, k, v)), expected(q, k, v))
-    nodes = [
-        [str(node.target) for node in graph.graph.nodes if "flashtune" in str(node.target)]
-        for graph in graphs
-    ]
-    assert nodes == [["flashtune.attention_with_lse.default"], ["flashtune.attention_backward.default"]]
-
-
-def test_lengths_do_not_compile_again() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    call = torch.compile(loss, backend=counter, fullgraph=True)
-    q, k, v = tensors()
-    for length in (20, 18, 16, 12):
-        part = q[:, :, :length]
-        close(
-            torch.autograd.grad(call(part, k, v), (q, k, v)), torch.autograd.grad(loss(part, k, v), (q, k, v))
-        )
-    assert counter.frame_count <= 2, "once for one length, once for all"
-
-
-def test_programs_are_exported_with_gradients_on() -> None:
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v)
-
-    q, k, v = tensors()
-    program = torch.export.export(Module(), (q, k, v))
-    close([program.module()(q, k, v)], [attend(q, k, v)])
-
-
-@pytest.mark.parametrize("way", ["eager", "operator", "func"])
-def test_second_derivatives_are_refused(way: str) -> None:
-    q, k, v = tensors()
-    if way == "func":
-
-        def first(q: Tensor) -> Tensor:
-            found: Tensor = torch.func.grad(loss)(q, k.detach(), v.detach())
-            return found.square().sum()
-
-        with pytest.raises(ProblemError, match="differentiated twice"):
-            torch.func.grad(first)(q.detach())
-        return
-    if way == "operator":
-        q = torch.nn.Parameter(q.detach())
-    (first_gradient,) = torch.autograd.grad(loss(q, k, v), (q,), create_graph=True)
-    close([first_gradient], expected(q, k, v)[:1])
-    with pytest.raises(ProblemError, match="differentiated twice"):
-        torch.autograd.grad(first_gradient.sum(), (q,))
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
@@ -373,33 +222,13 @@ def test_nothing_to_attend_to_has_gradients_of_zero(
     batch, seqlen_q, seqlen_kv = sizes
     q = torch.full((batch, HEADS, seqlen_q, 32), torch.nan, requires_grad=True)
     k, v = (torch.randn(batch, KV_HEADS, seqlen_kv, 32, requires_grad=True) for _ in range(2))
-    for attend in (
+    for call in (
         flashtune.attention,
         torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True),
     ):
-        result = attend(q, k, v, causal=True, **options)
+        result = call(q, k, v, causal=True, **options)
         results = result if isinstance(result, tuple) else (result,)
         assert not results[0].any()
         found = torch.autograd.grad(results, (q, k, v), [torch.ones_like(one) for one in results])
         assert not any(gradient.any() for gradient in found)
     assert flashtune.explain(q, k, v, causal=True, **options).server == "nobody"
-
-
-@pytest.mark.parametrize("way", ["func", "dual"])
-@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=str)
-def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, Any]) -> None:
-    q, k, v = (tensor.detach() for tensor in tensors())
-
-    def of_queries(q: Tensor) -> Tensor:
-        return attend(q, k, v, **options)
-
-    def tangent() -> object:
-        if way == "func":
-            return torch.func.jvp(of_queries, (q,), (q,))[1]
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
-
-    with pytest.raises(ProblemError, match="no derivatives in forward mode"):
-        tangent()
-    with forward_ad.dual_level():
-        assert torch.equal(of_queries(q), of_queries(q.clone())), "without a tangent there is no derivative"

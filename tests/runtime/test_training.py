@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import backward_servers, calls, serving
+from flashtune import calls
 from flashtune.errors import KernelError, ProblemError, VerificationError
-from flashtune.kernel import Alignment
 from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Direction, Problem
-from flashtune.record import Record
-from flashtune.side import Side
-from flashtune.target import find_target
-from flashtune.templates.registry import find_family
-from tests.machine import Machine, expected, inputs, tuned
-
-Make = Callable[..., Record]
-quiet = pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
-
-
-def leaves(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem, dtype))
-    return q, k, v
-
-
-def backward_record(
-    make_record: Make, problem: Problem, ms: float, peers: dict[str, float] | None = None
-) -> Record:
-    """A record of the backward pass, as a search stores it."""
-    backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
-    family = find_family("backward_split")
-    record = make_record(problem, ms=ms, peers=peers)
-    config = family.default(backward, find_target("h200"))
-    return msgspec.structs.replace(record, problem=backward, family=family.name, config=config, kernel=None)
-
-
-def gradients(problem: Problem, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    out = flashtune.attention(*tensors, causal=True, **options)
-    return torch.autograd.grad(out.square().sum(), tensors)
-
-
-def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
-
-
-def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-def server_of(out: Tensor) -> backward_servers.BackwardServer:
-    """What goes back from an output."""
-    return next(
-        cell.cell_contents
-        for cell in out.grad_fn.call[0].backward.__closure__  # type: ignore[union-attr]
-        if isinstance(cell.cell_contents, backward_servers.BackwardServer)
-    )
+from flashtune.problem import Problem
+from tests.machine import Machine, tuned
+from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
 
 
 @quiet
@@ -76,83 +28,6 @@ def test_both_passes_are_prepared_by_the_first_forward_pass(machine: Machine, pr
     gradients(problem, q, k, v)
     assert len(machine.kernels) == 2, "what was met before is bound"
     assert (machine.launches, machine.backward_launches) == (2, 2)
-
-
-@quiet
-def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
-    for _ in range(2):
-        out = flashtune.attention(q, k, v, causal=True)
-        moved = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
-        found = torch.autograd.grad(out, (q, k, v), moved)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
-    assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_split"] * 2
-    assert len(machine.checked) == 2, "strides alone are bound anew"
-
-
-@quiet
-def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
-    out = flashtune.attention(q, k, v, causal=True)
-    for dout in (
-        torch.tensor(2.0).expand(out.shape),
-        torch.randn(*out.shape, 2)[..., 0],
-        torch.randn(out.numel() + 1)[1:].view(out.shape),
-    ):
-        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
-    assert len(machine.kernels) == 2
-    assert machine.kernels[1].specialization.alignment is Alignment.SIXTEEN
-
-
-@quiet
-def test_a_gradient_with_odd_strides_of_single_heads_is_copied(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(msgspec.structs.replace(problem, heads=1, kv_heads=1))
-    out = flashtune.attention(q, k, v, causal=True)
-    dout = torch.randn(2, 512, 64)[..., None].permute(0, 3, 1, 2)
-    assert dout.is_contiguous()
-    assert dout.stride(1) == 1
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
-    assert len(machine.kernels) == 2
-
-
-@quiet
-def test_strides_that_hooks_change_are_bound_anew(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound: list[tuple[int, ...]] = []
-
-    def bind_backward(
-        kernel: object, target: object, tensors: object, side: Side, *, compiled: object
-    ) -> Callable[..., None]:
-        assert side.bias is not None
-        bound.append(side.bias.stride())
-        return lambda *_: None
-
-    monkeypatch.setattr(serving, "bind", lambda *_, **__: lambda *_: None)
-    monkeypatch.setattr(backward_servers, "bind_backward", bind_backward)
-    q, k, v = leaves(problem, torch.bfloat16)
-    bias = torch.randn(512, 512, dtype=torch.bfloat16).expand(2, 8, 512, 512)
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda kept: kept):
-        flashtune.attention(q, k, v, causal=True, attn_bias=bias).sum().backward()
-    assert bound == [bias.stride(), bias.contiguous().stride()]
-
-
-@quiet
-def test_launches_are_kept_for_so_many_strides(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backward_servers, "MOST_LAUNCHES", 2)
-    q, k, v = leaves(problem)
-    out = flashtune.attention(q, k, v, causal=True)
-    for length in (512, 513, 514, 515):
-        dout = torch.randn(2, 8, length, 64)[:, :, :512]
-        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
-    assert len(machine.kernels) == 1 + 4
-    server = server_of(out)
-    assert len(server._launches) == 2
 
 
 @quiet
@@ -296,15 +171,6 @@ def test_gradients_that_no_kernel_computes_are_named(machine: Machine, problem: 
         ProblemError, match="computes the gradient of k_scale, which requires grad: detach it"
     ):
         flashtune.attention(q, *cache, k_scale=scale, v_scale=torch.ones(1), prefer="generated")
-
-
-def test_saved_tensors_with_other_strides_are_told_of(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem, torch.bfloat16)
-    out = flashtune.attention(q, k, v, causal=True)
-    server = server_of(out)
-    odd = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]]
-    with pytest.raises(KernelError, match="hooks of saved tensors keep their strides"):
-        server(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"return_lse": True}])

@@ -1,0 +1,104 @@
+"""Gradients and saved tensors that lie in memory in other ways than the forward pass left them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+import flashtune
+from flashtune import backward_servers, serving
+from flashtune.errors import KernelError
+from flashtune.kernel import Alignment
+from flashtune.problem import Problem
+from flashtune.side import Side
+from tests.machine import Machine, expected
+from tests.runtime.training_calls import close, leaves, quiet, server_of
+
+
+@quiet
+def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    for _ in range(2):
+        out = flashtune.attention(q, k, v, causal=True)
+        moved = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
+        found = torch.autograd.grad(out, (q, k, v), moved)
+        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
+    assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_split"] * 2
+    assert len(machine.checked) == 2, "strides alone are bound anew"
+
+
+@quiet
+def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    out = flashtune.attention(q, k, v, causal=True)
+    for dout in (
+        torch.tensor(2.0).expand(out.shape),
+        torch.randn(*out.shape, 2)[..., 0],
+        torch.randn(out.numel() + 1)[1:].view(out.shape),
+    ):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    assert len(machine.kernels) == 2
+    assert machine.kernels[1].specialization.alignment is Alignment.SIXTEEN
+
+
+@quiet
+def test_a_gradient_with_odd_strides_of_single_heads_is_copied(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(msgspec.structs.replace(problem, heads=1, kv_heads=1))
+    out = flashtune.attention(q, k, v, causal=True)
+    dout = torch.randn(2, 512, 64)[..., None].permute(0, 3, 1, 2)
+    assert dout.is_contiguous()
+    assert dout.stride(1) == 1
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    assert len(machine.kernels) == 2
+
+
+@quiet
+def test_strides_that_hooks_change_are_bound_anew(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[tuple[int, ...]] = []
+
+    def bind_backward(
+        kernel: object, target: object, tensors: object, side: Side, *, compiled: object
+    ) -> Callable[..., None]:
+        assert side.bias is not None
+        bound.append(side.bias.stride())
+        return lambda *_: None
+
+    monkeypatch.setattr(serving, "bind", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(backward_servers, "bind_backward", bind_backward)
+    q, k, v = leaves(problem, torch.bfloat16)
+    bias = torch.randn(512, 512, dtype=torch.bfloat16).expand(2, 8, 512, 512)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda kept: kept):
+        flashtune.attention(q, k, v, causal=True, attn_bias=bias).sum().backward()
+    assert bound == [bias.stride(), bias.contiguous().stride()]
+
+
+@quiet
+def test_launches_are_kept_for_so_many_strides(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_servers, "MOST_LAUNCHES", 2)
+    q, k, v = leaves(problem)
+    out = flashtune.attention(q, k, v, causal=True)
+    for length in (512, 513, 514, 515):
+        dout = torch.randn(2, 8, length, 64)[:, :, :512]
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    assert len(machine.kernels) == 1 + 4
+    server = server_of(out)
+    assert len(server._launches) == 2
+
+
+def test_saved_tensors_with_other_strides_are_told_of(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem, torch.bfloat16)
+    out = flashtune.attention(q, k, v, causal=True)
+    server = server_of(out)
+    odd = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]]
+    with pytest.raises(KernelError, match="hooks of saved tensors keep their strides"):
+        server(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)

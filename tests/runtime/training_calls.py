@@ -1,0 +1,61 @@
+"""Calls that autograd goes through, and the gradients that they should have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune import backward_servers
+from flashtune.problem import Direction, Problem
+from flashtune.record import Record
+from flashtune.target import find_target
+from flashtune.templates.registry import find_family
+from tests.machine import expected, inputs
+
+Make = Callable[..., Record]
+quiet = pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+
+
+def leaves(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem, dtype))
+    return q, k, v
+
+
+def backward_record(
+    make_record: Make, problem: Problem, ms: float, peers: dict[str, float] | None = None
+) -> Record:
+    """A record of the backward pass, as a search stores it."""
+    backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+    family = find_family("backward_split")
+    record = make_record(problem, ms=ms, peers=peers)
+    config = family.default(backward, find_target("h200"))
+    return msgspec.structs.replace(record, problem=backward, family=family.name, config=config, kernel=None)
+
+
+def gradients(problem: Problem, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    out = flashtune.attention(*tensors, causal=True, **options)
+    return torch.autograd.grad(out.square().sum(), tensors)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
+
+
+def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def server_of(out: Tensor) -> backward_servers.BackwardServer:
+    """What goes back from an output."""
+    return next(
+        cell.cell_contents
+        for cell in out.grad_fn.call[0].backward.__closure__  # type: ignore[union-attr]
+        if isinstance(cell.cell_contents, backward_servers.BackwardServer)
+    )
