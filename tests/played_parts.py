@@ -84,7 +84,8 @@ class Shared:
         return Shared(self.values.transpose(axes))
 
     def slice(self, start: int, length: int, axis: int) -> Shared:
-        return Shared(self.values.take(range(start, start + length), axis))
+        rows = slice(plain(start), plain(start) + plain(length))
+        return Shared(self.values[(slice(None),) * axis + (rows,)])
 
     def store(self, value: Tensor) -> None:
         self.values[...] = value.values

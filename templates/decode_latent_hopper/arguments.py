@@ -7,7 +7,7 @@ from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
 from flashtune.problem import Problem
 from flashtune.templates.common.arguments import forward_arguments, pointer_type
 from flashtune.templates.common.side import side_tensors
-from flashtune.templates.decode_latent_hopper.space import BLOCK_N, COMBINE_WARPS, ROWS, LatentConfig
+from flashtune.templates.decode_latent_hopper.space import COMBINE_WARPS, ROWS, LatentConfig, copied_keys
 
 # What every program found of its keys: outputs, and log-sum-exps in units of log2.
 WORKSPACES = ("partial_out", "partial_lse")
@@ -21,7 +21,7 @@ def latent_arguments(
 ) -> tuple[Argument, ...]:
     """Descriptors of q and k, and of out where it is written at once; lse, side tensors, parts, numbers."""
     half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
-    queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, BLOCK_N)
+    queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, copied_keys(problem))
     many = config.splits > 1
     counts = ("heads", "all_heads", "seqlen_q", "seqlen_kv")
     return (

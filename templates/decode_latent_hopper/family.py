@@ -12,16 +12,15 @@ from flashtune.target import Target
 from flashtune.templates.common.tiles import power_of_two
 from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
 from flashtune.templates.decode_latent_hopper.space import (
-    BLOCK_N,
     COMBINE_WARPS,
-    CONSUMER_REGISTERS,
     GROUP_WARPS,
-    PRODUCER_REGISTERS,
     LatentConfig,
     combined_columns,
+    copied_keys,
     latent_space,
     row_tiles,
     split_tile,
+    worker_registers,
 )
 from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.sram import latent_items
@@ -52,10 +51,10 @@ class LatentContext(Context, frozen=True):
     split_tile: int
     combined: int
     combine_warps: int
-    consumer_registers: int
-    producer_registers: int
+    registers: tuple[int, int]
     lengths: bool
     page_size: int
+    copied_keys: int
     lse: bool
 
 
@@ -88,8 +87,6 @@ class DecodeLatentHopper:
                 "decode_latent_hopper takes keys that are wider than their values by "
                 f"{LEAST_REST}, 32 or {MOST_REST} columns"
             )
-        if problem.page_size and problem.page_size < BLOCK_N:
-            return f"decode_latent_hopper takes pages of {BLOCK_N} keys and more"
         return None
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -181,10 +178,10 @@ class DecodeLatentHopper:
             split_tile=split_tile(config),
             combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,
-            consumer_registers=CONSUMER_REGISTERS,
-            producer_registers=PRODUCER_REGISTERS,
+            registers=worker_registers(problem),
             lengths=problem.lengths or problem.page_size > 0,
             page_size=problem.page_size,
+            copied_keys=copied_keys(problem),
             lse=specialization.lse,
         )
 

@@ -19,9 +19,11 @@ GROUP_WARPS = 4
 # Rows of one matrix instruction of a group, and keys of a block.
 ROWS = 64
 BLOCK_N = 64
-# Registers of a thread: what the multiprocessor has, shared among two groups and the producer's four warps.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
+# Registers of a thread of the second group and of the producer's four warps: what the multiprocessor has
+# leaves the first group 240. Who copies small pages keeps numbers of several at hand; the second group can
+# do with less.
+REGISTERS = (240, 24)
+REGISTERS_OF_SMALL_PAGES = (216, 48)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 QUERIES = (1, 2, 4, 8, 16)
 # Programs that a multiprocessor is given at the most, one after the other, where keys are split.
@@ -81,6 +83,16 @@ def latent_space(problem: Problem, target: Target) -> Space:
 def row_tiles(problem: Problem, config: LatentConfig) -> int:
     """Tiles of rows of one sequence."""
     return math.ceil(problem.heads * config.queries / ROWS) * math.ceil(problem.seqlen_q / config.queries)
+
+
+def copied_keys(problem: Problem) -> int:
+    """Keys that are copied in at once: a block of them, or a page where that is less."""
+    return min(problem.page_size or BLOCK_N, BLOCK_N)
+
+
+def worker_registers(problem: Problem) -> tuple[int, int]:
+    """Registers of a thread of the second group, and of the producer."""
+    return REGISTERS if copied_keys(problem) == BLOCK_N else REGISTERS_OF_SMALL_PAGES
 
 
 def split_tile(config: LatentConfig) -> int:

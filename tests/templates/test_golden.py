@@ -153,6 +153,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         LATENT, "bf16", (576, 512), "bottom_right",
         {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
     ),
+    "hopper_bf16_latent_small_pages": (
+        LATENT, "bf16", (576, 512), "bottom_right",
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+    ),
     "hopper_fp16_latent_parts": (
         LATENT, "fp16", (576, 512), "bottom_right",
         {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, ROW_SUMS,
@@ -186,6 +190,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "decode_bf16_latent": {"page_size": 64, "latent": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
+    "hopper_bf16_latent_small_pages": {"page_size": 16, "latent": True},
     "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
     "decode_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashtune.compilation import compile_kernel, load_module
-from flashtune.features import Feature, KvDtype
+from flashtune.features import PAGE_SIZES, Feature, KvDtype
 from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
@@ -121,7 +121,6 @@ def test_rows_of_a_page_lie_one_behind_the_other(batch: int) -> None:
         ({"value_head_dim": 500}, "powers of two"),
         ({"head_dim": 640}, "by 16, 32 or 64 columns"),
         ({"head_dim": 496}, "16, 32 or 64 columns"),
-        ({"page_size": 16}, "pages of 64 keys and more"),
     ],
 )
 def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
@@ -134,7 +133,8 @@ def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
 def test_whose_it_is() -> None:
     assert FAMILY.features == {Feature.LATENT, Feature.LENGTHS, Feature.PAGES}
     assert not FAMILY.interpreted
-    for changes in ({}, {"lengths": True}, {"page_size": 64}, {"page_size": 256, "dtype": Dtype.FP16}):
+    taken: list[dict[str, Any]] = [{}, {"lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
+    for changes in (*taken, *({"page_size": keys} for keys in PAGE_SIZES)):
         assert why_not(FAMILY, a_problem(**changes), H200, PLAIN) is None
         assert why_not(FAMILY, a_problem(**changes), H200, Specialization(Alignment.ANY)) is not None
     assert why_not(FAMILY, a_problem(softcap=True), H200, PLAIN) is not None
@@ -171,6 +171,10 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lengths in parts": ({"lengths": True}, {"splits": 3}),
     "pages": ({"page_size": 64, "causal": Causal.NONE}, {}),
     "pages of 128": ({"page_size": 128, "dtype": Dtype.FP16, "seqlen_q": 4}, {"queries": 4, "splits": 2}),
+    "pages of 16": ({"page_size": 16}, {"late_values": True}),
+    "pages of 16 in parts": ({"page_size": 16, "seqlen_q": 2}, {"queries": 2, "splits": 3}),
+    "pages of 32": ({"page_size": 32, "dtype": Dtype.FP16}, {"late_values": True, "splits": 2}),
+    "narrow pages of 16": ({"page_size": 16, "value_head_dim": 256, "head_dim": 272}, {"num_stages": 4}),
     "three stages": ({"value_head_dim": 256, "head_dim": 288}, {"num_stages": 3}),
 }
 

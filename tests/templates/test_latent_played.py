@@ -24,7 +24,7 @@ from tests.played_parts import Stuck
 
 FAMILY = find_family("decode_latent_hopper")
 UNTOUCHED = 777.0
-LENGTHS = (0, 1, 63, 64, 65, 200, 320, 129)
+LENGTHS = (0, 1, 63, 64, 65, 230, 320, 129)
 EARLY = {"late_values": False}
 LATE = {"late_values": True}
 SPLIT = {"late_values": True, "splits": 3}
@@ -130,7 +130,7 @@ def test_dense(config: dict[str, Any], causal: Causal, heads: int, queries: int,
 
 
 @pytest.mark.parametrize("config", [EARLY, LATE, SPLIT], ids=["early", "late", "split"])
-@pytest.mark.parametrize("page", [0, 64, 128])
+@pytest.mark.parametrize("page", [0, 16, 32, 64, 128])
 def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
     for queries in (1, 2):
         problem = a_problem(
@@ -145,10 +145,24 @@ def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
         assert worst_error(kernel, problem, LENGTHS, config.get("splits", 1)) < 1e-12, queries
 
 
+@pytest.mark.parametrize("page", [16, 32])
+def test_tables_that_end_within_a_block(page: int) -> None:
+    """Behind the pages of the last sequence there is no entry to read."""
+    problem = a_problem(seqlen_kv=96, page_size=page)
+    assert worst_error(kernel_of(problem, late_values=True), problem, (70, 96)) < 1e-12
+
+
 def test_more_stages_and_the_widths_of_deepseek() -> None:
     assert worst_error(kernel_of(a_problem(), num_stages=3), a_problem()) < 1e-12
     wide = a_problem(head_dim=576, value_head_dim=512, batch=1)
     assert worst_error(kernel_of(wide, late_values=True), wide) < 1e-12
+
+
+def test_small_pages_of_other_widths() -> None:
+    wide = a_problem(head_dim=576, value_head_dim=512, batch=1, page_size=16, seqlen_kv=256)
+    assert worst_error(kernel_of(wide, late_values=True), wide, (197,)) < 1e-12
+    narrow = a_problem(head_dim=288, value_head_dim=256, page_size=32, seqlen_kv=256)
+    assert worst_error(kernel_of(narrow, num_stages=3), narrow, (7, 241)) < 1e-12
 
 
 def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
@@ -166,6 +180,15 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rescale != 1.0", "rescale > 1.0"),
     ):
         assert not worst_error(broken(kernel, right, wrong), problem, LENGTHS) < 1e-3, wrong
+    small = msgspec.structs.replace(problem, page_size=16)
+    of_pages = kernel_of(small, queries=4, late_values=True)
+    for right, wrong in (
+        ("gl.minimum(rows - 16, PAGE)", "gl.minimum(rows, PAGE)"),
+        ("first_key // PAGE + 3", "first_key // PAGE + 2"),
+        ("first_key + 32 < seqlen_kv", "first_key + 48 < seqlen_kv"),
+        ("tile.slice(48, PAGE, 3)", "tile.slice(32, PAGE, 3)"),
+    ):
+        assert not worst_error(broken(of_pages, right, wrong), small, LENGTHS) < 1e-3, wrong
     monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
     with pytest.raises(Stuck):
         worst_error(broken(kernel, "mbarrier.arrive(rest_empty.index(0))", "pass"), problem, LENGTHS)
