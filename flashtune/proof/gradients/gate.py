@@ -24,7 +24,10 @@ dq = scale·dS·K, dk = scale·dSᵀ·Q and dv = Pᵀ·dO.
             - delta is off by u·sqrt(Σ dO²O²), as each element of the output was rounded. That error
               belongs to a whole row of dS: in dq it meets |Σ P·k|, and nothing averages it away; in dk
               the rows are independent, Σ P²q² times its square;
-            - 16-bit floats have a smallest number, half of which each dS and P may be off by.
+            - 16-bit floats have a smallest number, half of which each dS and P may be off by;
+            - and float32 arithmetic may take what lies under its smallest normal number, 2^-126, for zero, as
+              the exponentials of GPUs do. A weight that is lost so is an error of |dP - delta| in dS. Weights
+              so small are common beside steep slopes or biases, and bfloat16 has numbers for them.
 `rounding`  half a unit in the last place of the row's largest element, since results are rounded once; what
             all weights of a row may be off by alike (f times their steps); and, where matrix units add up
             16-bit products, what they cut off: up to two roundoffs of the sum at each step of 16
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 BF16_KEYS_FACTOR = 3.0
+# What lies below may be zero: float32's smallest normal number.
+LEAST_NORMAL = 2.0**-126
 # Roundoffs of a log-sum-exp's magnitude: it is rounded, made powers of two, and taken off.
 LSE_STEPS = 4.0
 
@@ -73,12 +78,16 @@ class QueryErrors(NamedTuple):
         weight: What each weight, or dS, is off by once it is rounded, relative to itself; squared.
         product: What each dP is off by.
         delta: What its delta is off by.
+        least: What each dS may be off by, however small it is.
+        least_weight: Likewise each P as it meets dO; the same for all rows.
     """
 
     steps: Tensor
     weight: Tensor
     product: Tensor
     delta: Tensor
+    least: Tensor
+    least_weight: float
 
 
 class Sizes(NamedTuple):
@@ -90,6 +99,8 @@ class Sizes(NamedTuple):
         added: Largest magnitude of what was added to a score that has weight; None where nothing was.
         product: Largest dP that it could have with any value, likewise.
         delta: Root of the sum of squares of dO·O.
+        change: Largest |dP - delta| that it could have.
+        kept: What dropout multiplies weights by that stay; 1 where none are dropped.
     """
 
     score: Tensor
@@ -97,6 +108,8 @@ class Sizes(NamedTuple):
     added: Tensor | None
     product: Tensor
     delta: Tensor
+    change: Tensor
+    kept: float
 
 
 def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
@@ -123,6 +136,8 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
         weight=roundoff**2 + float32_part.square(),
         product=FLOAT32_ROUNDOFF * product_steps * sizes.product,
         delta=(roundoff + FLOAT32_ROUNDOFF * product_steps) * sizes.delta,
+        least=LEAST_ROUNDING[problem.dtype] + LEAST_NORMAL * (1.0 + sizes.change),
+        least_weight=(LEAST_ROUNDING[problem.dtype] + LEAST_NORMAL) * sizes.kept,
     )
 
 
@@ -183,10 +198,6 @@ def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype
     if problem.dtype is not Dtype.FP32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
     relative = UNIT_ROUNDOFF[stored] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
-    allowed = factor * torch.maximum(plain, typical) + largest * relative + LEAST_ROUNDING[stored]
+    least = LEAST_ROUNDING[stored] + LEAST_NORMAL
+    allowed = factor * torch.maximum(plain, typical) + largest * relative + least
     return allowed.masked_fill(terms == 0, 0.0)
-
-
-def least_element(problem: Problem) -> float:
-    """What rounding to the inputs' type changes a small number by at the most."""
-    return LEAST_ROUNDING[problem.dtype]

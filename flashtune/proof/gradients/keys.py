@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_key_error, least_element
+from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_key_error
 from flashtune.proof.gradients.scores import Work, largest, once
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class OfKeys(NamedTuple):
     steps: Tensor
 
 
-def key_sums(problem: Problem, work: Work) -> OfKeys:
+def key_sums(work: Work) -> OfKeys:
     """What some rows add."""
     wide, exact, plain, errors = work.wide, work.exact, work.plain, work.errors
-    weight, least = errors.weight[..., None], least_element(problem) ** 2
+    weight, least = errors.weight[..., None], errors.least.square()[..., None]
     q, dout, squares = wide.q.square(), wide.dout.square(), exact.weights.square()
     # Deltas of different rows are off independently.
     of_product = (errors.delta.square() + errors.product.square())[..., None] * q
@@ -50,8 +50,8 @@ def key_sums(problem: Problem, work: Work) -> OfKeys:
         dv=exact.kept.mT @ wide.dout,
         plain_dk=plain.slopes.mT @ wide.q,
         plain_dv=plain.kept.mT @ wide.dout,
-        dk_spread=dk_spread + least * q.sum(-2, keepdim=True),
-        dv_spread=dv_spread + least * dout.sum(-2, keepdim=True),
+        dk_spread=dk_spread + (least * q).sum(-2, keepdim=True),
+        dv_spread=dv_spread + errors.least_weight**2 * dout.sum(-2, keepdim=True),
         queries=work.queries,
         steps=errors.steps.amax(1, keepdim=True),
     )

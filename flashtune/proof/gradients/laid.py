@@ -56,6 +56,7 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
 
     exact, weights = picked(work.exact.laid), picked(work.exact.weights)
     typical = picked(errors.delta + errors.product) * weights + picked(errors.weight).sqrt() * exact.abs()
+    typical += picked(errors.least)
     plain = (once(picked(work.plain.laid), problem) - exact).abs()
     seen = (weights > 0).double()
     figures = RowFigures(plain, typical, exact.abs(), seen, picked(errors.steps).expand(seen.shape))
@@ -73,6 +74,7 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     # A row's delta is off for all of its keys alike.
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)
     spread = errors.weight * (laid * distance).square_().sum(-1) + alike.square()
+    spread += errors.least.square() * distance.square().sum(-1)
 
     def of_heads(rows: Tensor) -> Tensor:
         total: Tensor = rows.unflatten(1, (group, -1)).sum(-1)

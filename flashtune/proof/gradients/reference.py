@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.features import Bias
-from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_query_error, least_element
+from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_query_error
 from flashtune.proof.gradients.keys import OfKeys, added, key_gradients, key_sums
 from flashtune.proof.gradients.laid import (
     OfSlopes,
@@ -96,7 +96,7 @@ def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> E
     for rows in piece.rows:
         work = work_on(problem, given, piece.pairs, rows)
         parts.append(_of_rows(problem, given, work, chosen))
-        sums = key_sums(problem, work)
+        sums = key_sums(work)
         of_keys = sums if of_keys is None else added(of_keys, sums)
         if problem.alibi:
             slopes = slope_sums(problem, work, piece.pairs, given.lengths)
@@ -120,7 +120,7 @@ def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRo
     plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)
     figures = RowFigures(
         plain=largest(plain - exact),
-        typical=given.scale * _typical(problem, work),
+        typical=given.scale * _typical(work),
         largest=largest(exact),
         terms=work.keys,
         steps=work.errors.steps,
@@ -135,12 +135,12 @@ def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRo
     return OfRows(by_head(work.out), by_head(work.lse), Gradient(*map(by_head, dq)), dbias)
 
 
-def _typical(problem: Problem, work: Work) -> Tensor:
+def _typical(work: Work) -> Tensor:
     """Typical error of each row of dq but for the scale, [pairs, group · rows]."""
     wide, exact, errors = work.wide, work.exact, work.errors
     squares = wide.k.square()
     spread: Tensor = errors.weight[..., None] * (exact.slopes.square() @ squares)
     spread += errors.product.square()[..., None] * (exact.weights.square() @ squares)
-    spread += least_element(problem) ** 2 * squares.sum(-2, keepdim=True)
+    spread += errors.least.square()[..., None] * squares.sum(-2, keepdim=True)
     alike = (errors.delta + errors.product) * largest(exact.weights @ wide.k)
     return alike + spread.amax(-1).sqrt()

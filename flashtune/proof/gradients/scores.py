@@ -70,7 +70,7 @@ def work_on(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Work:
     plain_delta = ((wide.dout * out.double()).sum(-1) - wide.dlse).float()
     exact = _scores(weights.exact, products, exact_delta, weights.slope, weights.kept)
     plain = _plain(problem, weights, lse, products.float(), plain_delta)
-    errors = query_errors(problem, _sizes(given, wide, weights), given.side.softcap or 0.0)
+    errors = query_errors(problem, _sizes(given, wide, weights, exact_delta), given.side.softcap or 0.0)
     return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors)
 
 
@@ -94,13 +94,17 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
     return Scores(rounded_p, kept, slopes, laid)
 
 
-def _sizes(given: Given, wide: Wide, weights: Weights) -> Sizes:
+def _sizes(given: Given, wide: Wide, weights: Weights, delta: Tensor) -> Sizes:
+    kept = 1.0 / (1.0 - (given.side.dropout or 0.0))
+    product = _norm(wide.dout) * _norm(wide.v).amax(-1, keepdim=True) * kept
     return Sizes(
         score=given.scale * _norm(wide.q) * _norm(wide.k).amax(-1, keepdim=True),
         lse=finite(weights.lse).abs(),
         added=weights.added,
-        product=_norm(wide.dout) * _norm(wide.v).amax(-1, keepdim=True) / (1.0 - (given.side.dropout or 0.0)),
+        product=product,
         delta=_norm(wide.dout * weights.out),
+        change=product + delta.abs(),
+        kept=kept,
     )
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from flashtune.features import Bias
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.beside import make_side
-from flashtune.proof.cases import Level, lengths_of
+from flashtune.proof.cases import Case, Level, lengths_of
 from flashtune.proof.gradients.cases import companions
 from flashtune.proof.gradients.pairs import Pairs, sample_pairs
 from flashtune.proof.gradients.reference import Chosen, expect_gradients
 from flashtune.proof.gradients.values import make_dlse, make_dout
 from flashtune.proof.gradients.weights import Given
-from flashtune.proof.probes import make_values
+from flashtune.proof.probes import Probe, make_values
 from tests.plain_masks import plain_attention
-from tests.proof.gradients.checking import a_problem, refused
+from tests.proof.gradients.checking import a_problem, failures, found_at, refused
 from tests.proof.gradients.plain_kernel import Hooks, Scores, TwoTiles
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -54,6 +54,26 @@ def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     turn = list(MASKS).index(name)
     dtype = (Dtype.BF16, Dtype.FP16, Dtype.FP32)[turn % 3]
     assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), dlse=turn % 2 == 0) == []
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
+@pytest.mark.parametrize(("kv_heads", "rows", "bias"), [(1, 20, Bias.ADDITIVE), (4, 1, Bias.NONE)])
+def test_weights_below_the_normal_numbers_of_float32_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, rows: int, bias: Bias, dtype: Dtype
+) -> None:
+    # Under steep slopes weights pass through all magnitudes; what a single query gives a key is all it gets.
+    shape = {"heads": 4, "kv_heads": kv_heads, "seqlen_q": rows, "seqlen_kv": 640}
+    problem = a_problem(dtype=dtype, causal=Causal.NONE, alibi=True, bias=bias, **shape)
+    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.07)
+
+    def found(least: float) -> list[str]:
+        def lost(_: str, scores: Scores) -> Scores:
+            return Scores(*(torch.where(scores.weights < least, 0.0, one) for one in scores))
+
+        return failures(found_at(monkeypatch, case, Hooks(scores=lost)))
+
+    assert found(2.0**-126) == []
+    assert found(2.0**-110) != []
 
 
 @pytest.mark.parametrize("name", ["plain", *MASKS])
