@@ -6,7 +6,8 @@ make rowsum(dout · out) and clear an accumulator, the last may convert it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,19 +15,22 @@ import torch
 from flashtune.compilation import interpreting, load_module
 from flashtune.descriptors import DescriptorArguments, without_memory
 from flashtune.launch import Binary, compile_binary
-from flashtune.launches import LEAST_SCALE, allocate_workspace
-from flashtune.queueing import Queue, interpreted_queue
+from flashtune.launches import LEAST_SCALE
+from flashtune.queueing import interpreted_queue, queue_of
 from flashtune.side import NO_SIDE, Side
 from flashtune.side import NUMBERS as SIDE_NUMBERS
+from flashtune.workspaces import Workspaces, allocate_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.kernel import Argument, Kernel
-    from flashtune.launches import Allocate
     from flashtune.target import Target
+    from flashtune.workspaces import Allocate
 
 WORKSPACE = "workspace_"
+# Bound once, for `map`.
+address_of = torch.Tensor.data_ptr
 # What is passed by value.
 NUMBERS = ("scale", *SIDE_NUMBERS)
 
@@ -81,7 +85,17 @@ class BackwardLaunch:
     Strides are bound, so that only addresses are read, each once. `scale` is not negative.
     """
 
-    __slots__ = ("_allocate", "_arguments", "_described", "_side", "_stages", "_tensors", "_workspaces")
+    __slots__ = (
+        "_addresses_of",
+        "_arguments",
+        "_at",
+        "_given",
+        "_numbers",
+        "_side",
+        "_stages",
+        "_tensors",
+        "_workspaces",
+    )
 
     def __init__(
         self,
@@ -93,39 +107,61 @@ class BackwardLaunch:
         main: int = 0,
     ) -> None:
         """`described` are the tensors that the stage at `main` takes as descriptors."""
-        taken = {name for stage in stages for name in stage.names}
+        taken = {*described, *(name for stage in stages for name in stage.names)}
         tensors = [name for name in BackwardTensors._fields if name in taken]
         side = [name for name in Side._fields if name in taken and name not in NUMBERS]
         scratch = [f"{WORKSPACE}{index}" for index in range(len(workspaces))]
         order = [*tensors, *side, *scratch, *NUMBERS]
-        self._tensors = tuple(map(BackwardTensors._fields.index, tensors))
-        self._side = tuple(map(Side._fields.index, side))
+        self._tensors = _taking(BackwardTensors._fields, tensors)
+        self._side = _taking(Side._fields, side) if side else None
+        self._numbers = any(name in taken for name in SIDE_NUMBERS)
         self._stages = tuple(
-            (queue, tuple(map(order.index, names)), index == main)
+            (queue, _taking(order, names), index == main and arguments is not None)
             for index, (queue, names) in enumerate(stages)
         )
-        self._workspaces = workspaces
-        self._allocate = allocate
-        given = [*BackwardTensors._fields, *scratch]
-        self._described = tuple(map(given.index, described))
-        self._arguments = arguments
+        self._workspaces = Workspaces(workspaces, allocate)
+        self._arguments, self._at = arguments, arguments and arguments.at
+        self._addresses_of = _taking(order, described)
+        given = (*BackwardTensors._fields, *scratch)
+        self._given = tuple(map(given.index, described))
 
-    def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
-        """Queues all kernels on their device's current stream."""
-        workspaces = [self._allocate(shape, tensors.q.device) for shape in self._workspaces]
-        values: list[Any] = [tensors[at].data_ptr() for at in self._tensors]  # type: ignore[union-attr]
-        if self._side:
-            values += [side[at].data_ptr() for at in self._side]  # type: ignore[union-attr]
-        values += [workspace.data_ptr() for workspace in workspaces]
+    def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
+        """Queues all kernels on their device's current stream; `tensors` are as in `BackwardTensors`."""
+        # Every name that is looked up and every list that is made counts: a GPU may wait for this.
+        held, scratch = self._workspaces(tensors[0])  # type: ignore[arg-type]
+        values: list[Any] = [*map(address_of, self._tensors(tensors))]
+        if self._side is not None:
+            values += map(address_of, self._side(side))
+        values += scratch
         values.append(scale if scale > LEAST_SCALE else LEAST_SCALE)
-        values += side.numbers
+        if self._numbers:
+            values += side.numbers
         described: list[Any] = []
-        if self._arguments is not None:
-            given = *tensors, *workspaces
-            described = self._arguments(tuple(given[at] for at in self._described))  # type: ignore[misc]
-        for queue, places, is_main in self._stages:
-            passed = [values[at] for at in places]
-            queue((*described, *passed) if is_main else tuple(passed))
+        if self._at is not None:
+            addresses = self._addresses_of(values)
+            described = self._at(addresses) or self._made(addresses, tensors, held)
+        for queue, take, is_described in self._stages:
+            queue((*described, *take(values)) if is_described else take(values))
+
+    def _made(
+        self, addresses: tuple[int, ...], tensors: tuple[Tensor | None, ...], held: Sequence[Tensor]
+    ) -> list[Any]:
+        """Descriptors of what did not come together before at these addresses."""
+
+        def tensor_of(place: int) -> Tensor:
+            given = *tensors, *self._workspaces.tensors(held)
+            return given[self._given[place]]  # type: ignore[return-value]  # what is described is there
+
+        assert self._arguments is not None
+        return self._arguments.made(addresses, tensor_of)
+
+
+def _taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What picks the values of some names out of those of all, in C where there are two or more."""
+    places = [names.index(name) for name in wanted]
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
 
 
 class InterpretedBackward:
@@ -138,11 +174,12 @@ class InterpretedBackward:
         self._workspaces = workspaces
         self._allocate = allocate
 
-    def __call__(self, tensors: BackwardTensors, scale: float, side: Side = NO_SIDE) -> None:
-        """Runs every block in turn."""
-        values: dict[str, Any] = {**side._asdict(), **tensors._asdict(), "scale": max(scale, LEAST_SCALE)}
+    def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
+        """Runs every block in turn; `tensors` are as in `BackwardTensors`."""
+        given = BackwardTensors(*tensors)  # type: ignore[arg-type]
+        values: dict[str, Any] = {**side._asdict(), **given._asdict(), "scale": max(scale, LEAST_SCALE)}
         for index, shape in enumerate(self._workspaces):
-            values[f"{WORKSPACE}{index}"] = self._allocate(shape, tensors.q.device)
+            values[f"{WORKSPACE}{index}"] = self._allocate(shape, given.q.device)
         for queue, names in self._stages:
             queue(*(values[name] for name in names))
 
@@ -193,13 +230,15 @@ def bind_backward(
     binary = compiled or compile_binary(kernel, target)
     binaries = [each for each in (binary.prologue, binary.kernel, binary.epilogue) if each is not None]
     stages = tuple(
-        Stage(Queue(each, at, ints, tensors.q.device), _taken(arguments, ints))
+        Stage(queue_of(each, at, ints, tensors.q.device), _taken(arguments, ints))
         for each, (_, arguments, at, ints) in zip(binaries, plans, strict=True)
     )
     if not kernel.takes_descriptors:
         return BackwardLaunch(stages, workspaces, allocate)
     scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces]
-    patterns = module.descriptors(*map(without_memory, planned), *scratch)
+    # Each call draws the seed of dropout: a plan is made without one.
+    lasting = (tensor if tensor is None else without_memory(tensor) for tensor in planned)
+    patterns = module.descriptors(*lasting, *scratch)
     arguments = DescriptorArguments(list(patterns.values()), binary.kernel.metadata.tensordesc_meta)
     return BackwardLaunch(stages, workspaces, allocate, tuple(patterns), arguments, main)
 

@@ -21,6 +21,7 @@ from flashtune.problem import Dtype
 from flashtune.rendered import kernel_of
 from flashtune.side import NO_SIDE, Side
 from flashtune.side_inputs import side_views
+from flashtune.workspaces import empty_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,23 +107,24 @@ class BackwardServer:
         if dlse is not None:
             dlse = dlse.contiguous()
         key = _strides(q, k, v, out, dout, side)
-        if key not in self._launches:
-            if len(self._launches) >= MOST_LAUNCHES:
-                self._launches.clear()
-            self._launches[key] = self._bind(q, k, v, out, dout, side)
-        launch = self._launches[key]
+        launch = self._launches.get(key)
         if launch is None:
-            # Strides of single elements may be odd and a tensor contiguous all the same.
-            dout = dout.clone(memory_format=torch.contiguous_format)
+            if key not in self._launches:
+                if len(self._launches) >= MOST_LAUNCHES:
+                    self._launches.clear()
+                self._launches[key] = self._bind(q, k, v, out, dout, side)
+            else:
+                # Strides of single elements may be odd and a tensor contiguous all the same.
+                dout = dout.clone(memory_format=torch.contiguous_format)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
-        if side is NO_SIDE:
-            gradients = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        else:
+        scale = self._default_scale if scale is None else scale
+        if side is not NO_SIDE:
             gradients = _allocated(self._request, q, k, v)
-        dq, dk, dv, *beside = gradients
-        tensors = BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse, *beside)
-        launch(tensors, self._default_scale if scale is None else scale, side)
-        return gradients
+            launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
+            return gradients
+        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+        launch((q, k, v, out, lse, dout, dq, dk, dv, dlse, None, None), scale)
+        return Gradients(dq, dk, dv)
 
     def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> None:
         """Binds the kernel to a gradient that lies as the output does.

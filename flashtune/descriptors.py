@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Addresses of one tensor that are remembered; then all are forgotten.
+# Addresses of one tensor, and of all together, that are remembered; then all are forgotten.
 MOST_ADDRESSES = 512
 
 # Devices whose context is current in a thread, as far as it is known here.
@@ -34,7 +34,7 @@ _thread = threading.local()
 class DescriptorArguments:
     """What stands for tensors of bound shapes and strides among a kernel's arguments."""
 
-    __slots__ = ("_known", "_metadata", "_patterns")
+    __slots__ = ("_known", "_patterns", "_together", "at")
 
     def __init__(
         self, patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
@@ -53,24 +53,39 @@ class DescriptorArguments:
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
+        self._together: dict[tuple[int, ...], list[Any]] = {}
+        # The arguments for tensors at these addresses, if such ones came before: one look-up for all.
+        self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """The arguments for these tensors, of which only addresses and types are read."""
+        return self.made(tuple(tensor.data_ptr() for tensor in tensors), tensors.__getitem__)
+
+    def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[Any]:
+        """The arguments for tensors at addresses that `at` does not know together; do not change them.
+
+        Args:
+            addresses: Those of all tensors, in order.
+            tensor_of: Gives the tensor of a place, where an address is new there.
+        """
         values: list[Any] = []
-        for position, tensor in enumerate(tensors):
-            known = self._known[position]
-            found = known.get(tensor.data_ptr())
+        for place, (address, known) in enumerate(zip(addresses, self._known, strict=True)):
+            found = known.get(address)
             if found is None:
+                tensor = tensor_of(place)
                 _make_context_current(tensor.device)
                 found = [
                     value
-                    for pattern, notes in self._patterns[position]
+                    for pattern, notes in self._patterns[place]
                     for value in _made(pattern, notes, tensor)
                 ]
                 if len(known) >= MOST_ADDRESSES:
                     known.clear()
-                known[tensor.data_ptr()] = found
+                known[address] = found
             values += found
+        if len(self._together) >= MOST_ADDRESSES:
+            self._together.clear()
+        self._together[addresses] = values
         return values
 
 

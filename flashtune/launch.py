@@ -18,20 +18,20 @@ from flashtune.launches import (
     InterpreterLaunch,
     QuantizedLaunch,
     SideLaunch,
-    allocate_workspace,
     divided,
 )
 from flashtune.quantization import E4M3, unit_scales
-from flashtune.queueing import Queue, interpreted_queue
+from flashtune.queueing import interpreted_queue, queue_of
 from flashtune.side import NO_SIDE, Side
+from flashtune.workspaces import allocate_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
     from triton.compiler import CompiledKernel
 
     from flashtune.kernel import Kernel
-    from flashtune.launches import Allocate
     from flashtune.target import Target
+    from flashtune.workspaces import Allocate
 
 
 class Binary(NamedTuple):
@@ -115,14 +115,14 @@ def bind(
         epilogue = interpreted_queue(module, last.entry, *module.epilogue_plan(*tensors)) if last else None
         return InterpreterLaunch(queue, epilogue, kernel.side, workspaces, allocate)
     binary = compiled or compile_binary(kernel, target)
-    queue = Queue(binary.kernel, grid, integers, q.device)
+    queue = queue_of(binary.kernel, grid, integers, q.device)
     prologue = epilogue = None
     if binary.prologue is not None:
         first_grid, first_integers = module.prologue_plan(*tensors)
-        prologue = Queue(binary.prologue, first_grid, first_integers, q.device)
+        prologue = queue_of(binary.prologue, first_grid, first_integers, q.device)
     if binary.epilogue is not None:
         last_grid, last_integers = module.epilogue_plan(*tensors)
-        epilogue = Queue(binary.epilogue, last_grid, last_integers, q.device)
+        epilogue = queue_of(binary.epilogue, last_grid, last_integers, q.device)
     if q.dtype is not E4M3 and not kernel.takes_descriptors:
         if kernel.side or epilogue:
             return SideLaunch(queue, epilogue, kernel.side, workspaces, allocate)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flashtune.descriptors import typed
 from flashtune.side import NO_SIDE, NUMBERS, Side
+from flashtune.workspaces import Workspaces, allocate_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.descriptors import DescriptorArguments
-
-    Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
+    from flashtune.workspaces import Allocate
 
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
@@ -26,11 +24,6 @@ def divided(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of side inputs, apart: of the tensors, and of what is passed by value behind the scale."""
     tensors = tuple(name for name in names if name not in NUMBERS)
     return tensors, names[len(tensors) :]
-
-
-def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 scratch memory that a kernel writes before it reads; allocated per call."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 class InterpreterLaunch:
@@ -74,7 +67,7 @@ class InterpreterLaunch:
 class DeviceLaunch:
     """The binary, launched without Triton's per-call specialisation."""
 
-    __slots__ = ("_allocate", "_queue", "_workspaces")
+    __slots__ = ("_has_scratch", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -83,8 +76,8 @@ class DeviceLaunch:
         allocate: Allocate = allocate_workspace,
     ) -> None:
         self._queue = queue
-        self._workspaces = workspaces
-        self._allocate = allocate
+        self._has_scratch = bool(workspaces)
+        self._workspaces = Workspaces(workspaces, allocate)
 
     def __call__(
         self,
@@ -102,18 +95,17 @@ class DeviceLaunch:
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
-        if not self._workspaces:
+        if not self._has_scratch:
             self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, scale))
             return
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
+        _held, pointers = self._workspaces(q)
         self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, *pointers, scale))
 
 
 class DescriptorLaunch:
     """The binary of a kernel whose tensors are passed as descriptors; all else goes by address."""
 
-    __slots__ = ("_allocate", "_arguments", "_epilogue", "_names", "_numbers", "_queue", "_workspaces")
+    __slots__ = ("_arguments", "_at", "_epilogue", "_is_plain", "_names", "_numbers", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -126,10 +118,11 @@ class DescriptorLaunch:
     ) -> None:
         """`names` are those of the side inputs that the kernel takes."""
         self._queue = queue
-        self._arguments = arguments
+        self._arguments, self._at = arguments, arguments.at
         self._names, self._numbers = divided(names)
+        self._is_plain = not names and epilogue is None
         self._epilogue = epilogue
-        self._workspaces, self._allocate = workspaces, allocate
+        self._workspaces = Workspaces(workspaces, allocate)
 
     def __call__(
         self,
@@ -142,24 +135,30 @@ class DescriptorLaunch:
         side: Side = NO_SIDE,
     ) -> None:
         """Queues the kernel, and its epilogue if there is one, on the device's current stream."""
-        row_lse = out.data_ptr() if lse is None else lse.data_ptr()
+        address = out.data_ptr()
+        row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), address
+        tensors = self._at(addresses)
+        if tensors is None:
+            tensors = self._arguments.made(addresses, (q, k, v, out).__getitem__)
+        if self._is_plain:
+            self._queue((*tensors, row_lse, scale))
+            return
         beside = [getattr(side, name).data_ptr() for name in self._names]
         numbers = [getattr(side, name) for name in self._numbers]
-        tensors = self._arguments((q, k, v, out))
         if self._epilogue is None:
             self._queue((*tensors, row_lse, *beside, scale, *numbers))
             return
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
+        _held, pointers = self._workspaces(q)
         self._queue((*tensors, row_lse, *beside, *pointers, scale, *numbers))
-        self._epilogue((out.data_ptr(), row_lse, *pointers))
+        self._epilogue((address, row_lse, *pointers))
 
 
 class SideLaunch:
     """The binary of a kernel that reads more than q, k and v, or that has an epilogue."""
 
-    __slots__ = ("_allocate", "_epilogue", "_names", "_numbers", "_queue", "_workspaces")
+    __slots__ = ("_epilogue", "_names", "_numbers", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -173,8 +172,7 @@ class SideLaunch:
         self._queue = queue
         self._epilogue = epilogue
         self._names, self._numbers = divided(names)
-        self._workspaces = workspaces
-        self._allocate = allocate
+        self._workspaces = Workspaces(workspaces, allocate)
 
     def __call__(
         self,
@@ -187,8 +185,7 @@ class SideLaunch:
         side: Side = NO_SIDE,
     ) -> None:
         """Queues all kernels on their device's current stream."""
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
+        _held, pointers = self._workspaces(q)
         beside = [getattr(side, name).data_ptr() for name in self._names]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
@@ -203,7 +200,7 @@ class SideLaunch:
 class QuantizedLaunch:
     """The binary for quantised inputs, after its prologue, which fills the workspaces from v."""
 
-    __slots__ = ("_allocate", "_arguments", "_ones", "_prologue", "_queue", "_workspaces")
+    __slots__ = ("_arguments", "_ones", "_prologue", "_queue", "_workspaces")
 
     def __init__(
         self,
@@ -219,8 +216,7 @@ class QuantizedLaunch:
         self._prologue = prologue
         self._arguments = arguments
         self._ones = ones
-        self._workspaces = workspaces
-        self._allocate = allocate
+        self._workspaces = Workspaces(workspaces, allocate)
 
     def __call__(
         self,
@@ -233,8 +229,7 @@ class QuantizedLaunch:
         side: Side = NO_SIDE,
     ) -> None:
         """Queues both kernels on their device's current stream."""
-        workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
-        pointers = [workspace.data_ptr() for workspace in workspaces]
+        held, pointers = self._workspaces(q)
         if self._prologue is not None:
             self._prologue((v.data_ptr(), *pointers))
         factors = [(self._ones if factor is None else factor).data_ptr() for factor in side.scales]
@@ -245,5 +240,5 @@ class QuantizedLaunch:
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address)
             self._queue((*addresses, row_lse, *factors, *pointers, scale))
             return
-        tensors = self._arguments((q, k, typed(workspaces[0], v), out))
+        tensors = self._arguments((q, k, typed(self._workspaces.tensors(held)[0], v), out))
         self._queue((*tensors, row_lse, *factors, scale))

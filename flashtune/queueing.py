@@ -1,9 +1,15 @@
-"""A binary on one device with the grid and the integers of one problem, ready to be queued."""
+"""A binary on one device with the grid and the integers of one problem, ready to be queued.
+
+Triton's launcher is an object in Python that looks for scratch memory in every call. All else that it passes
+to the driver is the same each time, so that it is watched once and then gone past.
+"""
 
 from __future__ import annotations
 
+import copy
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.runtime._allocation import _allocator
@@ -13,63 +19,128 @@ from flashtune.descriptors import without_making
 from flashtune.errors import KernelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 
 _interpreting = threading.Lock()
 
+# torch.cuda's own function looks each time whether CUDA is initialised, as loading a binary did.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
-class Queue:
-    """Passes a binary and its values straight to the driver."""
 
-    __slots__ = ("_current", "_device", "_grid", "_head", "_integers", "_run", "_scratch", "_stream")
+class Direct(NamedTuple):
+    """How a binary's launcher hands a launch over to its driver's function.
 
-    def __init__(
-        self, compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device
-    ) -> None:
-        """Loads the binary onto the device.
+    Attributes:
+        launch: That function.
+        before: What it takes before the stream.
+        after: What it takes behind the stream and before the kernel's own arguments.
+        as_one: Whether it takes these as one sequence.
+    """
 
-        Raises:
-            KernelError: It cannot be loaded there.
-        """
-        from triton.runtime import driver
+    launch: Callable[..., None]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    as_one: bool
 
-        with torch.cuda.device(device):
-            try:
-                # Reading `run` loads the binary onto the current device.
-                run: Callable[..., None] = compiled.run
-            except Exception as error:
-                raise KernelError(first_line(error)) from error
-        self._run = without_making(run) if getattr(compiled.metadata, "tensordesc_meta", None) else run
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._current: Callable[[], int] = torch.cuda.current_device
-        # Only GPU drivers have it, and only on a GPU is this class made.
-        self._stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-        self._grid = (*grid, 1, 1)[:3]
-        # No launch metadata and no hooks: they are a profiler's, and cost a call each.
-        self._head = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._integers = integers
-        self._scratch = compiled.metadata.global_scratch_size > 0
 
-    def __call__(self, values: tuple[Any, ...]) -> None:
-        """Queues the kernel on its device's current stream. `values` come before its integers."""
-        if self._current() != self._device:
+def queue_of(
+    compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device
+) -> Callable[[tuple[Any, ...]], None]:
+    """Loads a binary onto a device; what comes back queues it on the device's current stream.
+
+    That is given the values that come before the kernel's integers.
+
+    Raises:
+        KernelError: It cannot be loaded there.
+    """
+    from triton.runtime import driver
+
+    with torch.cuda.device(device):
+        try:
+            # Reading `run` loads the binary onto the current device.
+            run: Callable[..., None] = compiled.run
+        except Exception as error:
+            raise KernelError(first_line(error)) from error
+    if getattr(compiled.metadata, "tensordesc_meta", None):
+        run = without_making(run)
+    index = current_device() if device.index is None else device.index
+    # No launch metadata and no hooks: they are a profiler's, and cost a call each.
+    head = (compiled.function, compiled.packed_metadata, None, None, None)
+    dims = (*grid, 1, 1)[:3]
+    # Only GPU drivers have it, and only on a GPU is this called.
+    stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
+    direct = None if compiled.metadata.global_scratch_size > 0 else direct_launch(run, dims, head)
+    if direct is None:
+        return _indirect(run, dims, head, integers, index, stream)
+    return _directly(direct, integers, index, stream)
+
+
+def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Direct | None:
+    """What a launcher's Python adds to the arguments of a launch, as it is seen to add it once.
+
+    None where that depends on more than the stream and the values: it allocates scratch memory, or is of
+    a kind that adds anything else.
+    """
+    launch = getattr(run, "launch", None)
+    sizes = (getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
+    if launch is None or any(sizes) or getattr(run, "gsan_enabled", False):
+        return None
+    seen: list[tuple[Any, ...]] = []
+    watched = copy.copy(run)
+    watched.launch = lambda *arguments: seen.append(arguments)
+    stream, values = object(), (object(), object())
+    watched(*grid, stream, *head, *values)
+    (arguments,) = seen
+    as_one = arguments[-1] == values
+    places = [place for place, argument in enumerate(arguments) if argument is stream]
+    if len(places) != 1 or not (as_one or arguments[-2:] == values):
+        return None
+    before, after = arguments[: places[0]], arguments[places[0] + 1 : -1 if as_one else -2]
+    return Direct(launch, before, after, as_one)
+
+
+def _directly(
+    direct: Direct, integers: tuple[int, ...], device: int, stream: Callable[[int], int]
+) -> Callable[[tuple[Any, ...]], None]:
+    launch, before, after, as_one = direct
+    # Bound once: this is what every call of every kernel comes to.
+    current = current_device
+
+    def queue(values: tuple[Any, ...]) -> None:
+        if current() != device:
             # The binary belongs to its device's context, which must be the current one.
-            with torch.cuda.device(self._device):
-                self(values)
-            return
-        stream = self._stream(self._device)
-        if not self._scratch:
-            self._run(*self._grid, stream, *self._head, *values, *self._integers)
+            with torch.cuda.device(device):
+                queue(values)
+        elif as_one:
+            launch(*before, stream(device), *after, (*values, *integers))
+        else:
+            launch(*before, stream(device), *after, *values, *integers)
+
+    return queue
+
+
+def _indirect(
+    run: Callable[..., None],
+    grid: tuple[int, ...],
+    head: tuple[Any, ...],
+    integers: tuple[int, ...],
+    device: int,
+    stream: Callable[[int], int],
+) -> Callable[[tuple[Any, ...]], None]:
+    def queue(values: tuple[Any, ...]) -> None:
+        if current_device() != device:
+            with torch.cuda.device(device):
+                queue(values)
             return
         # Descriptors made on the device live in scratch memory, from torch's stream-ordered pool.
         previous = _allocator.set(_allocate_scratch)
         try:
-            self._run(*self._grid, stream, *self._head, *values, *self._integers)
+            run(*grid, stream(device), *head, *values, *integers)
         finally:
             _allocator.reset(previous)
+
+    return queue
 
 
 def interpreted_queue(

@@ -27,6 +27,7 @@ from flashtune.side import NO_SIDE, Side
 from flashtune.side_inputs import side_views
 from flashtune.standard import standard_attention
 from flashtune.standard_features import standard_features
+from flashtune.workspaces import empty_like, prototype
 
 Result = Tensor | tuple[Tensor, Tensor]
 Serve = Callable[..., Result]
@@ -38,48 +39,38 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
     """
     default_scale = request.default_scale
-    shape = request.out_shape
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
     if request.problem.features:
         return _with_side(launch, request, q)
+    out_like = prototype(request.out_shape, q.dtype, q.device)
     if request.return_lse:
-        lse_shape = request.lse_shape
+        lse_like = prototype(request.lse_shape, torch.float32, q.device)
 
         def serve_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
-            out = q.new_empty(shape)
-            lse = q.new_empty(lse_shape, dtype=torch.float32)
+            out, lse = empty_like(out_like), empty_like(lse_like)
             launch(q, k, v, out, lse, default_scale if scale is None else scale)
             return out, lse
 
         return serve_with_lse
-    if q.shape == shape and q.is_contiguous():
 
-        def serve_alike(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
-            # Half the host time of an allocation by shape.
-            out = torch.empty_like(q)
-            launch(q, k, v, out, None, default_scale if scale is None else scale)
-            return out
-
-        return serve_alike
-
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
-        out = q.new_empty(shape)
+    def serve_plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        out = empty_like(out_like)
         launch(q, k, v, out, None, default_scale if scale is None else scale)
         return out
 
-    return serve
+    return serve_plain
 
 
 def _with_side(launch: Launch, request: Request, q: Tensor) -> Serve:
     """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
-    shape, default_scale = request.out_shape, request.default_scale
-    lse_shape = request.lse_shape if request.return_lse else None
-    alike = q.shape == shape and q.is_contiguous()
+    default_scale = request.default_scale
+    out_like = prototype(request.out_shape, q.dtype, q.device)
+    lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
 
     def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
-        out = torch.empty_like(q) if alike else q.new_empty(shape)
-        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=torch.float32)
+        out = empty_like(out_like)
+        lse = None if lse_like is None else empty_like(lse_like)
         launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)
 

@@ -23,6 +23,7 @@ from flashtune.features import Bias
 from flashtune.gradients import Pair, differentiable, with_side
 from flashtune.notices import tell_once
 from flashtune.pair_decision import PairDecision, decide_pair, side_gradients
+from flashtune.plain_gradients import Passes, plainly_differentiable
 from flashtune.request import Prefer, Request
 from flashtune.servers import Serve, baseline_server, in_words, nothing
 from flashtune.serving import asked_forward, bound_forward, prepare_generated
@@ -71,6 +72,8 @@ def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -
 
 
 def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Side) -> Serve:
+    if not request.problem.features and not request.return_lse:
+        return plainly_differentiable(Passes(forward, backward))
     wanted = side_gradients(side)
     return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
 

@@ -13,7 +13,7 @@ from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.problem import Causal, Problem
 from flashtune.record import Record
-from flashtune.side import Side
+from flashtune.side import NO_SIDE, Side
 from flashtune.standard import standard_attention
 from flashtune.tables import Tables
 
@@ -66,8 +66,9 @@ class Machine:
         shapes = [tensor.shape for tensor in tensors.planned]
         strides = [tensor.stride() for tensor in tensors.planned]
 
-        def launch(given: BackwardTensors, scale: float, side: Side) -> None:
+        def launch(values: tuple[Tensor, ...], scale: float, side: Side = NO_SIDE) -> None:
             self.backward_launches += 1
+            given = BackwardTensors(*values)
             q, k, v, _, dout, *gradients = (
                 tensor.as_strided(shape, stride)
                 for tensor, shape, stride in zip(given.planned, shapes, strides, strict=True)
@@ -79,8 +80,8 @@ class Machine:
                 assert lse is not None
                 dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
                 found = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-            for gradient, values in zip(gradients, found, strict=True):
-                gradient.copy_(values)
+            for gradient, one in zip(gradients, found, strict=True):
+                gradient.copy_(one)
 
         return launch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtune import launch as launching
+from flashtune import workspaces
 from flashtune.backward import BackwardLaunch, BackwardTensors, Stage
 from flashtune.descriptors import DescriptorArguments, typed
 from flashtune.launch import bind
@@ -19,6 +21,7 @@ from flashtune.problem import Dtype
 from flashtune.quantization import E4M3, unit_scales
 from flashtune.side import Side
 from flashtune.templates.rendering import render
+from flashtune.workspaces import allocate_workspace
 from tests.hopper import FAMILY, H200, PLAIN, a_config, a_problem
 from tests.tensor_maps import NOTES, Driver, Map, Noted, a_tensor, pattern
 
@@ -124,7 +127,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
         made.append(Noted(*made_of))
         return made[-1]
 
-    monkeypatch.setattr(launching, "Queue", queue)
+    monkeypatch.setattr(launching, "queue_of", queue)
     return made
 
 
@@ -195,26 +198,37 @@ def test_ones_outlive_the_launches_that_read_them(gpu: Driver, queues: list[Note
     assert (ones == 1).all()
 
 
+class Described:
+    """Descriptors that say of which address they are; it notes of what they are made."""
+
+    def __init__(self) -> None:
+        self.noted: list[list[tuple[int, ...]]] = []
+        self._known: dict[tuple[int, ...], list[str]] = {}
+        self.at = self._known.get
+
+    def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[str]:
+        tensors = [tensor_of(place) for place in range(len(addresses))]
+        assert addresses == tuple(tensor.data_ptr() for tensor in tensors)
+        self.noted.append([tuple(tensor.shape) for tensor in tensors])
+        self._known[addresses] = [f"descriptor of {address}" for address in addresses]
+        return self._known[addresses]
+
+
+STAGES = (("out", "workspace_0", "scale"), ("lse", "dlse", "workspace_1", "scale", "softcap"))
+
+
 def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
     """Tensors and workspaces by name, of its own stage alone."""
     made = {name: torch.empty(4) for name in BackwardTensors._fields}
     scratch = [torch.empty(2), torch.empty(3)]
     rest = iter(scratch)
     passed: list[tuple[object, ...]] = []
-    stages = (
-        Stage(passed.append, ("out", "workspace_0", "scale")),
-        Stage(passed.append, ("lse", "dlse", "workspace_1", "scale", "softcap")),
-    )
-
-    def described(tensors: tuple[Tensor, ...]) -> list[str]:
-        return [f"descriptor of {tensor.data_ptr()}" for tensor in tensors]
-
     BackwardLaunch(
-        stages,
+        tuple(Stage(passed.append, names) for names in STAGES),
         ((2,), (3,)),
         lambda shape, device: next(rest),
         ("dout", "q", "workspace_1"),
-        described,  # type: ignore[arg-type]  # a driver's part
+        Described(),  # type: ignore[arg-type]  # a driver's part
         main=1,
     )(BackwardTensors(**made), 0.5, Side(softcap=3.0))
     at = {name: tensor.data_ptr() for name, tensor in made.items()}
@@ -224,3 +238,27 @@ def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
         *(f"descriptor of {address}" for address in (at["dout"], at["q"], second)),
         *(at["lse"], at["dlse"], second, 0.5, 3.0),
     )
+
+
+def test_workspaces_of_a_pass_are_parts_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tuple(torch.empty(4) for _ in BackwardTensors._fields)
+    memory = torch.empty(1024)
+    monkeypatch.setattr(workspaces, "empty_like", lambda like: memory if like.shape == (384,) else None)
+    passed: list[tuple[object, ...]] = []
+    described = Described()
+    launch = BackwardLaunch(
+        tuple(Stage(passed.append, names) for names in STAGES),
+        ((1, 200), (3, 5)),
+        allocate_workspace,
+        ("workspace_0", "workspace_1"),
+        described,  # type: ignore[arg-type]  # a driver's part
+    )
+    for _ in range(2):
+        launch(made, 0.5, Side(softcap=3.0))
+    first, second = memory.data_ptr(), memory.data_ptr() + 1024
+    # Each begins on a border of its own.
+    assert passed[0][:2] == (f"descriptor of {first}", f"descriptor of {second}")
+    assert passed[0][3] == first
+    assert passed[1][2] == second
+    assert passed[2:] == passed[:2]
+    assert described.noted == [[(1, 200), (3, 5)]], "made where they come together for the first time"

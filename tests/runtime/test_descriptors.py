@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune import descriptors
@@ -19,7 +18,6 @@ from flashtune.descriptors import (
     without_making,
 )
 from flashtune.errors import KernelError
-from flashtune.queueing import Queue
 from tests.tensor_maps import NOTES, Driver, Map, a_tensor, pattern
 
 
@@ -104,6 +102,29 @@ def test_all_are_forgotten_when_there_are_many(gpu: Driver) -> None:
     assert [made.address for made in gpu.filled[-2:]] == [room[MOST_ADDRESSES].data_ptr(), room[0].data_ptr()]
 
 
+def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
+    first, second, third = (a_tensor() for _ in range(3))
+    arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
+    addresses = first.data_ptr(), second.data_ptr()
+    assert arguments.at(addresses) is None
+    made = arguments((first, second))
+    assert arguments.at(addresses) is made
+    # Of tensors only those are asked for that are new in their places.
+    asked: list[int] = []
+
+    def tensor_of(place: int) -> Tensor:
+        asked.append(place)
+        return third
+
+    others = arguments.made((first.data_ptr(), third.data_ptr()), tensor_of)
+    assert asked == [1]
+    assert [one.address for one in others if isinstance(one, Map)] == [first.data_ptr(), third.data_ptr()]
+    assert arguments.at(addresses) is made
+    for number in range(MOST_ADDRESSES - 1):
+        arguments.made((first.data_ptr(), number), tensor_of)
+    assert arguments.at(addresses) is None, "when there are many, all are forgotten"
+
+
 def test_an_address_off_its_border_is_refused(gpu: Driver) -> None:
     tensor = a_tensor()
     arguments = DescriptorArguments([[pattern(tensor)]], [NOTES])
@@ -144,28 +165,6 @@ def test_a_launcher_takes_descriptors_that_are_made(gpu: Driver) -> None:
 def test_a_launcher_of_another_kind_is_refused() -> None:
     with pytest.raises(KernelError, match="in a way that flashtune does not know"):
         without_making(Launcher(lambda *values: values))
-
-
-@pytest.mark.parametrize("described", [True, False])
-def test_a_queue_bypasses_the_making(gpu: Driver, monkeypatch: pytest.MonkeyPatch, described: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    passed: list[Any] = []
-
-    def to_the_driver(*values: Any) -> None:
-        passed.append(values)
-
-    signature = {"q_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(128, 16, 4)>"}
-    wrapped = nvidia.wrap_handle_tensordesc(to_the_driver, signature, [NOTES])
-    compiled = SimpleNamespace(
-        run=Launcher(wrapped if described else to_the_driver),
-        function="function",
-        packed_metadata="packed",
-        metadata=SimpleNamespace(tensordesc_meta=[NOTES] if described else None, global_scratch_size=0),
-    )
-    queue = Queue(compiled, (5,), (8, 9), torch.device("cuda", 3))
-    queue(("made", 0.5))
-    assert passed == [(5, 1, 1, 73, "function", "packed", None, None, None, "made", 0.5, 8, 9)]
 
 
 def test_a_triton_that_makes_them_otherwise_is_told_of_before_the_first_call(

@@ -13,11 +13,12 @@ import flashtune
 from flashtune import calls, servers
 from flashtune.calls import call_key
 from flashtune.errors import ProblemError
-from flashtune.launches import LEAST_SCALE, DeviceLaunch, QuantizedLaunch, allocate_workspace
+from flashtune.launches import LEAST_SCALE, DeviceLaunch, QuantizedLaunch
 from flashtune.problem import Dtype
 from flashtune.quantization import negated, quantize
 from flashtune.request import Prefer, read_request
 from flashtune.side import NO_SIDE, Side
+from flashtune.workspaces import allocate_workspace
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn

@@ -70,7 +70,7 @@ def test_a_call_goes_straight_to_its_server_where_nothing_is_recorded(problem: P
     assert recording.counted(serve, problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
-        assert {server.__name__ for server in calls._servers.values()} == {"serve_alike"}
+        assert {server.__name__ for server in calls._servers.values()} == {"serve_plain"}
         assert all(hasattr(server, "__wrapped__") for server in calls._servers.values())
     assert not calls._servers
     flashtune.attention(*inputs(problem), causal=True)

@@ -54,8 +54,6 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def server_of(out: Tensor) -> backward_servers.BackwardServer:
     """What goes back from an output."""
-    return next(
-        cell.cell_contents
-        for cell in out.grad_fn.call[0].backward.__closure__  # type: ignore[union-attr]
-        if isinstance(cell.cell_contents, backward_servers.BackwardServer)
-    )
+    server = out.grad_fn.call[0].backward  # type: ignore[union-attr]
+    assert isinstance(server, backward_servers.BackwardServer)
+    return server
