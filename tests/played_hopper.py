@@ -1,6 +1,6 @@
 """Hopper kernels played on the CPU: every role a thread, barriers and the copy engine in Python.
 
-Triton has no interpreter for Gluon. This one knows what rendered Hopper kernels of 16 bits use, and that
+Triton has no interpreter for Gluon. This one knows what rendered Hopper kernels use, and that
 alone: who waits for whom, which blocks are copied, which are computed, and what is written where. Products
 are done when they are issued and numbers are float64, so that races and rounding stay unseen.
 """
@@ -21,6 +21,7 @@ import torch
 
 from flashtune.compilation import load_module
 from flashtune.kernel import Kernel
+from flashtune.quantization import E4M3
 from tests.played_parts import Array, Barrier, Descriptor, Pointer, Shared, Tensor, Turn, as_word, plain
 from tests.played_ptx import play_ptx
 
@@ -43,6 +44,7 @@ class Program:
         self.number, self.programs, self.module = number, programs, module
         self.turns = [Turn(self.clock) for _ in range(self.groups)]
         self.grown: dict[int, bool] = {}
+        self.kept: dict[int, Tensor] = {}
 
     @property
     def groups(self) -> int:
@@ -78,6 +80,10 @@ class Program:
             "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "as_word": as_word,
             "has_grown": lambda group: self.grown[group],
+            "declare_weights": lambda _: None,
+            "keep_weights": lambda weights, group: self.kept.update({group: weights}),
+            "kept_weights": lambda group: self.kept[group],
+            "rounded": lambda weights: weights,
         }
 
     def language(self) -> SimpleNamespace:
@@ -104,6 +110,7 @@ class Program:
             constexpr=lambda value: value,
             bfloat16="bf16",
             float16="fp16",
+            float8e4nv="e4m3",
             float32="fp32",
             int32="i32",
             int64="i64",
@@ -120,7 +127,7 @@ class Program:
             exp2=of_one(np.exp2),
             abs=of_one(np.abs),
             log2=of_one(np.log2),
-            load=lambda pointer, mask=True, other=0: int(pointer.memory[pointer.offset] if mask else other),
+            load=lambda pointer, mask=True, other=0: pointer.memory[pointer.offset].item() if mask else other,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
             inline_asm_elementwise=lambda asm, operands, given, *_: play_ptx(asm, operands, given),
@@ -193,8 +200,8 @@ def play(
     """Runs a kernel on arrays.
 
     Args:
-        kernel: A Hopper kernel of 16 bits.
-        tensors: q, k, v and out as the plan takes them: shapes and strides count.
+        kernel: A Hopper kernel.
+        tensors: q, k, v and out as the copy engine is told of them: shapes and strides count.
         memory: Flat arrays in their place; the last is written.
         beside: Side tensors as arrays.
         lse: Flat; written.
@@ -206,7 +213,9 @@ def play(
     module = load_module(kernel)
     made = module.descriptors(*tensors)
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
-    starts = [torch.empty(one.shape, device="meta") for one in beside]
+    # Nothing is planned by scales.
+    planned = () if tensors[0].dtype is E4M3 else beside
+    starts = [torch.empty(one.shape, device="meta") for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
     source = counted(kernel)
     with small_steps():

@@ -59,6 +59,7 @@ class HopperContext(Context, frozen=True):
     ping_pong: bool
     late_wait: bool
     lazy_rescale: bool
+    p_stages: int
     decomposed: bool
     pack: int
     section: int
@@ -195,6 +196,7 @@ class ForwardHopper:
             ping_pong=config.ping_pong and config.groups > 1,
             late_wait=config.late_wait,
             lazy_rescale=config.lazy_rescale,
+            p_stages=config.p_stages,
             decomposed=config.decomposed,
             pack=config.pack,
             section=config.section,

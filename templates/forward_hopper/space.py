@@ -12,6 +12,7 @@ from flashtune.problem import Dtype, Problem
 from flashtune.templates.common.tiles import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
+WeightTiles = Annotated[int, msgspec.Meta(ge=0, le=2)]
 Section = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 GROUP_WARPS = 4
@@ -35,6 +36,8 @@ PACKS = (1, 2, 4, 8, 16)
 SHORT_WINDOW = 2
 # From here on sections of heads gain nothing, where tiles differ.
 LONG = 4096
+# From here on tiles of three groups waste few rows at a sequence's end.
+MANY_QUERIES = 2048
 # Under this many queries a tile has room for several heads.
 FEW_QUERIES = 128
 
@@ -63,6 +66,8 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         ping_pong: Groups issue their products in turns.
         late_wait: The wait for PV stands behind the exponentials, not before.
         lazy_rescale: Rescale the accumulator only when a maximum has grown by much.
+        p_stages: Tiles of eight-bit weights of each group in shared memory: of 2 one is written while the
+            other is multiplied. 0 keeps weights in registers.
         decomposed: A head dim that is no power of two as several tiles instead of one padded.
         pack: Query heads of one KV head that share a tile; where they do not divide the group, a
             tile has rows to spare.
@@ -79,6 +84,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     ping_pong: bool = False
     late_wait: bool = False
     lazy_rescale: bool = True
+    p_stages: WeightTiles = 0
     decomposed: bool = False
     pack: Count = 1
     section: Section = 0
@@ -106,6 +112,7 @@ def hopper_space(problem: Problem) -> Space:
         Axis("ping_pong", (False, True), only_if=_has_turns),
         Axis("late_wait", (False, True)),
         Axis("lazy_rescale", (True, False), False),
+        Axis("p_stages", (0, 1, 2) if problem.dtype.is_quantized else (0,), only_if=_is_crowded),
         Axis("decomposed", (True, False) if odd_width else (False,), False),
         Axis("pack", _packs(problem)),
         Axis("section", _sections(problem), False),
@@ -117,6 +124,11 @@ def hopper_space(problem: Problem) -> Space:
 
 def _has_turns(chosen: dict[str, AxisValue]) -> bool:
     return chosen["groups"] != 1
+
+
+def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
+    """Whether registers are short: two groups lose by weights that leave them."""
+    return chosen["groups"] == 3
 
 
 def tiles_differ(problem: Problem) -> bool:
@@ -166,7 +178,7 @@ def _can_be_halved(problem: Problem, decomposed: bool) -> bool:
 def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     """Scores, weights in the inputs' type, and accumulators of a group, spread over its threads."""
     scores = config.rows * config.block_n // GROUP_THREADS
-    weights = scores * problem.dtype.itemsize // 4
+    weights = 0 if config.p_stages else scores * problem.dtype.itemsize // 4
     width = columns(head_chunks(problem.value_head_dim, config.decomposed))
     accumulators = config.rows * width // GROUP_THREADS
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
@@ -183,8 +195,10 @@ def usual_config(problem: Problem) -> HopperConfig:
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    # Eight bits have no room in registers for three groups, but in shared memory.
+    shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
     # Of three groups none has the registers to drop weights of so many keys at a time.
-    groups = 3 if narrow and not problem.dropout else 2
+    groups = 3 if shared or (narrow and not problem.dropout) else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
@@ -194,7 +208,8 @@ def usual_config(problem: Problem) -> HopperConfig:
         q_stages=1 if wide else 2,
         halved=wide and _can_be_halved(problem, True),
         ping_pong=not wide,
-        late_wait=not narrow,
+        late_wait=not narrow and not (shared and not differ),
+        p_stages=(1 if differ else 2) if shared else 0,
         decomposed=odd_width and _products_fit(problem, True),
         pack=max(
             pack for pack in _packs(problem) if pack == 1 or pack * problem.seqlen_q <= groups * GROUP_ROWS

@@ -25,6 +25,9 @@ def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, .
         TrafficItem(f"q, {config.q_stages} in flight", q_slots * config.rows * queries),
         TrafficItem(f"k, {config.num_stages} in flight", block * queries),
         TrafficItem(f"v, {config.num_stages} in flight", block * values * size),
+        TrafficItem(
+            f"weights, {config.p_stages} in flight", config.p_stages * config.block_m * config.block_n * size
+        ),
         TrafficItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
         TrafficItem("barriers", barriers),
     )

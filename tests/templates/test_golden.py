@@ -106,6 +106,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True}, ROW_SUMS,
     ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
+    "hopper_e4m3_d128_shared": (
+        HOPPER, "e4m3", (128, 128), "bottom_right",
+        {**GROUPS, "groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}, PLAIN,
+    ),
     "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
     "masked_fp16_d128_packed_pages": (
         MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "long_first": True}, ROW_SUMS,

@@ -127,12 +127,13 @@ def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
         assert config.pack < 2 * problem.group_size
         assert config.pack == 1 or not problem.dtype.is_quantized
         assert config.groups > 1 or not config.ping_pong
+        assert not config.p_stages or (problem.dtype.is_quantized and config.groups == 3)
         assert config.order is Order.LINEAR or problem.sight.right is not None
     assert len(set(configs)) == len(configs)
 
 
 def test_configs_out_of_reach_are_no_points() -> None:
-    wide, narrow = a_problem(256), a_problem(64)
+    wide, narrow, eight_bits = a_problem(256), a_problem(64), a_problem(128, dtype=Dtype.E4M3)
     assert FAMILY.space(wide, H200).contains(a_config(wide))
     for problem, changes in (
         # More registers than a thread has.
@@ -143,8 +144,31 @@ def test_configs_out_of_reach_are_no_points() -> None:
         (narrow, {"halved": True}),
         (narrow, {"pack": 2}),
         (narrow, {"order": "long_first"}),
+        # Weights in registers, of which three groups have too few; in shared memory, where two have enough.
+        (eight_bits, {"groups": 3}),
+        (eight_bits, {"p_stages": 1}),
+        (narrow, {"groups": 3, "p_stages": 1}),
     ):
         assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
+
+
+def test_weights_of_eight_bits_leave_registers_to_three_groups() -> None:
+    problem = a_problem(128, dtype=Dtype.E4M3)
+    space = FAMILY.space(problem, H200)
+    for tiles in (1, 2):
+        config = a_config(problem, groups=3, p_stages=tiles)
+        assert space.contains(config)
+        # 64 bytes of weights for each of 128 keys, in each of three groups.
+        kept = sram_bytes(problem, msgspec.structs.replace(config, p_stages=0))
+        assert sram_bytes(problem, config) - kept == tiles * 3 * 64 * 128
+        assert sram_bytes(problem, config) <= H200.sram_per_block
+    # The default has them where tiles of 192 queries waste few rows: two where all tiles are alike.
+    for causal, tiles in ((Causal.NONE, 2), (Causal.BOTTOM_RIGHT, 1)):
+        long = msgspec.structs.replace(problem, causal=causal, seqlen_q=4096, seqlen_kv=4096)
+        default = a_config(long)
+        assert (default.groups, default.p_stages) == (3, tiles)
+        assert FAMILY.space(long, H200).contains(default)
+    assert (a_config(problem).groups, a_config(problem).p_stages) == (2, 0)
 
 
 def test_tiles_have_an_order_where_they_differ() -> None:

@@ -29,6 +29,16 @@ COMPILED = {
     "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
+    "e4m3, weights in shared memory": (
+        a_problem(128, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
+        {"groups": 3, "p_stages": 1},
+        False,
+    ),
+    "e4m3, two tiles of weights": (
+        a_problem(128, dtype=Dtype.E4M3),
+        {"groups": 3, "p_stages": 2, "late_wait": False},
+        True,
+    ),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
 }
 
@@ -44,9 +54,10 @@ def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> N
     assert resources.sram_bytes <= H200.sram_per_block
     # Groups of four warps; the producer's warp is rounded up to four as well.
     assert resources.warps == 4 * (config.groups + 1)
-    # Products are never serialised, nor are tiles spilled; an address or two may be.
+    # Products are never serialised, nor are tiles spilled; an address or two may be, and some more where
+    # three groups need their registers for tiles: numbers that the loop over keys does not ask for.
     assert not resources.serialized_wgmma
-    assert resources.spill_bytes <= 32
+    assert resources.spill_bytes <= (48 if config.p_stages else 32)
 
 
 def test_descriptors_are_what_the_launcher_is_told_of() -> None:
