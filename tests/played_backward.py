@@ -24,7 +24,7 @@ class Base(int):
 
 
 class Addition(NamedTuple):
-    """What one group of one program added to half a block of dq."""
+    """What one group of one program added to half a block of dq, or to all of it."""
 
     program: int
     values: Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,19 @@ class Sums:
 
     def __init__(self, blocks: int, block_m: int, width: int) -> None:
         self.tiles = np.zeros((blocks, block_m, width))
+        self.clock = threading.Lock()
 
     def to(self, dtype: object, bitcast: bool) -> int:
         """Its address."""
         return 0
 
     def add(self, address: int, values: Tensor) -> None:
-        """Half a block, [queries, half the columns] or, of 64 columns, [columns, half the queries]."""
+        """Half a block or all, [queries, columns] or, where there are 64 columns, [columns, queries]."""
         tile = self.tiles[address // (4 * self.tiles[0].size)]
         half = address % (4 * self.tiles[0].size) // (2 * self.tiles[0].size)
         turned = tile.T if tile.shape[1] == 64 else tile
-        turned[:, 64 * half : 64 * half + 64] += values.values
+        with self.clock:
+            turned[:, 64 * half : 64 * half + values.values.shape[1]] += values.values
 
 
 def play_backward(

@@ -68,6 +68,7 @@ class HopperBackwardContext(Context, frozen=True):
     product_first: bool
     init: bool
     delay: bool
+    turns: bool
     rotate: bool
     ordered: bool
     beside: int
@@ -198,6 +199,7 @@ class BackwardHopper:
             product_first=config.product_first,
             init=config.init,
             delay=config.delay,
+            turns=config.turns,
             rotate=config.rotate and may_rotate(problem),
             ordered=problem.deterministic,
             beside=config.beside,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.config import Axis, BlockSize, Config, Space, Stages
+from flashtune.config import Axis, AxisValue, BlockSize, Config, Space, Stages
 from flashtune.problem import Causal, Problem
 
 GROUP_WARPS = 4
@@ -40,6 +40,8 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
         product_first: The product for dk is issued before the gradients of scores are stored.
         init: Products begin at minus the log-sum-exp and at minus delta, and not at zero.
         delay: A block of dq is made one step late, so that groups need not keep step.
+        turns: Groups take turns at dq: each makes all of every second block's, and not half of each.
+            It is late by a step, and never in tiles of 256 columns.
         rotate: Programs begin at different blocks of queries, so that they do not add to one at once.
         beside: Heads whose programs take turns, over those that fill the GPU: a head's programs, which
             add in their order, start the further apart. Of no effect where sums have no order.
@@ -54,6 +56,7 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
     product_first: bool = True
     init: bool = True
     delay: bool = False
+    turns: bool = False
     rotate: bool = False
     beside: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
 
@@ -74,25 +77,26 @@ def may_rotate(problem: Problem) -> bool:
 
 def hopper_backward_space(problem: Problem) -> Space:
     """All configs worth trying."""
-    turns = (
+    begins = (
         Axis("rotate", (False, True) if may_rotate(problem) else (False,), False),
         Axis("beside", (1, 2, 4) if problem.deterministic else (1,)),
     )
     width = width_of(problem)
     if width == WIDEST:
-        return Space(HopperBackwardConfig, (*_widest_axes(), *turns))
+        return Space(HopperBackwardConfig, (*_widest_axes(), *begins))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("block_m", (BLOCK_QUERIES[width],)),
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
         Axis("delay", (False, True), False),
+        Axis("turns", (False, True), False, _is_late),
         Axis("ds_stages", (1, 2, 3)),
-        Axis("eager", (False, True), False),
+        Axis("eager", (False, True), False, _has_halves if problem.dropout else None),
         Axis("late_wait", (False, True), False),
         Axis("product_first", (True, False), False),
         Axis("init", (True, False), False),
-        *turns,
+        *begins,
     )
     return Space(HopperBackwardConfig, axes, _is_possible)
 
@@ -112,6 +116,16 @@ def _widest_axes() -> tuple[Axis, ...]:
     )
 
 
+def _is_late(chosen: dict[str, AxisValue]) -> bool:
+    """Whether dq is made a step late, as it is where groups take turns."""
+    return bool(chosen["delay"])
+
+
+def _has_halves(chosen: dict[str, AxisValue]) -> bool:
+    """Words of random state and all of a block of dq leave no registers for weights in flight."""
+    return not chosen["turns"]
+
+
 def _is_possible(config: Config) -> bool:
     """Whether what is late by a step has room beside what is new."""
     assert isinstance(config, HopperBackwardConfig)
@@ -129,14 +143,17 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
     """Where a search begins, by head dims."""
     width = width_of(problem)
     narrow = width == NARROW
+    turns = width == WIDE
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
         block_m=BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
-        late_wait=narrow,
+        eager=turns and not problem.dropout,
+        late_wait=narrow or turns,
         # Where sums are ordered, a turn then has another step to come.
-        delay=narrow or width == WIDEST or problem.deterministic,
+        delay=narrow or turns or width == WIDEST or problem.deterministic,
+        turns=turns,
         rotate=may_rotate(problem),
         beside=_usual_beside(problem),
     )

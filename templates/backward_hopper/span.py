@@ -19,6 +19,8 @@ PROGRAM = 3.0
 TURN = 1.5
 # Share of the peak at which products of a block go on: shared memory is as busy as the matrix units.
 PRODUCTS_SHARE = 0.62
+# The same where groups take turns at dq, for which less is read.
+TURNS_SHARE = 0.68
 # Each pair of a query and a key is in five products.
 PRODUCTS = 5
 # Bytes that the last-level cache adds up, over what HBM moves in the same time.
@@ -34,7 +36,7 @@ def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target:
     if not programs or not problem.seqlen_q:
         return LAUNCH / 1e3
     width = width_of(problem)
-    rate = PRODUCTS_SHARE * target.peak.half * 1e6 / target.sm_count
+    rate = (TURNS_SHARE if config.turns else PRODUCTS_SHARE) * target.peak.half * 1e6 / target.sm_count
     step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
     # The program that walks the most blocks of queries, and all together.
     most = PROGRAM + math.ceil(problem.seqlen_q / config.block_m) * problem.group_size * step

@@ -95,7 +95,7 @@ def config_of(problem: Problem, **changes: Any) -> HopperBackwardConfig:
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"init": False, "eager": True, "product_first": False},
-    {"delay": True, "late_wait": True},
+    {"delay": True, "late_wait": True, "turns": False},
 )
 
 

@@ -24,6 +24,7 @@ from flashtune.templates.rendering import render
 from tests.plain_masks import plain_attention
 from tests.played_backward import BackwardProgram, Sums, play_backward
 from tests.played_hopper import counted
+from tests.played_parts import Stuck
 
 FAMILY = find_family("backward_hopper")
 H200 = find_target("h200")
@@ -62,7 +63,9 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig) -> Tensor:
         half, odd = divmod(rest, block_m * width * 2)
         assert odd == 0
         part = torch.from_numpy(np.sum([one.values for one in additions], axis=0))
-        own = slice(half * half_columns, (half + 1) * half_columns)
+        # Groups that take turns make all of a block, others half of it.
+        assert part.shape == (64, 128 if config.turns else half_columns)
+        own = slice(half * half_columns, half * half_columns + part.shape[1])
         # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
         if width == 64:
             dq[block, own] = part.T
@@ -120,11 +123,54 @@ def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
     return sums
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "turns"), [(64, False), (64, True), (128, False), (128, True), (256, False)]
+)
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_are_those_of_plain_attention(head_dim: int, causal: Causal, deterministic: bool) -> None:
-    played(a_problem(head_dim, causal=causal, deterministic=deterministic), 2)
+def test_gradients_are_those_of_plain_attention(
+    head_dim: int, turns: bool, causal: Causal, deterministic: bool
+) -> None:
+    played(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "stages"), [(1, 40, 2), (1, 70, 2), (3, 150, 2), (3, 150, 3), (2, 300, 4)]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_either_group_s_turn_may_be_the_last(
+    heads: int, queries: int, stages: int, deterministic: bool
+) -> None:
+    """After one step, two, nine and ten, with slots that a group meets in every turn, or now and then."""
+    problem = a_problem(128, heads=heads, seqlen_q=queries, deterministic=deterministic)
+    sums = played(problem, 2, ds_stages=stages)
+    blocks = math.ceil(problem.seqlen_kv / 128)
+    assert len(sums.added) == heads * math.ceil(queries / 64)
+    assert all(sorted(one.program for one in added) == [*range(blocks)] for added in sums.added.values())
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("if (step > 0) & (", "if (step >= 0) & ("),
+        ("if (steps & 1) != GROUP:", "if steps < 0:"),
+        ("last_address = ds_stage, ds_phase, address", "last_address = ds_stage, ds_phase, last_address"),
+        ("mbarrier.arrive(ds_empty.index(last_stage))", "mbarrier.arrive(ds_empty.index(ds_stage))"),
+        ("mbarrier.init(ds_empty.index(slot), count=1)", "mbarrier.init(ds_empty.index(slot), count=2)"),
+        ("(step // 2) & 1)", "step & 1)"),
+    ],
+)
+def test_playing_finds_what_is_wrong_with_turns(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.played_parts.PATIENCE_S", 2.0)
+    problem = a_problem(128, heads=3, deterministic=True)
+    kernel, _ = kernel_of(problem)
+    assert right in kernel.source
+    broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
+    monkeypatch.setattr(f"{__name__}.kernel_of", lambda problem, **_: (broken, FAMILY.default(problem, H200)))
+    with pytest.raises((AssertionError, Stuck)):
+        played(problem, 1)
 
 
 @pytest.mark.parametrize(("delay", "init"), [(False, True), (False, False), (True, False)])
@@ -135,7 +181,9 @@ def test_steps_of_other_orders(delay: bool, init: bool) -> None:
     played(problem, 2, delay=delay, init=init)
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, Causal.NONE), (256, Causal.BOTTOM_RIGHT)])
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), [(64, Causal.NONE), (128, Causal.NONE), (256, Causal.BOTTOM_RIGHT)]
+)
 @pytest.mark.parametrize("at_once", [1, 2, 64], ids=["one", "two", "all"])
 def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
     head_dim: int, causal: Causal, at_once: int
@@ -151,9 +199,9 @@ def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
         assert order == list(range(len(order)))
         longest = max(longest, len(order))
     assert longest == blocks
-    # A counter for each half of each block of queries stands at the number of blocks of keys that see it.
-    halves = math.ceil(problem.seqlen_q / (128 if head_dim == 64 else 64)) * 2
-    assert sorted(sums.counters) == list(range(0, problem.heads * halves * 4, 4))
+    # A counter for each block of queries, or half of it, stands at the number of blocks of keys that see it.
+    parts = math.ceil(problem.seqlen_q / (128 if head_dim == 64 else 64)) * (1 if head_dim == 128 else 2)
+    assert sorted(sums.counters) == list(range(0, problem.heads * parts * 4, 4))
     assert max(sums.counters.values()) == blocks
 
 

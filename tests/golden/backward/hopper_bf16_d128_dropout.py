@@ -2,18 +2,19 @@
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right, gradient of the log-sum-exp
 With         dropout
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait False,
-             product_first True, init True, delay False, rotate False
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
+             product_first True, init True, delay True, rotate False, in turns
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper d26063de1549
+Template     backward_hopper c5c42aace703
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
   dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
 where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for each group, and walks the queries of
 its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
-memory too: each group makes half of dq, of both groups' dS^T, and adds it to sums in float32 straight from its
-registers. The order of these additions decides the last bits of dq: runs may differ.
+memory too. Groups take turns at dq: of one step a group makes all of it, a step later, when both groups'
+dS^T are there, of the next step the other; it adds it to sums in float32 straight from its registers.
+The order of these additions decides the last bits of dq: runs may differ.
 
 Where a share of the weights is dropped, P of those that stay is divided by 1 - dropout for dv and where dP is taken:
 dS = P * (dP' - delta), dP' of what falls zero. Rows of workspace_0 are made for weights that are all divided: their
@@ -66,13 +67,12 @@ QUERY_BYTES = gl.constexpr(16640)
 # And of one of dout, with three such rows.
 DOUT_BYTES = gl.constexpr(17152)
 KEY_BYTES = gl.constexpr(16384)
-# Bytes of a block of sums, and of a group's half.
+# Bytes of a block of sums.
 SUM_BYTES = gl.constexpr(32768)
-HALF_BYTES = gl.constexpr(16384)
 LOG2_E = gl.constexpr(1.4426950408889634)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -93,10 +93,10 @@ def write_addition(count):
     return " ".join([*lines, "}"])
 
 
-# Registers of a thread in half a block of dq.
-SUMS = gl.constexpr(32)
-ADDITION = gl.constexpr(write_addition(32))
-ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+# Registers of a thread in a block of dq.
+SUMS = gl.constexpr(64)
+ADDITION = gl.constexpr(write_addition(64))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def fresh_zeros():
 
 @gluon.jit
 def add_sums(address, values):
-    """Adds half a block of dq to the sums, in the order of the registers."""
+    """Adds a block of dq to the sums, in the order of the registers."""
     gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
 
 
@@ -208,8 +208,8 @@ def produce(
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """This group's half of dq, [BLOCK_M, 64 columns], of both groups' keys."""
-    sums = gl.zeros([64, 64], gl.float32, QUERY_GRADS)
+    """dq of a step, [BLOCK_M, WIDTH], of both groups' keys."""
+    sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
         # One's own gradients of scores are there first.
         source = GROUP if turn == 0 else 1 - GROUP
@@ -217,8 +217,7 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
         mbarrier.wait(ds_full.index(slot), ds_phase)
         k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
         ds_tile = ds_tiles.index(slot)
-        k_half = k_tile.slice(GROUP * 64, 64, 1)
-        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_half, sums, use_acc=turn > 0, is_async=True)
+        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -229,7 +228,7 @@ def consume(
     q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale,
     dropout, blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
 ):
-    """Keeps dk and dv of 64 keys, and adds half of each block of dq."""
+    """Keeps dk and dv of 64 keys, and adds every second block of dq."""
     block, batch, kv_head = locate(blocks, kv_heads)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
@@ -254,7 +253,10 @@ def consume(
     do_stage, do_phase = 0, 0
     ds_stage, ds_phase = 0, 0
     first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
-    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES + GROUP * HALF_BYTES
+    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
+    # Of the step before. Values of their own: Triton takes a name for constant in a loop that is given there what it
+    # was given before it.
+    last_stage, last_phase, last_address = DS_STAGES - 1, 1, address + 0
     mbarrier.wait(kv_full.index(2 * GROUP), 0)
     # The other group's keys, for dq.
     mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
@@ -280,6 +282,8 @@ def consume(
         row_second = second_tiles.index(do_stage).load(SCORES).to(gl.uint32, bitcast=True)
         weights = drop(weights, row_first, key_steps, row_second, fallen_words)
         low_weights = gl.maximum(weights, 0.0).to(gl.bfloat16)
+        # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
+        mbarrier.wait(do_full.index(do_stage), do_phase)
         dp = warpgroup_mma_wait(0, deps=[dp])
         # The score of what is dropped has a gradient all the same.
         ds = gl.abs(weights) * delta_tiles.index(do_stage).load(SCORES)
@@ -290,21 +294,23 @@ def consume(
         ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
-        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase)
-        # Both products of dq may still be under way.
-        dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(do_empty.index(do_stage))
         mbarrier.arrive(q_empty.index(q_stage))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        # Group 0's turn comes in odd steps, for dq of even ones.
+        if (step > 0) & ((step & 1) != GROUP):
+            dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_empty.index(last_stage))
+            add_sums(last_address, dq)
         # The next block's scores; after the last one of whatever lies there, which nobody reads.
         mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
         k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
         lse_rows = spread(lse_tiles.index(q_stage))
         scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        mbarrier.arrive(ds_empty.index(ds_stage))
-        add_sums(address, dq)
+        last_stage, last_phase, last_address = ds_stage, ds_phase, address
         ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
         m_block += 1
         address += SUM_BYTES
@@ -312,6 +318,10 @@ def consume(
         m_block = gl.where(wraps, start, m_block)
         address = gl.where(wraps, address + start.to(gl.int64) * SUM_BYTES, address)
     scores = warpgroup_mma_wait(0, deps=[scores])
+    if (steps & 1) != GROUP:
+        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_sums(last_address, dq)
 
     # This group's v is not needed any more: gradients leave through its room.
     v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
@@ -376,7 +386,7 @@ def backward_hopper(
     for slot in gl.static_range(2 * DS_STAGES):
         mbarrier.init(ds_full.index(slot), count=1)
     for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_empty.index(slot), count=2)
+        mbarrier.init(ds_empty.index(slot), count=1)
     fence_async_shared()
     sums = workspace_1
     gl.warp_specialize(

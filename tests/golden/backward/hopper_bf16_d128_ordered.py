@@ -1,18 +1,19 @@
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait False,
-             product_first True, init True, delay True, beside 4
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager True, late_wait True,
+             product_first True, init True, delay True, beside 4, in turns
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper d26063de1549
+Template     backward_hopper c5c42aace703
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
   dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
 where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for each group, and walks the queries of
 its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
-memory too: each group makes half of dq, of both groups' dS^T, and adds it to sums in float32 straight from its
-registers. Blocks of keys add to a block of dq one after another, from the first: for each group a warp
+memory too. Groups take turns at dq: of one step a group makes all of it, a step later, when both groups'
+dS^T are there, of the next step the other; it adds it to sums in float32 straight from its registers.
+Blocks of keys add to a block of dq one after another, from the first: for each group a warp
 reads a counter in global memory until it is the group's turn, and sets it when the group has added. Queries are
 walked from the last block down, so that all begin where all have something to add, and turns come as programs go.
 
@@ -21,8 +22,8 @@ Sub-notation
                                     row -delta, float32 [batch * heads * 2, queries in whole blocks]
   workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
                                     the registers that hold it: see `finish`
-  workspace_2                       of each of these blocks, how many blocks of keys have added to each half,
-                                    int32 [batch * heads, blocks, 2]
+  workspace_2                       of each of these blocks, how many blocks of keys have added to it,
+                                    int32 [batch * heads, blocks, 1]
   *_desc                            what the copy engine knows of a tensor: shape, strides, tile
   *_tiles                           a ring of tiles in shared memory
   *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
@@ -63,13 +64,12 @@ DS_STAGES = gl.constexpr(2)
 # Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
 QUERY_BYTES = gl.constexpr(16640)
 KEY_BYTES = gl.constexpr(16384)
-# Bytes of a block of sums, and of a group's half.
+# Bytes of a block of sums.
 SUM_BYTES = gl.constexpr(32768)
-HALF_BYTES = gl.constexpr(16384)
 LOG2_E = gl.constexpr(1.4426950408889634)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -90,10 +90,10 @@ def write_addition(count):
     return " ".join([*lines, "}"])
 
 
-# Registers of a thread in half a block of dq.
-SUMS = gl.constexpr(32)
-ADDITION = gl.constexpr(write_addition(32))
-ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+# Registers of a thread in a block of dq.
+SUMS = gl.constexpr(64)
+ADDITION = gl.constexpr(write_addition(64))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def fresh_zeros():
 
 @gluon.jit
 def add_sums(address, values):
-    """Adds half a block of dq to the sums, in the order of the registers."""
+    """Adds a block of dq to the sums, in the order of the registers."""
     gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
 
 
@@ -225,7 +225,7 @@ def keep_order(
     GROUP: gl.constexpr,
     turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
 ):
-    """Lets a group add to its half of a block of dq once all earlier blocks of keys have."""
+    """Lets a group add to its blocks of dq once all earlier blocks of keys have."""
     block, batch, kv_head = locate(blocks, kv_heads, beside)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
@@ -235,11 +235,13 @@ def keep_order(
     steps = gl.maximum((end - start) * group_size, 1)
     place = (batch * kv_heads + kv_head) * group_size * end + m_block
     for step in range(steps):
-        counter = counters.to(gl.int64, bitcast=True) + (place.to(gl.int64) * 2 + GROUP) * 4
-        await_turn(counter, block)
-        mbarrier.arrive(turn.index(GROUP))
-        mbarrier.wait(added.index(GROUP), step & 1)
-        pass_turn(counter, block)
+        # Group 0 adds dq of even steps.
+        if (step & 1) == GROUP:
+            counter = counters.to(gl.int64, bitcast=True) + place.to(gl.int64) * 4
+            await_turn(counter, block)
+            mbarrier.arrive(turn.index(GROUP))
+            mbarrier.wait(added.index(GROUP), (step // 2) & 1)
+            pass_turn(counter, block)
         wraps = m_block == start
         m_block = gl.where(wraps, end - 1, m_block - 1)
         place += gl.where(wraps, 2 * end - start - 1, -1)
@@ -247,8 +249,8 @@ def keep_order(
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """This group's half of dq, [BLOCK_M, 64 columns], of both groups' keys."""
-    sums = gl.zeros([64, 64], gl.float32, QUERY_GRADS)
+    """dq of a step, [BLOCK_M, WIDTH], of both groups' keys."""
+    sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
         # One's own gradients of scores are there first.
         source = GROUP if turn == 0 else 1 - GROUP
@@ -256,8 +258,7 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
         mbarrier.wait(ds_full.index(slot), ds_phase)
         k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
         ds_tile = ds_tiles.index(slot)
-        k_half = k_tile.slice(GROUP * 64, 64, 1)
-        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_half, sums, use_acc=turn > 0, is_async=True)
+        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -268,7 +269,7 @@ def consume(
     do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums, scale, blocks, kv_heads,
     group_size, seqlen_q, beside, seqlen_kv, diagonal,
 ):
-    """Keeps dk and dv of 64 keys, and adds half of each block of dq."""
+    """Keeps dk and dv of 64 keys, and adds every second block of dq."""
     block, batch, kv_head = locate(blocks, kv_heads, beside)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
@@ -290,15 +291,10 @@ def consume(
     do_stage, do_phase = 0, 0
     ds_stage, ds_phase = 0, 0
     first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
-    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES + GROUP * HALF_BYTES
-    # Of the step before the first there is nothing to add: zeros.
-    ds_tiles.index(GROUP * DS_STAGES).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(GROUP * DS_STAGES))
-    last_stage, last_phase = ds_stage, ds_phase
-    # A value of its own: Triton takes a name for constant in a loop that is given there what it was given before it.
-    last_address = address + 0
-    ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
+    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
+    # Of the step before. Values of their own: Triton takes a name for constant in a loop that is given there what it
+    # was given before it.
+    last_stage, last_phase, last_address = DS_STAGES - 1, 1, address + 0
     mbarrier.wait(kv_full.index(2 * GROUP), 0)
     # The other group's keys, for dq.
     mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
@@ -323,44 +319,46 @@ def consume(
             limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
             weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
         low_weights = weights.to(gl.bfloat16)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = (weights * dp).to(gl.bfloat16)
+        # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
+        mbarrier.wait(do_full.index(do_stage), do_phase)
         dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (weights * dp).to(gl.bfloat16)
         dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
         mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
         ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
-        # What the other group made of the step before is there by now.
-        wanted_stage, wanted_phase, wanted_address = last_stage, last_phase, last_address
-        last_stage, last_phase, last_address = ds_stage, ds_phase, address
-        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, wanted_stage, wanted_phase)
-        # Both products of dq may still be under way.
-        dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(do_empty.index(do_stage))
         mbarrier.arrive(q_empty.index(q_stage))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        # Group 0's turn comes in odd steps, for dq of even ones.
+        if (step > 0) & ((step & 1) != GROUP):
+            dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_empty.index(last_stage))
+            mbarrier.wait(turn.index(GROUP), ((step - 1) // 2) & 1)
+            add_sums(last_address, dq)
+            mbarrier.arrive(added.index(GROUP))
         # The next block's scores; after the last one of whatever lies there, which nobody reads.
         mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
         k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
         lse_rows = spread(lse_tiles.index(q_stage))
         scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        mbarrier.arrive(ds_empty.index(wanted_stage))
-        mbarrier.wait(turn.index(GROUP), (step - 1) & 1, pred=step > 0)
-        add_sums(wanted_address, dq)
-        mbarrier.arrive(added.index(GROUP), pred=step > 0)
+        last_stage, last_phase, last_address = ds_stage, ds_phase, address
         ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
         wraps = m_block == start
         m_block = gl.where(wraps, end - 1, m_block - 1)
         address += gl.where(wraps, 2 * end - start - 1, -1).to(gl.int64) * SUM_BYTES
     scores = warpgroup_mma_wait(0, deps=[scores])
-    dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    mbarrier.wait(turn.index(GROUP), (steps - 1) & 1)
-    add_sums(last_address, dq)
-    mbarrier.arrive(added.index(GROUP))
+    if (steps & 1) != GROUP:
+        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.wait(turn.index(GROUP), ((steps - 1) // 2) & 1)
+        add_sums(last_address, dq)
+        mbarrier.arrive(added.index(GROUP))
 
     # This group's v is not needed any more: gradients leave through its room.
     v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
@@ -426,7 +424,7 @@ def backward_hopper(
     for slot in gl.static_range(2 * DS_STAGES):
         mbarrier.init(ds_full.index(slot), count=1)
     for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_empty.index(slot), count=2)
+        mbarrier.init(ds_empty.index(slot), count=1)
     for slot in gl.static_range(2):
         mbarrier.init(turn.index(slot), count=1)
     for slot in gl.static_range(2):
@@ -523,8 +521,8 @@ def prepare(
     tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
-    # Nobody has added to either half: zeros of any type.
-    tl.store(workspace_2 + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
+    # Nobody has added to it: a zero of any type.
+    tl.store(workspace_2 + tl.program_id(0), 0.0)
 
 
 @triton.jit
@@ -580,7 +578,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 128)
     tiles = triton.cdiv(seqlen_q, 64)
-    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 2))
+    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 1))
     # How far behind its own place a query sees keys.
     diagonal = seqlen_kv - seqlen_q
     # Heads whose programs fill 132 multiprocessors 4 times.

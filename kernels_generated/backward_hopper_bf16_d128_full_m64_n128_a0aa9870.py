@@ -1,14 +1,15 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d64_h32x32_b8_q2048_k2048_bottom_right  0.9259 ms measured
+#   nvidia-h200  backward_bf16_d128_h16x16_b2_q8192_k8192_none  4.7916 ms measured
+#   nvidia-h200  backward_bf16_d128_h16x16_b8_q2048_k2048_none  1.3601 ms measured
 
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
-Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-Config       block_m 128, 3 stages of q, 2 of dout, 3 of gradients of scores, eager True, late_wait False,
-             product_first False, init False, delay False, rotate False
+Computes     bf16, head dim 128, value head dim 128, causal: none
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait False,
+             product_first True, init True, delay False, rotate True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper d26063de1549
+Template     backward_hopper c5c42aace703
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
@@ -19,7 +20,7 @@ memory too: each group makes half of dq, of both groups' dS^T, and adds it to su
 registers. The order of these additions decides the last bits of dq: runs may differ.
 
 Sub-notation
-  workspace_0                       of each head, a row -lse in units of log2 (-inf where a query sees nothing) and a
+  workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
                                     row -delta, float32 [batch * heads * 2, queries in whole blocks]
   workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
                                     the registers that hold it: see `finish`
@@ -51,23 +52,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-BLOCK_M = gl.constexpr(128)
+BLOCK_M = gl.constexpr(64)
 # Keys of a group.
 ROWS = gl.constexpr(64)
 # Columns of a tile, beyond the head dims zeros.
-WIDTH = gl.constexpr(64)
-Q_STAGES = gl.constexpr(3)
+WIDTH = gl.constexpr(128)
+Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
-DS_STAGES = gl.constexpr(3)
+DS_STAGES = gl.constexpr(2)
 # Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
-QUERY_BYTES = gl.constexpr(16896)
-KEY_BYTES = gl.constexpr(8192)
+QUERY_BYTES = gl.constexpr(16640)
+KEY_BYTES = gl.constexpr(16384)
 # Bytes of a block of sums, and of a group's half.
 SUM_BYTES = gl.constexpr(32768)
 HALF_BYTES = gl.constexpr(16384)
 LOG2_E = gl.constexpr(1.4426950408889634)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -122,8 +123,16 @@ def add_sums(address, values):
 
 
 @gluon.jit
+def spread(row):
+    """What a product begins with: the same row, [1, BLOCK_M], for every key."""
+    values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
+    # Each register is written here: copies made later would stand between products, which ptxas would then serialise.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
+
+
+@gluon.jit
 def locate(blocks, kv_heads):
-    """This program's block of keys, batch and KV head. Neighbours share a head, longest first."""
+    """This program's block of keys, batch and KV head. Neighbours share a head."""
     block = gl.program_id(0) % blocks
     head = gl.program_id(0) // blocks
     return block, head // kv_heads, head % kv_heads
@@ -138,9 +147,8 @@ def produce(
     """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
     block, batch, kv_head = locate(blocks, kv_heads)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
-    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
-    m_block = start
+    start = block * 0
+    m_block = block % end
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
@@ -170,14 +178,13 @@ def produce(
         copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
         m_block += 1
-        wraps = m_block == end
-        m_block = gl.where(wraps, start, m_block)
-        head = gl.where(wraps, head + 1, head)
+        m_block = gl.where(m_block == end, 0, m_block)
+        head = kv_head * group_size + (step + 1) // end
 
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """This group's half of dq, [WIDTH, 64 queries], of both groups' keys."""
+    """This group's half of dq, [BLOCK_M, 64 columns], of both groups' keys."""
     sums = gl.zeros([64, 64], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
         # One's own gradients of scores are there first.
@@ -186,8 +193,8 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
         mbarrier.wait(ds_full.index(slot), ds_phase)
         k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
         ds_tile = ds_tiles.index(slot)
-        ds_half = ds_tile.slice(GROUP * 64, 64, 1)
-        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_half, sums, use_acc=turn > 0, is_async=True)
+        k_half = k_tile.slice(GROUP * 64, 64, 1)
+        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_half, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -202,20 +209,16 @@ def consume(
     block, batch, kv_head = locate(blocks, kv_heads)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
-    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
-    m_block = start
+    start = block * 0
+    m_block = block % end
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
     dk = fresh_zeros()
     dv = fresh_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
-    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    # Blocks before this one need a mask: keys end here.
     open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
-    open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
 
     q_stage, q_phase = 0, 0
     do_stage, do_phase = 0, 0
@@ -227,33 +230,31 @@ def consume(
     mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
     mbarrier.wait(q_full.index(0), 0)
     k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
-    scores = warpgroup_mma(
-        k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), nothing, use_acc=False, is_async=True
-    )
+    lse_rows = spread(lse_tiles.index(q_stage))
+    scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
     mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)
     for step in range(steps):
         q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
         do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
         mbarrier.wait(do_full.index(do_stage), do_phase)
+        # Fetched beside the scores' product.
+        delta_rows = spread(delta_tiles.index(do_stage))
         # Products stay asynchronous only where the first wait in the loop leaves none in flight.
         scores = warpgroup_mma_wait(0, deps=[scores])
         v_tile = v_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
-        dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        weights = gl.exp2(scores * scale_log2 + lse_tiles.index(q_stage).load(SCORES))
+        dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), delta_rows, is_async=True)
+        weights = gl.exp2(scores * scale_log2)
         if m_block < open_from:
-            # A query sees the keys up to its own place.
-            limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
-            weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
+            weights = gl.where((keys < seqlen_kv - first_key)[:, None], weights, 0.0)
         low_weights = weights.to(gl.bfloat16)
-        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        dp += delta_tiles.index(do_stage).load(SCORES)
+        dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (weights * dp).to(gl.bfloat16)
+        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
         mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
         ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
-        dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
         dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase)
         # Both products of dq may still be under way.
         dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
@@ -264,9 +265,8 @@ def consume(
         # The next block's scores; after the last one of whatever lies there, which nobody reads.
         mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
         k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
-        scores = warpgroup_mma(
-            k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
+        lse_rows = spread(lse_tiles.index(q_stage))
+        scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(ds_empty.index(ds_stage))
         add_sums(address, dq)
@@ -274,8 +274,10 @@ def consume(
         m_block += 1
         address += SUM_BYTES
         wraps = m_block == end
-        m_block = gl.where(wraps, start, m_block)
-        address = gl.where(wraps, address + start.to(gl.int64) * SUM_BYTES, address)
+        m_block = gl.where(wraps, 0, m_block)
+        address = gl.where(wraps, address - end.to(gl.int64) * SUM_BYTES, address)
+        # The next head's, where all of this one's have been walked.
+        address = gl.where(m_block == block % end, address + end.to(gl.int64) * SUM_BYTES, address)
     scores = warpgroup_mma_wait(0, deps=[scores])
 
     # This group's v is not needed any more: gradients leave through its room.
@@ -382,6 +384,7 @@ def prepare(
     lse,
     workspace_0,
     workspace_1,
+    scale,
     stride_ob,
     stride_oh,
     stride_os,
@@ -392,13 +395,13 @@ def prepare(
     seqlen_q,
 ):
     # One block of queries: what it is weighed with, and zeros for its sums.
-    tiles = tl.cdiv(seqlen_q, 128)
+    tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
-    queries = tile * 128 + tl.arange(0, 128)
-    columns = tl.arange(0, 64)
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
     query_exists = queries < seqlen_q
     exists = query_exists[:, None]
     out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
@@ -409,9 +412,9 @@ def prepare(
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
     # A row that sees nothing, and one that is not there, weigh nothing.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    stats = workspace_0 + batch_head * 2 * tiles * 128 + queries
-    tl.store(stats, row_lse * -1.4426950408889634)
-    tl.store(stats + tiles * 128, -row_delta)
+    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
+    tl.store(stats, -row_lse / scale)
+    tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
 
@@ -419,17 +422,17 @@ def prepare(
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
     # One block of sums becomes as many rows of dq.
-    tiles = tl.cdiv(seqlen_q, 128)
+    tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
     # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
     sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
-    # Halves of the queries, which are columns here.
-    dq_tile = sums.permute((0, 1, 4, 6, 2, 5, 3)).reshape([128, 64])
-    queries = tile * 128 + tl.arange(0, 128)
-    columns = tl.arange(0, 64)
+    # Halves of the columns.
+    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 128])
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
     exists = (queries < seqlen_q)[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
@@ -440,16 +443,16 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
-        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 64], gl.NVMMASharedLayout(128, 16, 4)),)
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 4)),)
 
     stats = TensorDescriptor(
-        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 128], gl.NVMMASharedLayout(0, 32, 2)
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
     )
     return {
-        "q": rows(q, 128),
+        "q": rows(q, 64),
         "k": rows(k, 64),
         "v": rows(v, 64),
-        "dout": rows(dout, 128),
+        "dout": rows(dout, 64),
         "workspace_0": (stats,),
         "dk": rows(dk, 64),
         "dv": rows(dv, 64),
@@ -460,7 +463,7 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `prepare`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
@@ -468,10 +471,10 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 128)
-    tiles = triton.cdiv(seqlen_q, 128)
-    workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
+    tiles = triton.cdiv(seqlen_q, 64)
+    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
     # How far behind its own place a query sees keys.
-    diagonal = seqlen_kv - seqlen_q
+    diagonal = 0
     return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
 
 
@@ -479,7 +482,7 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `finish`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
@@ -504,14 +507,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     stats, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
-    prepare[first_grid](out, dout, lse, stats, sums, *first_integers, num_warps=4, num_stages=1)
+    prepare[first_grid](out, dout, lse, stats, sums, scale, *first_integers, num_warps=4, num_stages=1)
     backward_hopper[grid](
         *(one for parts in descriptors(*planned, stats, sums).values() for one in parts),
         sums,
         scale,
         *integers,
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     finish[last_grid](sums, dq, scale, *last_integers, num_warps=4, num_stages=1)
     return -dq if negative else dq, dk, dv
