@@ -48,6 +48,8 @@ def start_interpreters(workers: int) -> ProcessPool:
 
 def _become_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    # Every worker has a core to itself: threads of numpy's would spin for one another at each small product.
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
