@@ -136,12 +136,12 @@ class BackwardLaunch:
         values.append(scale if scale > LEAST_SCALE else LEAST_SCALE)
         if self._numbers:
             values += side.numbers
-        described: list[Any] = []
+        described: Sequence[Any] = ()
         if self._at is not None:
             addresses = self._addresses_of(values)
             described = self._at(addresses) or self._made(addresses, tensors, held)
         for queue, take, is_described in self._stages:
-            queue((*described, *take(values)) if is_described else take(values))
+            queue(take(values), described if is_described else ())
 
     def _made(
         self, addresses: tuple[int, ...], tensors: tuple[Tensor | None, ...], held: Sequence[Tensor]

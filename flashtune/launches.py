@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashtune.descriptors import typed
 from flashtune.side import NO_SIDE, NUMBERS, Side
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.descriptors import DescriptorArguments
+    from flashtune.queueing import Queue
     from flashtune.workspaces import Allocate
 
 # A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
@@ -71,7 +72,7 @@ class DeviceLaunch:
 
     def __init__(
         self,
-        queue: Callable[[tuple[Any, ...]], None],
+        queue: Queue,
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
     ) -> None:
@@ -109,10 +110,10 @@ class DescriptorLaunch:
 
     def __init__(
         self,
-        queue: Callable[[tuple[Any, ...]], None],
+        queue: Queue,
         arguments: DescriptorArguments,
         names: tuple[str, ...] = (),
-        epilogue: Callable[[tuple[Any, ...]], None] | None = None,
+        epilogue: Queue | None = None,
         workspaces: tuple[tuple[int, ...], ...] = (),
         allocate: Allocate = allocate_workspace,
     ) -> None:
@@ -143,15 +144,15 @@ class DescriptorLaunch:
         if tensors is None:
             tensors = self._arguments.made(addresses, (q, k, v, out).__getitem__)
         if self._is_plain:
-            self._queue((*tensors, row_lse, scale))
+            self._queue((row_lse, scale), tensors)
             return
         beside = [getattr(side, name).data_ptr() for name in self._names]
         numbers = [getattr(side, name) for name in self._numbers]
         if self._epilogue is None:
-            self._queue((*tensors, row_lse, *beside, scale, *numbers))
+            self._queue((row_lse, *beside, scale, *numbers), tensors)
             return
         _held, pointers = self._workspaces(q)
-        self._queue((*tensors, row_lse, *beside, *pointers, scale, *numbers))
+        self._queue((row_lse, *beside, *pointers, scale, *numbers), tensors)
         self._epilogue((address, row_lse, *pointers))
 
 
@@ -162,8 +163,8 @@ class SideLaunch:
 
     def __init__(
         self,
-        queue: Callable[[tuple[Any, ...]], None],
-        epilogue: Callable[[tuple[Any, ...]], None] | None,
+        queue: Queue,
+        epilogue: Queue | None,
         names: tuple[str, ...],
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
@@ -204,8 +205,8 @@ class QuantizedLaunch:
 
     def __init__(
         self,
-        queue: Callable[[tuple[Any, ...]], None],
-        prologue: Callable[[tuple[Any, ...]], None] | None,
+        queue: Queue,
+        prologue: Queue | None,
         ones: Tensor,
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
@@ -241,4 +242,4 @@ class QuantizedLaunch:
             self._queue((*addresses, row_lse, *factors, *pointers, scale))
             return
         tensors = self._arguments((q, k, typed(self._workspaces.tensors(held)[0], v), out))
-        self._queue((*tensors, row_lse, *factors, scale))
+        self._queue((row_lse, *factors, scale), tensors)

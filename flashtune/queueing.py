@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from triton.runtime._allocation import _allocator
@@ -28,6 +28,14 @@ _interpreting = threading.Lock()
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
+class Queue(Protocol):
+    """Queues a kernel on its device's current stream."""
+
+    def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ...) -> None:
+        """`values` come before the kernel's integers, and what stands for described tensors before them."""
+        ...
+
+
 class Direct(NamedTuple):
     """How a binary's launcher hands a launch over to its driver's function.
 
@@ -44,12 +52,8 @@ class Direct(NamedTuple):
     as_one: bool
 
 
-def queue_of(
-    compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device
-) -> Callable[[tuple[Any, ...]], None]:
-    """Loads a binary onto a device; what comes back queues it on the device's current stream.
-
-    That is given the values that come before the kernel's integers.
+def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device) -> Queue:
+    """Loads a binary onto a device, to be queued there.
 
     Raises:
         KernelError: It cannot be loaded there.
@@ -100,22 +104,20 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Dir
     return Direct(launch, before, after, as_one)
 
 
-def _directly(
-    direct: Direct, integers: tuple[int, ...], device: int, stream: Callable[[int], int]
-) -> Callable[[tuple[Any, ...]], None]:
+def _directly(direct: Direct, integers: tuple[int, ...], device: int, stream: Callable[[int], int]) -> Queue:
     launch, before, after, as_one = direct
     # Bound once: this is what every call of every kernel comes to.
     current = current_device
 
-    def queue(values: tuple[Any, ...]) -> None:
+    def queue(values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
         if current() != device:
             # The binary belongs to its device's context, which must be the current one.
             with torch.cuda.device(device):
-                queue(values)
+                queue(values, described)
         elif as_one:
-            launch(*before, stream(device), *after, (*values, *integers))
+            launch(*before, stream(device), *after, (*described, *values, *integers))
         else:
-            launch(*before, stream(device), *after, *values, *integers)
+            launch(*before, stream(device), *after, *described, *values, *integers)
 
     return queue
 
@@ -127,16 +129,16 @@ def _indirect(
     integers: tuple[int, ...],
     device: int,
     stream: Callable[[int], int],
-) -> Callable[[tuple[Any, ...]], None]:
-    def queue(values: tuple[Any, ...]) -> None:
+) -> Queue:
+    def queue(values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
         if current_device() != device:
             with torch.cuda.device(device):
-                queue(values)
+                queue(values, described)
             return
         # Descriptors made on the device live in scratch memory, from torch's stream-ordered pool.
         previous = _allocator.set(_allocate_scratch)
         try:
-            run(*grid, stream(device), *head, *values, *integers)
+            run(*grid, stream(device), *head, *described, *values, *integers)
         finally:
             _allocator.reset(previous)
 

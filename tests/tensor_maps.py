@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -67,5 +68,5 @@ class Noted:
         self.made_of = made_of
         self.values: list[tuple[Any, ...]] = []
 
-    def __call__(self, values: tuple[Any, ...]) -> None:
-        self.values.append(values)
+    def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
+        self.values.append((*described, *values))

@@ -222,9 +222,9 @@ def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
     made = {name: torch.empty(4) for name in BackwardTensors._fields}
     scratch = [torch.empty(2), torch.empty(3)]
     rest = iter(scratch)
-    passed: list[tuple[object, ...]] = []
+    queue = Noted()
     BackwardLaunch(
-        tuple(Stage(passed.append, names) for names in STAGES),
+        tuple(Stage(queue, names) for names in STAGES),
         ((2,), (3,)),
         lambda shape, device: next(rest),
         ("dout", "q", "workspace_1"),
@@ -233,8 +233,8 @@ def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
     )(BackwardTensors(**made), 0.5, Side(softcap=3.0))
     at = {name: tensor.data_ptr() for name, tensor in made.items()}
     first, second = (tensor.data_ptr() for tensor in scratch)
-    assert passed[0] == (at["out"], first, 0.5)
-    assert passed[1] == (
+    assert queue.values[0] == (at["out"], first, 0.5)
+    assert queue.values[1] == (
         *(f"descriptor of {address}" for address in (at["dout"], at["q"], second)),
         *(at["lse"], at["dlse"], second, 0.5, 3.0),
     )
@@ -244,10 +244,10 @@ def test_workspaces_of_a_pass_are_parts_of_one_allocation(monkeypatch: pytest.Mo
     made = tuple(torch.empty(4) for _ in BackwardTensors._fields)
     memory = torch.empty(1024)
     monkeypatch.setattr(workspaces, "empty_like", lambda like: memory if like.shape == (384,) else None)
-    passed: list[tuple[object, ...]] = []
+    queue = Noted()
     described = Described()
     launch = BackwardLaunch(
-        tuple(Stage(passed.append, names) for names in STAGES),
+        tuple(Stage(queue, names) for names in STAGES),
         ((1, 200), (3, 5)),
         allocate_workspace,
         ("workspace_0", "workspace_1"),
@@ -257,8 +257,8 @@ def test_workspaces_of_a_pass_are_parts_of_one_allocation(monkeypatch: pytest.Mo
         launch(made, 0.5, Side(softcap=3.0))
     first, second = memory.data_ptr(), memory.data_ptr() + 1024
     # Each begins on a border of its own.
-    assert passed[0][:2] == (f"descriptor of {first}", f"descriptor of {second}")
-    assert passed[0][3] == first
-    assert passed[1][2] == second
-    assert passed[2:] == passed[:2]
+    assert queue.values[0][:2] == (f"descriptor of {first}", f"descriptor of {second}")
+    assert queue.values[0][3] == first
+    assert queue.values[1][2] == second
+    assert queue.values[2:] == queue.values[:2]
     assert described.noted == [[(1, 200), (3, 5)]], "made where they come together for the first time"

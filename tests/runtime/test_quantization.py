@@ -19,6 +19,7 @@ from flashtune.quantization import negated, quantize
 from flashtune.request import Prefer, read_request
 from flashtune.side import NO_SIDE, Side
 from flashtune.workspaces import allocate_workspace
+from tests.tensor_maps import Noted
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
@@ -208,16 +209,6 @@ def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
     meta = [tensor.to("meta") for tensor in (q, k, v)]
     shapes = op(*meta, "none", None, "bhsd", "fastest", *(factor.to("meta") for factor in factors))
     assert (shapes.dtype, shapes.shape) == (out.dtype, out.shape)
-
-
-class Noted:
-    """A queue that notes its values."""
-
-    def __init__(self) -> None:
-        self.values: list[tuple[int | float, ...]] = []
-
-    def __call__(self, values: tuple[int | float, ...]) -> None:
-        self.values.append(values)
 
 
 def remembering(kept: list[Tensor]) -> Callable[[tuple[int, ...], torch.device], Tensor]:

@@ -86,8 +86,8 @@ def test_the_driver_is_given_what_tritons_launcher_gives_it(devices: Devices, de
     ours: list[Any] = []
     theirs: list[Any] = []
     queue = queue_of(compiled(a_launcher(ours, described), described), (5,), (8, 9), DEVICE)
-    for number in range(2):
-        queue((number, 0.5))
+    queue((0, 0.5))
+    queue((0.5,), [1])
     run = a_launcher(theirs)
     for number in range(2):
         run(5, 1, 1, 73, "function", "packed", None, None, None, number, 0.5, 8, 9)
@@ -111,7 +111,7 @@ def test_a_kernel_of_another_device_is_queued_there(devices: Devices) -> None:
     queue((1, 2))
     assert devices.entered == []
     devices.current = 0
-    queue((1, 2))
+    queue((2,), [1])
     assert devices.entered == [3]
     assert devices.current == 0
     assert passed[0] == passed[1]
@@ -125,7 +125,7 @@ def test_scratch_memory_is_allocated_by_tritons_launcher(
     run = a_launcher(passed, global_scratch_size=64)
     queue = queue_of(compiled(run, scratch=64), (5,), (7,), DEVICE)
     devices.current = 0
-    queue((1, 2))
+    queue((2,), [1])
     assert ("scratch", 5 * 64) in passed[0]
     assert flat(passed[0])[-3:] == [1, 2, 7]
     assert devices.entered == [3, 3]
