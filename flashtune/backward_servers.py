@@ -118,13 +118,29 @@ class BackwardServer:
                 dout = dout.clone(memory_format=torch.contiguous_format)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
-        if side is not NO_SIDE:
-            gradients = _allocated(self._request, q, k, v)
-            launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
-            return gradients
+        gradients = _allocated(self._request, q, k, v)
+        launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
+        return gradients
+
+    def plainly(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v alone, without side inputs and `dlse`: the same in as few steps as can be."""
+        launch = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
+        if launch is None or dout.data_ptr() % POINTER_ALIGNMENT:
+            return self(q, k, v, out, lse, dout, dlse, scale)
         dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-        launch((q, k, v, out, lse, dout, dq, dk, dv, dlse, None, None), scale)
-        return Gradients(dq, dk, dv)
+        tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
+        launch(tensors, self._default_scale if scale is None else scale)
+        return dq, dk, dv
 
     def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> None:
         """Binds the kernel to a gradient that lies as the output does.

@@ -20,7 +20,9 @@ def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not is_compiling()
         and type(q) is type(k) is type(v) is Tensor
-        and not (function_mode() or dispatch_modes() or transforms() is not None or _derives_forward())
+        and not (
+            function_mode() or dispatch_modes() or transforms() is not None or forward_ad._current_level >= 0
+        )
     )
 
 

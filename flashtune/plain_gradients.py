@@ -6,6 +6,7 @@ may wait for this, and autograd runs the backward pass in a thread whose caches 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function
 
-    from flashtune.backward_servers import ServeBackward
     from flashtune.servers import Result, Serve
 else:
     # As in `flashtune.gradients`.
@@ -32,11 +32,12 @@ class Passes(NamedTuple):
 
     Attributes:
         forward: Gives the output and the log-sum-exp.
-        backward: Gives the gradients of q, k and v.
+        backward: As `flashtune.backward_servers.ServeBackward` without side inputs; of what it gives the
+            first three are taken.
     """
 
     forward: Serve
-    backward: ServeBackward
+    backward: Callable[..., tuple[Tensor | None, ...]]
 
 
 def plainly_differentiable(passes: Passes) -> Serve:

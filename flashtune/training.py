@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from flashtune.backward_servers import Gradients, ServeBackward
+from flashtune.backward_servers import BackwardServer, Gradients, ServeBackward
 from flashtune.backward_serving import asked_backward, bound_backward, prepare_backward
 from flashtune.choices import known_choice, tell_of_failure
 from flashtune.decision import Server, baseline
@@ -73,7 +73,8 @@ def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -
 
 def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Side) -> Serve:
     if not request.problem.features and not request.return_lse:
-        return plainly_differentiable(Passes(forward, backward))
+        plainly = backward.plainly if isinstance(backward, BackwardServer) else backward
+        return plainly_differentiable(Passes(forward, plainly))
     wanted = side_gradients(side)
     return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
 

@@ -71,7 +71,7 @@ class Workspaces:
             like = self._like = prototype((self._size // FLOAT32,), torch.float32, beside.device)
         memory = empty_like(like)
         address = memory.data_ptr()
-        return (memory,), [address + offset for offset in self._offsets]
+        return (memory,), [*map(address.__add__, self._offsets)]
 
     def tensors(self, held: Sequence[Tensor]) -> list[Tensor]:
         """The workspaces as tensors of their shapes."""

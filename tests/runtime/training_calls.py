@@ -54,6 +54,6 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def server_of(out: Tensor) -> backward_servers.BackwardServer:
     """What goes back from an output."""
-    server = out.grad_fn.call[0].backward  # type: ignore[union-attr]
+    server = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
     assert isinstance(server, backward_servers.BackwardServer)
     return server
