@@ -133,7 +133,7 @@ class BackwardServer:
         dlse: Tensor | None,
         scale: float | None,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k and v alone, without side inputs and `dlse`: the same in as few steps as can be."""
+        """Gradients of q, k and v, without side inputs and `dlse`: the same in as few steps as can be."""
         launch = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         if launch is None or dout.data_ptr() % POINTER_ALIGNMENT:
             return self(q, k, v, out, lse, dout, dlse, scale)
