@@ -6,6 +6,7 @@ import enum
 
 from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.features import Bias
+from flashtune.kernel import Alignment
 from flashtune.problem import Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.backward_tiles import (
@@ -42,7 +43,8 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
         block_n: Keys of the block that it holds.
         reduction: How its share of dq is added.
         two_phases: Blocks that no mask touches run in a loop of their own.
-        turned: Tiles of dq are made transposed, so that warps have their columns and not their rows.
+        turned: Tiles of dq are made transposed, so that warps have their columns and not their rows; of no
+            effect where tiles of queries are not copied ahead.
         decomposed: A head dim that is no power of two as several tiles instead of one padded.
         heads_inner: Neighbouring programs work on different heads, not on different blocks of keys.
         max_registers: Register cap, 0 for none.
@@ -96,6 +98,16 @@ def fused_space(problem: Problem, target: Target) -> Space:
 def can_copy(problem: Problem) -> bool:
     """Whether rows of the sums lie where the copy engine can address them."""
     return problem.head_dim % DESCRIBED_NUMBERS == 0
+
+
+def can_turn(problem: Problem, alignment: Alignment) -> bool:
+    """Whether tiles of dq can be made transposed: where tiles of queries are copied ahead, by four bytes.
+
+    Else they pass through registers to one place in SRAM, and with 32 queries the tile of dS, whose rows are
+    half as long, goes where that of dO was. ptxas 12.8, which Triton 3.6 has for Hopper, makes both their
+    descriptors of one number there, and some before that number itself: dS is then read from anywhere.
+    """
+    return alignment is not Alignment.ANY and problem.head_dim % 2 == problem.value_head_dim % 2 == 0
 
 
 def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:

@@ -10,7 +10,7 @@ import torch
 
 from flashtune.compilation import compile_kernel, load_module
 from flashtune.features import Bias
-from flashtune.kernel import Specialization
+from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.target import find_target
 from flashtune.templates.backward_fused.space import Reduction, can_copy
@@ -64,6 +64,20 @@ def test_the_copy_engine_adds_where_there_is_one_and_rows_are_aligned() -> None:
     source = render(FAMILY, odd, config, Specialization()).source
     assert "tl.atomic_add(" in source
     assert "make_tensor_descriptor" not in source
+
+
+@pytest.mark.parametrize("alignment", list(Alignment))
+def test_tiles_of_dq_are_turned_where_queries_are_copied_ahead(alignment: Alignment) -> None:
+    # Else ptxas 12.8 makes descriptors of wide products from registers that nobody wrote.
+    def turned(problem: Problem) -> bool:
+        source = render(FAMILY, problem, config, Specialization(alignment=alignment)).source
+        assert ("tl.dot(low_scores.T, k_tile" in source) != ("tl.dot(k_tile.T, low_scores" in source)
+        return "tl.dot(k_tile.T, low_scores" in source
+
+    problem = a_problem(256)
+    config = FAMILY.default(problem, H200)
+    assert turned(problem) == (alignment is not Alignment.ANY)
+    assert not turned(msgspec.structs.replace(problem, head_dim=129))
 
 
 @pytest.mark.parametrize(
