@@ -143,13 +143,14 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
     """Where a search begins, by head dims."""
     width = width_of(problem)
     narrow = width == NARROW
-    turns = width == WIDE
+    # At a width of 64 the words of random state take the registers that turns need.
+    turns = width == WIDE or (narrow and not problem.dropout)
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
         block_m=BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
-        eager=turns and not problem.dropout,
+        eager=width == WIDE and not problem.dropout,
         late_wait=narrow or turns,
         # Where sums are ordered, a turn then has another step to come.
         delay=narrow or turns or width == WIDEST or problem.deterministic,
