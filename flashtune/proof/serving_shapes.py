@@ -24,6 +24,10 @@ HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (6, 3))
 DECODE_HEADS = ((8, 2), (4, 4), (16, 1), (6, 3), (32, 4), (7, 1))
 LATENT_HEADS = ((16, 1), (5, 1), (32, 1), (128, 1))
 BATCHES = (1, 2, 2, 1, 3)
+# An interpreter runs programs one by one: groups are as large there, but fewer, and so are sequences.
+FEW_HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (2, 1))
+FEW_DECODE_HEADS = ((8, 2), (2, 2), (16, 1), (4, 2), (8, 1), (7, 1))
+FEW_BATCHES = (1, 1, 2, 1, 2)
 # Rows of a decoding tile: queries times heads that share keys.
 DECODE_ROWS, LATENT_ROWS = 64, 128
 # Enough sequences and KV heads for several rounds of programs, with two splits or more each.
@@ -58,12 +62,14 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
-    turns = LATENT_HEADS if problem.latent else DECODE_HEADS if splits else HEADS
+    usual, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
+    turns = LATENT_HEADS if problem.latent else decoding if splits else usual
+    batches = FEW_BATCHES if reduced else BATCHES
     for turn, shape in enumerate((*shapes, *beside)):
         heads = turns[turn % len(turns)]
         few = _few_queries(shape, heads, problem) if splits else shape
         # Where a row may see no key for want of keys, the last problems are the longest: fewer heads will do.
-        yield with_lengths(problem, few, heads, turn, BATCHES[turn % len(BATCHES)], quick=quick)
+        yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)
     if reduced:
         return
     if splits:
