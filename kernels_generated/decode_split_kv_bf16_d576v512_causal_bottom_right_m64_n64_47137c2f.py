@@ -1,6 +1,5 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d576v512_h128x1_b16_q1_k8192_bottom_right_page16_latent  0.1757 ms measured
 #   nvidia-h200  forward_bf16_d576v512_h128x1_b64_q1_k8192_bottom_right_page16_latent  0.5523 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.

@@ -2,7 +2,6 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_e4m3_d128_h64x8_b1_q32768_k32768_bottom_right  19.2202 ms measured
 #   nvidia-h200  forward_e4m3_d128_h64x8_b2_q16384_k16384_bottom_right  9.7401 ms measured
-#   nvidia-h200  forward_e4m3_d128_h64x8_b4_q8192_k8192_bottom_right  5.0362 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
