@@ -11,10 +11,18 @@ from tests.templates.test_backward_hopper import FAMILY, H200, a_problem, config
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "turns"), [(64, False), (72, True), (128, True), (136, False), (256, False)]
+    ("head_dim", "dropout", "turns"),
+    [
+        (64, False, True),
+        (64, True, False),
+        (72, False, True),
+        (128, True, True),
+        (136, False, False),
+        (256, False, False),
+    ],
 )
-def test_groups_take_turns_where_dq_is_late(head_dim: int, turns: bool) -> None:
-    problem = a_problem(head_dim)
+def test_groups_take_turns_where_dq_is_late(head_dim: int, dropout: bool, turns: bool) -> None:
+    problem = a_problem(head_dim, dropout=dropout)
     assert config_of(problem).turns is turns
     configs = list(FAMILY.space(problem, H200).configs())
     found = {(one.delay, one.turns) for one in configs if isinstance(one, HopperBackwardConfig)}
