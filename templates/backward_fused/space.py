@@ -87,7 +87,7 @@ def fused_space(problem: Problem, target: Target) -> Space:
         Axis("num_stages", (2, 3) if wgmma else (1, 2, 3)),
         Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
         Axis("two_phases", (True, False), False),
-        Axis("turned", (False, True)),
+        Axis("turned", (False, True) if has_whole_words(problem) else (False,)),
         Axis("decomposed", (False, True) if odd and may_split(problem) else (False,)),
         Axis("heads_inner", (False, True)),
         Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
@@ -107,7 +107,12 @@ def can_turn(problem: Problem, alignment: Alignment) -> bool:
     half as long, goes where that of dO was. ptxas 12.8, which Triton 3.6 has for Hopper, makes both their
     descriptors of one number there, and some before that number itself: dS is then read from anywhere.
     """
-    return alignment is not Alignment.ANY and problem.head_dim % 2 == problem.value_head_dim % 2 == 0
+    return alignment is not Alignment.ANY and has_whole_words(problem)
+
+
+def has_whole_words(problem: Problem) -> bool:
+    """Whether rows begin at four bytes, by which tiles can be copied ahead."""
+    return problem.head_dim % 2 == problem.value_head_dim % 2 == 0
 
 
 def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
@@ -153,5 +158,5 @@ def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
         num_stages=2,
         reduction=Reduction.COPY_ENGINE if can_copy(problem) else Reduction.ATOMICS,
         two_phases=not (wide or changes),
-        turned=wide,
+        turned=wide and has_whole_words(problem),
     )

@@ -80,6 +80,14 @@ def test_tiles_of_dq_are_turned_where_queries_are_copied_ahead(alignment: Alignm
     assert not turned(msgspec.structs.replace(problem, head_dim=129))
 
 
+@pytest.mark.parametrize(("widths", "turns"), [((160, 160), True), ((129, 160), False), ((160, 129), False)])
+def test_turning_is_searched_where_it_changes_a_kernel(widths: tuple[int, int], turns: bool) -> None:
+    problem = msgspec.structs.replace(a_problem(widths[0]), value_head_dim=widths[1])
+    space = FAMILY.space(problem, H200)
+    assert {getattr(one, "turned", None) for one in space.configs()} == ({False, True} if turns else {False})
+    assert space.contains(FAMILY.default(problem, H200))
+
+
 @pytest.mark.parametrize(
     "asked",
     [
