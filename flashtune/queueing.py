@@ -7,6 +7,7 @@ to the driver is the same each time, so that it is watched once and then gone pa
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -66,6 +67,9 @@ def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], de
             run: Callable[..., None] = compiled.run
         except Exception as error:
             raise KernelError(first_line(error)) from error
+    if compiled.function is None or isinstance(run, functools.partial):
+        # Triton tries once: what `run` is from then on would raise in calls.
+        raise KernelError("a kernel's binary did not load when it was first asked for")
     if getattr(compiled.metadata, "tensordesc_meta", None):
         run = without_making(run)
     index = current_device() if device.index is None else device.index
@@ -74,10 +78,14 @@ def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], de
     dims = (*grid, 1, 1)[:3]
     # Only GPU drivers have it, and only on a GPU is this called.
     stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-    direct = None if compiled.metadata.global_scratch_size > 0 else direct_launch(run, dims, head)
+    direct = direct_launch(run, dims, head)
     if direct is None:
-        return _indirect(run, dims, head, integers, index, stream)
-    return _directly(direct, integers, index, stream)
+        queue = _indirect(run, dims, head, integers, index, stream)
+    else:
+        queue = _directly(direct, integers, index, stream)
+    # Of the binary only a handle is passed, and Triton 3.9 unloads what nobody holds.
+    vars(queue)["binary"] = compiled
+    return queue
 
 
 def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Direct | None:
@@ -94,7 +102,13 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Dir
     watched = copy.copy(run)
     watched.launch = lambda *arguments: seen.append(arguments)
     stream, values = object(), (object(), object())
-    watched(*grid, stream, *head, *values)
+    try:
+        watched(*grid, stream, *head, *values)
+    except (AttributeError, TypeError, ValueError):
+        # It looks at the stream or at the values, and these are neither.
+        return None
+    if len(seen) != 1:
+        return None
     (arguments,) = seen
     as_one = arguments[-1] == values
     places = [place for place, argument in enumerate(arguments) if argument is stream]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.backends.amd import driver as amd
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune import queueing
+from flashtune.errors import KernelError
 from flashtune.queueing import direct_launch, queue_of
 from tests.tensor_maps import NOTES, Driver
 
@@ -69,10 +74,13 @@ def a_launcher(passed: list[Any], described: bool = False, **said: Any) -> Any:
     return run
 
 
-def compiled(run: Any, described: bool = False, scratch: int = 0) -> Any:
-    notes = [NOTES] if described else None
-    metadata = SimpleNamespace(tensordesc_meta=notes, global_scratch_size=scratch)
-    return SimpleNamespace(run=run, function="function", packed_metadata="packed", metadata=metadata)
+class Compiled(SimpleNamespace):
+    """A binary that may be referred to weakly."""
+
+
+def compiled(run: Any, described: bool = False, function: Any = "function") -> Any:
+    metadata = SimpleNamespace(tensordesc_meta=[NOTES] if described else None)
+    return Compiled(run=run, function=function, packed_metadata="packed", metadata=metadata)
 
 
 def flat(values: Any) -> list[Any]:
@@ -93,6 +101,45 @@ def test_the_driver_is_given_what_tritons_launcher_gives_it(devices: Devices, de
         run(5, 1, 1, 73, "function", "packed", None, None, None, number, 0.5, 8, 9)
     assert ours == theirs
     assert flat(ours[1])[-4:] == [1, 0.5, 8, 9]
+
+
+def test_amds_launcher_is_gone_past_alike(devices: Devices) -> None:
+    ours: list[Any] = []
+    theirs: list[Any] = []
+
+    def a_launcher_of_amds(passed: list[Any]) -> Any:
+        run = object.__new__(amd.HIPLauncher)
+        vars(run).update({**SAID, "warp_size": 64}, launch=lambda *values: passed.append(values))
+        return run
+
+    run = a_launcher_of_amds(ours)
+    assert direct_launch(run, (1, 1, 1), ("function",) * 5) is not None
+    queue_of(compiled(run), (5,), (8, 9), DEVICE)((0, 0.5))
+    a_launcher_of_amds(theirs)(5, 1, 1, 73, "function", "packed", None, None, None, 0, 0.5, 8, 9)
+    assert ours == theirs
+
+
+def test_a_binary_is_held_as_long_as_it_may_be_queued(devices: Devices) -> None:
+    for run in (a_launcher([]), a_launcher([], global_scratch_size=64)):
+        binary = compiled(run)
+        held = weakref.ref(binary)
+        queue = queue_of(binary, (5,), (), DEVICE)
+        del binary
+        gc.collect()
+        assert held() is not None
+        del queue
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_what_did_not_load_before_is_refused(devices: Devices, described: bool) -> None:
+    def refused() -> None:
+        raise OSError("out of resources")
+
+    for run, function in ((functools.partial(refused), "function"), (a_launcher([], described), None)):
+        with pytest.raises(KernelError, match="did not load"):
+            queue_of(compiled(run, described, function), (5,), (), DEVICE)
 
 
 def test_no_python_of_tritons_runs_in_a_call(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +170,7 @@ def test_scratch_memory_is_allocated_by_tritons_launcher(
     passed: list[Any] = []
     monkeypatch.setattr(queueing, "_allocate_scratch", lambda size, alignment, stream: ("scratch", size))
     run = a_launcher(passed, global_scratch_size=64)
-    queue = queue_of(compiled(run, scratch=64), (5,), (7,), DEVICE)
+    queue = queue_of(compiled(run), (5,), (7,), DEVICE)
     devices.current = 0
     queue((2,), [1])
     assert ("scratch", 5 * 64) in passed[0]
@@ -155,6 +202,33 @@ def test_a_launcher_of_another_kind_is_left_alone(devices: Devices) -> None:
     queue((1,))
     queue((2,))
     assert [values[-3:] for values in run.passed] == [(1, 8, 0), (2, 8, 1)]
+
+
+class Curious:
+    """One that asks for the stream's number."""
+
+    def __init__(self) -> None:
+        self.passed: list[Any] = []
+        self.launch: Callable[..., None] = lambda *values: self.passed.append(values)
+
+    def __call__(self, *values: Any) -> None:
+        self.launch(*values[:3], int(values[3]), *values[4:])
+
+
+class Silent(Curious):
+    """One that launches nothing on grids of one program."""
+
+    def __call__(self, *values: Any) -> None:
+        if values[0] > 1:
+            self.launch(*values)
+
+
+@pytest.mark.parametrize("kind", [Curious, Silent])
+def test_a_launcher_that_cannot_be_watched_is_called_as_it_is(devices: Devices, kind: type[Curious]) -> None:
+    run = kind()
+    assert direct_launch(run, (1, 1, 1), ()) is None
+    queue_of(compiled(run), (1,), (8,), DEVICE)((1,))
+    assert [values[-2:] for values in run.passed] == ([(1, 8)] if kind is Curious else [])
 
 
 def test_a_function_without_a_launcher_is_called_as_it_is(devices: Devices) -> None:
