@@ -58,8 +58,9 @@ class DescriptorArguments:
         self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """The arguments for these tensors, of which only addresses and types are read."""
-        return self.made(tuple(tensor.data_ptr() for tensor in tensors), tensors.__getitem__)
+        """The arguments for these tensors, of which only addresses and types are read; do not change them."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        return self.at(addresses) or self.made(addresses, tensors.__getitem__)
 
     def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[Any]:
         """The arguments for tensors at addresses that `at` does not know together; do not change them.

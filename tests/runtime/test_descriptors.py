@@ -45,7 +45,7 @@ def test_they_are_made_once_for_an_address(gpu: Driver) -> None:
     once = arguments((first, second))
     assert len(gpu.filled) == 2
     for _ in range(3):
-        assert arguments((first, second)) == once
+        assert arguments((first, second)) is once
     assert len(gpu.filled) == 2
     # The same address in another place is another tensor.
     assert [value for value in arguments((second, first)) if isinstance(value, Map)] == gpu.filled[2:]
