@@ -178,19 +178,20 @@ def test_steps_of_other_orders(delay: bool, init: bool) -> None:
     # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.
     causal = Causal.BOTTOM_RIGHT if delay else Causal.TOP_LEFT
     problem = a_problem(64, causal=causal, deterministic=True, seqlen_q=270 if delay else 130)
-    played(problem, 2, delay=delay, init=init)
+    played(problem, 2, delay=delay, init=init, turns=False)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal"), [(64, Causal.NONE), (128, Causal.NONE), (256, Causal.BOTTOM_RIGHT)]
+    ("head_dim", "turns", "causal"),
+    [(64, False, Causal.NONE), (128, True, Causal.NONE), (256, False, Causal.BOTTOM_RIGHT)],
 )
 @pytest.mark.parametrize("at_once", [1, 2, 64], ids=["one", "two", "all"])
 def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
-    head_dim: int, causal: Causal, at_once: int
+    head_dim: int, turns: bool, causal: Causal, at_once: int
 ) -> None:
     """With one multiprocessor too: nobody waits for a program that starts later."""
     problem = a_problem(head_dim, causal=causal, deterministic=True, kv_heads=2, seqlen_kv=260)
-    sums = played(problem, at_once)
+    sums = played(problem, at_once, turns=turns)
     blocks = math.ceil(problem.seqlen_kv / (64 if head_dim == 256 else 128))
     longest = 0
     for additions in sums.added.values():
@@ -200,7 +201,7 @@ def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
         longest = max(longest, len(order))
     assert longest == blocks
     # A counter for each block of queries, or half of it, stands at the number of blocks of keys that see it.
-    parts = math.ceil(problem.seqlen_q / (128 if head_dim == 64 else 64)) * (1 if head_dim == 128 else 2)
+    parts = math.ceil(problem.seqlen_q / (128 if head_dim == 64 else 64)) * (1 if turns else 2)
     assert sorted(sums.counters) == list(range(0, problem.heads * parts * 4, 4))
     assert max(sums.counters.values()) == blocks
 
