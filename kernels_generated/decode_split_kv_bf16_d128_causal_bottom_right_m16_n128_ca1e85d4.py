@@ -1,6 +1,9 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
+#   nvidia-h200  forward_bf16_d128_h16x8_b16_q1_k8192_bottom_right_page16  0.1187 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x4_b64_q1_k8192_bottom_right_page16  0.2156 ms measured
 #   nvidia-h200  forward_bf16_d128_h40x8_b16_q1_k8192_bottom_right_page16  0.1197 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x4_b64_q1_k8192_bottom_right_page16  0.2218 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b16_q1_k8192_bottom_right_page16  0.1201 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.

@@ -3,6 +3,8 @@
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right  3.0888 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q4096_k4096_bottom_right  0.2084 ms measured
 #   nvidia-h200  forward_bf16_d128_h40x8_b1_q4096_k4096_bottom_right  0.2542 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x4_b1_q4096_k4096_bottom_right  0.4025 ms measured
+#   nvidia-h200  forward_bf16_d128_h64x8_b1_q4096_k4096_bottom_right  0.4023 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b2_q16384_k16384_bottom_right  13.5989 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_bottom_right  6.5556 ms measured
 

@@ -8,6 +8,7 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.0783 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_bottom_right  0.2333 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right  0.2087 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x4_b1_q4096_k4096_bottom_right  0.2089 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_bottom_right  0.2624 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_bottom_right  1.5442 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_bottom_right  0.1714 ms measured

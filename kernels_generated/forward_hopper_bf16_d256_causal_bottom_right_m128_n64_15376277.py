@@ -6,6 +6,7 @@
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_bottom_right  1.4616 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_bottom_right  0.2155 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_bottom_right  0.7900 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x4_b1_q4096_k4096_bottom_right  0.1066 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.0758 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_bottom_right  0.1324 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q16384_k16384_bottom_right  1.3762 ms measured

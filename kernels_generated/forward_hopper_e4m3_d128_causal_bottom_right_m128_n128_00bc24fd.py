@@ -1,7 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_e4m3_d128_h64x8_b16_q2048_k2048_bottom_right  1.4236 ms measured
-#   nvidia-h200  forward_e4m3_d128_h64x8_b8_q4096_k4096_bottom_right  2.6763 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

@@ -96,7 +96,7 @@ def test_a_model_is_explained_by_what_a_search_of_it_would_tune() -> None:
 def test_latent_keys_count_once_for_all_heads() -> None:
     (point,) = overview_of("deepseek-v3", Phase.DECODE, "8192").points
     assert point.kv_bytes == 61 * 8192 * 576 * 2
-    assert point.families == ("decode_split_kv",)
+    assert point.families == ("decode_latent_hopper",)
 
 
 def test_eight_bits_are_held_against_sixteen() -> None:

@@ -1,13 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_e4m3_d128_h64x8_b1_q32768_k32768_bottom_right  19.2202 ms measured
-#   nvidia-h200  forward_e4m3_d128_h64x8_b2_q16384_k16384_bottom_right  9.7401 ms measured
+#   nvidia-h200  forward_e4m3_d128_h64x8_b2_q16384_k16384_bottom_right  9.0380 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
 Computes     e4m3, head dim 128, value head dim 128, causal: bottom_right
-Config       3 groups of 64 rows, block_n 64, 3 stages, 1 of queries, halved False, ping_pong False, late_wait False,
-             lazy_rescale True, decomposed False, pack 1, section 0, long_first True, alternate True, even True
+Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, halved False, ping_pong True, late_wait True,
+             lazy_rescale True, p_stages 1, decomposed False, pack 1, section 0, long_first True, alternate True, even False
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper aa9bf404279a
 
@@ -50,9 +49,9 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 GROUPS = gl.constexpr(3)
 ROWS = gl.constexpr(64)
-BLOCK_N = gl.constexpr(64)
-STAGES = gl.constexpr(3)
-Q_STAGES = gl.constexpr(1)
+BLOCK_N = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+Q_STAGES = gl.constexpr(2)
 PACK = gl.constexpr(1)
 # Positions of a group's rows, and of all groups' together.
 POSITIONS = gl.constexpr(64)
@@ -63,13 +62,11 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Weights are kept in [0, 256], where eight bits resolve small ones best.
 WEIGHT_SHIFT = gl.constexpr(6.0)
-# Registers of four weights each, in which a thread keeps those of a block.
-WORDS = gl.constexpr(8)
 # A maximum may be outgrown by this much, in log2, before the accumulator is rescaled to a new one.
 SLACK = gl.constexpr(2.0)
 # Rows of a thread.
 FLAGS = gl.constexpr(2)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 4))
@@ -114,56 +111,36 @@ def count_blocks(first, positions, seqlen_q, seqlen_kv):
     return gl.maximum((last_key + BLOCK_N - 1) // BLOCK_N, 1)
 
 
+@gluon.jit
+def take_turn(GROUP: gl.constexpr):
+    """Waits until the group before has issued its products: while one multiplies, the other weighs."""
+    asm: gl.constexpr = f"bar.sync {GROUP + 8}, 256; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def pass_turn(GROUP: gl.constexpr):
+    """Lets the group after this one go ahead."""
+    asm: gl.constexpr = f"bar.arrive {(GROUP + 1) % GROUPS + 8}, 256; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
+
+
 @gluon.constexpr_function
 def operands(returned, kind, count):
     """Constraints of PTX that returns so many registers and takes `count` of a kind."""
     return ",".join(["=r"] * returned + [kind] * count)
 
-@gluon.constexpr_function
-def rounding(group, words):
-    """PTX that rounds a thread's weights to eight bits and keeps them. What it returns is of no use."""
-    lines = ["{ .reg .b16 low, high;"]
-    for word in range(words):
-        first, second, third, fourth = (f"${words + 4 * word + place}" for place in range(4))
-        lines += [
-            f"cvt.rn.satfinite.e4m3x2.f32 low, {second}, {first};",
-            f"cvt.rn.satfinite.e4m3x2.f32 high, {fourth}, {third};",
-            f"mov.b32 weights_{group}_{word}, {{low, high}};",
-            f"mov.b32 ${word}, 0;",
-        ]
-    return " ".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def recalling(group, words):
-    """PTX that returns the weights that were kept last."""
-    return " ".join(f"mov.b32 ${word}, weights_{group}_{word};" for word in range(words))
-
 
 @gluon.jit
-def declare_weights(GROUP: gl.constexpr):
-    """Registers that outlive a turn of the loop.
-
-    A loop carries tensors of eight-bit elements one by one, and packs them again in every turn: that
-    took half as many instructions as all the rest.
-    """
-    asm: gl.constexpr = f".reg .b32 weights_{GROUP}_<{WORDS}>; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def keep_weights(weights, GROUP: gl.constexpr):
-    asm: gl.constexpr = rounding(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "f", 4 * WORDS)
-    gl.inline_asm_elementwise(asm, kinds, [weights], gl.int8, False, 4 * WORDS)
-
-
-@gluon.jit
-def kept_weights(GROUP: gl.constexpr):
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.int8, WEIGHTS)
-    asm: gl.constexpr = recalling(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "r", WORDS)
-    return gl.inline_asm_elementwise(asm, kinds, [nothing], gl.float8e4nv, False, 4 * WORDS)
+def rounded(weights):
+    """Weights in eight bits, four of a thread at a time."""
+    asm: gl.constexpr = """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [weights], gl.float8e4nv, True, 4)
 
 
 @gluon.jit
@@ -223,14 +200,14 @@ def produce(
             if step <= last:
                 key = (last - step) * BLOCK_N
                 mbarrier.wait(k_empty.index(k_stage), k_phase)
-                mbarrier.expect(k_full.index(k_stage), 8192)
+                mbarrier.expect(k_full.index(k_stage), 16384)
                 k_tile = k_tiles.index(k_stage)
                 copy_in(k_desc, [this_batch, this_kv_head, key, 0], k_full.index(k_stage), k_tile)
                 k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
             if step > 0:
                 key = (last - step + 1) * BLOCK_N
                 mbarrier.wait(v_empty.index(v_stage), v_phase)
-                mbarrier.expect(v_full.index(v_stage), 8192)
+                mbarrier.expect(v_full.index(v_stage), 16384)
                 v_tile = v_tiles.index(v_stage)
                 copy_in(v_desc, [this_batch, this_kv_head, 0, key], v_full.index(v_stage), v_tile)
                 v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -239,9 +216,9 @@ def produce(
 @gluon.jit
 def consume(
     GROUP: gl.constexpr,
-    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-    q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
-    kv_heads, group_size, seqlen_q, seqlen_kv,
+    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc,
+    lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section, all_packs, packs,
+    packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
 ):
     """Attention of one group's rows of every tile, blocks of keys from the last to the first."""
     workers = gl.num_programs(0)
@@ -251,8 +228,9 @@ def consume(
     row_offsets = gl.arange(0, ROWS, SCORE_ROWS)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    declare_weights(GROUP)
     declare_growth(GROUP)
+    if GROUP == GROUPS - 1:
+        pass_turn(GROUP)
 
     tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
@@ -266,6 +244,8 @@ def consume(
         mbarrier.wait(v_full.index(v_stage), v_phase)
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
+        take_turn(GROUP)
+        pass_turn(GROUP)
     mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)
     mbarrier.wait(k_full.index(k_stage), k_phase)
     q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
@@ -303,18 +283,22 @@ def consume(
         # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
         # sixteen, and so do the keys of the transposed values.
         exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-        keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
+        in_fours = gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS)
+        p_tiles.index(GROUP).store(rounded(in_fours))
+        fence_async_shared()
         accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
 
         for earlier in range(block - 1, -1, -1):
             mbarrier.wait(k_full.index(k_stage), k_phase)
+            take_turn(GROUP)
             q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            weights = kept_weights(GROUP)
+            weights = p_tiles.index(GROUP)
             v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
             accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
+            pass_turn(GROUP)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(k_stage))
             k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
@@ -335,6 +319,9 @@ def consume(
             block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
             sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
             running_sum = running_sum * sum_rescale[:, None] + block_sum
+            # It is full since long, but a wait ends a basic block: without it ptxas hoists the wait for
+            # the product above the exponentials, which it could run beside.
+            mbarrier.wait(v_full.index(v_stage), v_phase)
             accumulator = warpgroup_mma_wait(0, deps=[accumulator])
             mbarrier.arrive(v_empty.index(v_stage))
             v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -343,12 +330,14 @@ def consume(
             # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
             # sixteen, and so do the keys of the transposed values.
             exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-            keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
+            in_fours = gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS)
+            p_tiles.index(GROUP).store(rounded(in_fours))
+            fence_async_shared()
 
         mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        weights = kept_weights(GROUP)
+        weights = p_tiles.index(GROUP)
         v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
         accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         # What comes next is worked out beside the last product: divisions take long.
@@ -369,6 +358,8 @@ def consume(
             mbarrier.wait(v_full.index(v_stage), v_phase)
             mbarrier.arrive(v_empty.index(v_stage))
             v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
+            take_turn(GROUP)
+            pass_turn(GROUP)
         mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)
         mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)
         q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
@@ -412,10 +403,13 @@ def forward_hopper(
         gl.float8e4nv, [STAGES, 1, 1, BLOCK_N, 128], gl.NVMMASharedLayout(128, 8, 4)
     )
     v_tiles = gl.allocate_shared_memory(
-        gl.float8e4nv, [STAGES, 1, 1, 128, BLOCK_N], gl.NVMMASharedLayout(64, 8, 4)
+        gl.float8e4nv, [STAGES, 1, 1, 128, BLOCK_N], gl.NVMMASharedLayout(128, 8, 4)
     )
     o_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
+    )
+    p_tiles = gl.allocate_shared_memory(
+        gl.float8e4nv, [GROUPS, ROWS, BLOCK_N], gl.NVMMASharedLayout(128, 8, 2)
     )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
@@ -448,27 +442,27 @@ def forward_hopper(
                 consume,
                 (
                     0,
-                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
                 consume,
                 (
                     1,
-                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
                 consume,
                 (
                     2,
-                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -540,12 +534,12 @@ def descriptors(q, k, v, out):
         ),
         (
             TensorDescriptor(
-                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 64, 128], gl.NVMMASharedLayout(128, 8, 4)
+                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 8, 4)
             ),
         ),
         (
             TensorDescriptor(
-                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 64], gl.NVMMASharedLayout(64, 8, 4)
+                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 8, 4)
             ),
         ),
         (
@@ -563,8 +557,7 @@ def launch_plan(q, k, v, out):
     packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
     tiles = triton.cdiv(seqlen_q, 192) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    # As few as finish in as many rounds.
-    grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
+    grid = (min(tiles, multiprocessors),)
     section = packs
     # Whole groups of sixteen keys of one byte, counted in float32.
     workspaces = ((batch, kv_heads, 128, triton.cdiv(seqlen_kv, 16) * 4),)
@@ -601,6 +594,6 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
         max(scale, 1e-30),
         *integers,
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     return out, lse

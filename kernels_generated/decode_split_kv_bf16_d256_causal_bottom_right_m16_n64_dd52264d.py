@@ -1,12 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d576v512_h128x1_b64_q1_k8192_bottom_right_page16_latent  0.5523 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x4_b16_q1_k8192_bottom_right_window4095:_softcap_page16  0.0856 ms measured
 
 """Attention of few queries over many keys: keys are split among programs, and what these found is combined.
 
-Computes     bf16, head dim 576, value head dim 512, causal: bottom_right, values are the first columns of keys
-             and pages of 16
-Config       block_m 64, block_n 64, 8 warps, 2 stages, 4 splits, decomposed False, early_combine True
+Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
+             and window 4095:-1, softcap, pages of 16
+Config       block_m 16, block_n 64, 4 warps, 3 stages, 2 splits, decomposed False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     decode_split_kv 30abc26513d2
 
@@ -28,15 +28,16 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(64)
+BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(64)
-HEAD_DIM = tl.constexpr(576)
-VALUE_HEAD_DIM = tl.constexpr(512)
+HEAD_DIM = tl.constexpr(256)
+VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
+WINDOW_LEFT = tl.constexpr(4095)
 PAGE_SIZE = tl.constexpr(16)
 # Splits that are combined together, and columns of a program that does so.
-SPLIT_TILE = tl.constexpr(4)
-COMBINED = tl.constexpr(512)
+SPLIT_TILE = tl.constexpr(2)
+COMBINED = tl.constexpr(256)
 
 
 @triton.jit
@@ -51,6 +52,7 @@ def decode_split_kv(
     partial_out,
     partial_lse,
     scale,
+    softcap,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -88,68 +90,70 @@ def decode_split_kv(
     queries = row_offsets // group_size
     head = kv_head * group_size + row_offsets % group_size
     key_offsets = tl.arange(0, BLOCK_N)
-    columns_64 = tl.arange(0, 64)
-    columns_512 = tl.arange(0, 512)
+    columns_256 = tl.arange(0, 256)
 
     k_base = k + kv_head * stride_kh
     v_base = v + kv_head * stride_vh
     pages = block_table + sequence.to(tl.int64) * stride_table
     seqlen_kv = tl.load(seqlens_kv + sequence)
     q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
-    # [BLOCK_M, 512]
-    q_tile_0 = tl.load(
-        q_rows[:, None] + columns_512[None, :],
-    )
-    # [BLOCK_M, 64]
-    q_tile_1 = tl.load(
-        q_rows[:, None] + (columns_64 + 512)[None, :],
+    # [BLOCK_M, 256]
+    q_tile = tl.load(
+        q_rows[:, None] + columns_256[None, :],
     )
 
     diagonal = seqlen_kv - seqlen_q
     places = queries + diagonal
+    first_place = tile * BLOCK_M // group_size + diagonal
     last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
     row_end = tl.minimum(places + 1, seqlen_kv)
+    row_start = tl.maximum(places - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
     last_end = tl.minimum(last_place + 1, seqlen_kv)
     band_stop = last_end
-    blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)
+    band_begin = first_start // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N)
 
-    scale_log2 = scale * LOG2_E
+    # tanh(x) is 1 - 2 / (1 + exp(2x)).
+    cap_log2 = softcap * LOG2_E
+    score_factor = scale / softcap
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, 512], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 256], tl.float32)
 
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     # Page numbers are loaded one block ahead: copies of keys do not wait for them.
-    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + first, seqlen_kv - 1), 0) // PAGE_SIZE)
-    for start in tl.range(first, last, BLOCK_N):
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (band_begin + first), seqlen_kv - 1), 0) // PAGE_SIZE)
+    for start in tl.range(band_begin + first, band_begin + last, BLOCK_N):
         keys = start + key_offsets
         # No load needs a mask: it costs every one of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
         k_block = k_base + page.to(tl.int64) * stride_kb
         v_block = v_base + page.to(tl.int64) * stride_vb
         next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (start + BLOCK_N), seqlen_kv - 1), 0) // PAGE_SIZE)
-        # [BLOCK_N, 512]
-        v_tile = tl.load(
-            v_block[:, None] + slots[:, None] * stride_vs + columns_512[None, :],
+        # [BLOCK_N, 256]
+        k_tile = tl.load(
+            k_block[:, None] + slots[:, None] * stride_ks + columns_256[None, :],
         )
-        logits = tl.dot(q_tile_0, v_tile.T)
-        # [BLOCK_N, 64]
-        k_tile_1 = tl.load(
-            k_block[:, None] + slots[:, None] * stride_ks + (columns_64 + 512)[None, :],
-        )
-        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
-        seen = keys[None, :] < row_end[:, None]
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= score_factor
+        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        weights = tl.exp2(logits - shift[:, None])
         rescale = tl.exp2(running_max - shift)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
         low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 256]
+        v_tile = tl.load(
+            v_block[:, None] + slots[:, None] * stride_vs + columns_256[None, :],
+        )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
         page = next_page
 
@@ -163,7 +167,7 @@ def decode_split_kv(
     o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
     o_tile = accumulator / divisor[:, None]
     tl.store(
-        o_rows[:, None] + columns_512[None, :],
+        o_rows[:, None] + columns_256[None, :],
         o_tile,
         mask=row_exists[:, None],
     )
@@ -215,13 +219,13 @@ def launch_plan(q, k, v, out, seqlens_kv, block_table):
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
     group_size = heads // kv_heads
-    tiles = triton.cdiv(seqlen_q * group_size, 64) * batch
-    grid = (tiles * kv_heads * 4,)
+    tiles = triton.cdiv(seqlen_q * group_size, 16) * batch
+    grid = (tiles * kv_heads * 2,)
     rows = batch * heads * seqlen_q
-    workspaces = ((4, rows, 512), (4, rows))
+    workspaces = ((2, rows, 256), (2, rows))
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
     strides += [block_table.stride(0)]
-    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, 4)
+    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv, 2)
     return grid, workspaces, (*strides, *counts)
 
 
@@ -230,10 +234,10 @@ def epilogue_plan(q, k, v, out, seqlens_kv, block_table):
     batch, heads, seqlen_q, _ = q.shape
     rows = batch * heads * seqlen_q
     grid = (rows, 1)
-    return grid, (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 4)
+    return grid, (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 2)
 
 
-def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
+def attention(q, k, v, scale=None, *, seqlens_kv, block_table, softcap):
     """Attention of q over k and v, each with a contiguous last dimension.
 
     q is [batch, heads, seqlen_q, head_dim].
@@ -244,7 +248,7 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
-    out = torch.empty(*q.shape[:3], 512, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:3], 256, dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
@@ -258,9 +262,10 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
         *tensors[4:],
         *workspaces,
         max(scale, 1e-30),
+        softcap,
         *integers,
-        num_warps=8,
-        num_stages=2,
+        num_warps=4,
+        num_stages=3,
     )
     grid, integers = epilogue_plan(*tensors)
     combine[grid](out, row_lse, *workspaces, *integers, num_warps=4, num_stages=1, launch_pdl=True)
