@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import msgspec
-
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Bias, Feature
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
+from flashtune.kernel import Argument, Specialization, Step
+from flashtune.problem import Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
@@ -23,22 +21,25 @@ from flashtune.templates.backward_fused.space import (
     usual_config,
 )
 from flashtune.templates.backward_fused.sram import fused_items
-from flashtune.templates.common.asked import Asked, asked_of
 from flashtune.templates.common.backward_arguments import (
     backward_arguments,
     plain_arguments,
     seed_arguments,
     stride_arguments,
 )
+from flashtune.templates.common.backward_portable import (
+    STEP_WARPS,
+    PortableContext,
+    portable_fields,
+    refusal,
+    rows_of_step,
+)
 from flashtune.templates.common.backward_span import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.tiles import Chunk, head_chunks
 from flashtune.templates.common.traffic import cycled_queries, unpacked
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4
-# Numbers of a tensor that a program of the prologue or of the epilogue holds, and their warps.
-STEP_NUMBERS = 8192
-STEP_WARPS = 4
 # Numbers that a program of the prologue clears at once, at the most.
 CLEARED = 4096
 SUMS = "workspace_2"
@@ -46,14 +47,9 @@ SUMS = "workspace_2"
 RANDOM_WORKSPACE = 3
 
 
-class FusedContext(Context, frozen=True):
+class FusedContext(PortableContext, frozen=True):
     """What the template renders from."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    asks: Asked
     block_m: int
     block_n: int
     num_warps: int
@@ -65,19 +61,9 @@ class FusedContext(Context, frozen=True):
     decomposed: bool
     heads_inner: bool
     products: Products
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    delta_chunk: Chunk
-    delta_rows: int
-    delta_warps: int
-    random_workspace: int
     sum_chunk: Chunk
     sum_rows: int
     sum_piece: int
-    alignment: Alignment
-    index_bits: int
-    lse: bool
 
 
 class BackwardFused:
@@ -95,13 +81,7 @@ class BackwardFused:
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
-            return f"backward_fused takes head dims up to {MAX_HEAD_DIM}"
-        if problem.dtype.is_quantized:
-            return f"backward_fused takes no {problem.dtype}"
-        if {Feature.PACKED, Feature.BIAS} <= problem.features:
-            return "backward_fused takes no bias over packed sequences"
-        return None
+        return refusal(self.name, problem)
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
@@ -204,16 +184,10 @@ class BackwardFused:
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> FusedContext:
         assert isinstance(config, FusedConfig)
-        qk_chunks, v_chunks = chunks_of(problem, config)
-        delta_chunk = head_chunks(problem.value_head_dim, False)[0]
         sum_chunk = head_chunks(problem.head_dim, False)[0]
+        chunks = chunks_of(problem, config)
         return FusedContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
-            # Sinks are in the log-sum-exp.
-            asks=msgspec.structs.replace(asked_of(problem), sinks=False),
+            **portable_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
             block_m=config.block_m,
             block_n=config.block_n,
             num_warps=config.num_warps,
@@ -225,19 +199,9 @@ class BackwardFused:
             decomposed=config.decomposed,
             heads_inner=config.heads_inner,
             products=config.products,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
-            delta_chunk=delta_chunk,
-            delta_rows=max(16, STEP_NUMBERS // delta_chunk.width),
-            delta_warps=STEP_WARPS,
-            random_workspace=RANDOM_WORKSPACE,
             sum_chunk=sum_chunk,
-            sum_rows=min(config.block_m, max(16, STEP_NUMBERS // sum_chunk.width)),
+            sum_rows=min(config.block_m, rows_of_step(sum_chunk)),
             sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
         )
 
 

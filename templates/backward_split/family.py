@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from flashtune.config import Config, LaunchOptions, Space
 from flashtune.features import Bias, Feature
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
+from flashtune.kernel import Argument, Specialization, Step
+from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.backward_split.space import (
     Products,
@@ -20,32 +18,29 @@ from flashtune.templates.backward_split.space import (
 )
 from flashtune.templates.backward_split.span import split_span, split_traffic
 from flashtune.templates.backward_split.sram import split_columns, split_items
-from flashtune.templates.common.asked import Asked, asked_of
 from flashtune.templates.common.backward_arguments import (
     backward_arguments,
     plain_arguments,
     seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.backward_portable import (
+    STEP_WARPS,
+    PortableContext,
+    portable_fields,
+    refusal,
+)
+from flashtune.templates.common.tiles import power_of_two
 from flashtune.templates.common.traffic import unpacked
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import TrafficItem
 
 # What hides keys from some queries of a block and not from others.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
-# Numbers of out and of dout that a program of the prologue holds, and its warps.
-DELTA_NUMBERS = 8192
-DELTA_WARPS = 4
 
 
-class SplitContext(Context, frozen=True):
+class SplitContext(PortableContext, frozen=True):
     """What the template renders from."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    asks: Asked
     block_m: int
     block_n: int
     num_warps: int
@@ -60,16 +55,6 @@ class SplitContext(Context, frozen=True):
     long_first: bool
     heads_inner: bool
     products: Products
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    delta_chunk: Chunk
-    delta_rows: int
-    delta_warps: int
-    random_workspace: int
-    alignment: Alignment
-    index_bits: int
-    lse: bool
 
 
 class BackwardSplit:
@@ -86,13 +71,7 @@ class BackwardSplit:
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
-            return f"backward_split takes head dims up to {MAX_HEAD_DIM}"
-        if problem.dtype.is_quantized:
-            return f"backward_split takes no {problem.dtype}"
-        if {Feature.PACKED, Feature.BIAS} <= problem.features:
-            return "backward_split takes no bias over packed sequences"
-        return None
+        return refusal(self.name, problem)
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
@@ -142,7 +121,7 @@ class BackwardSplit:
             *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
             *((Argument("slope_count", "i32"),) if clears_slopes else ()),
         )
-        return Step("delta", arguments, LaunchOptions(DELTA_WARPS, 1))
+        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         assert isinstance(config, SplitConfig)
@@ -184,15 +163,9 @@ class BackwardSplit:
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> SplitContext:
         assert isinstance(config, SplitConfig)
-        qk_chunks, v_chunks = chunks_of(problem, config)
-        delta_chunk = head_chunks(problem.value_head_dim, False)[0]
+        chunks = chunks_of(problem, config)
         return SplitContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
-            # Sinks are in the log-sum-exp.
-            asks=msgspec.structs.replace(asked_of(problem), sinks=False),
+            **portable_fields(problem, specialization, chunks, _random_workspace(problem)),
             block_m=config.block_m,
             block_n=config.block_n,
             num_warps=config.num_warps,
@@ -207,16 +180,6 @@ class BackwardSplit:
             long_first=config.long_first,
             heads_inner=config.heads_inner,
             products=config.products,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
-            delta_chunk=delta_chunk,
-            delta_rows=max(16, DELTA_NUMBERS // delta_chunk.width),
-            delta_warps=DELTA_WARPS,
-            random_workspace=_random_workspace(problem),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
         )
 
 

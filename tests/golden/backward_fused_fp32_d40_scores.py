@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
              turned False, decomposed False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused db10997b3e0a
+Template     backward_fused 76b7dbc0d4e4
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

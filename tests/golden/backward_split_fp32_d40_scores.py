@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              two_phases True, decomposed False, long_first False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split c09b491f3bd6
+Template     backward_split 4d6b4ad13897
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
