@@ -1,15 +1,15 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  2.3466 ms measured
-#   nvidia-h200  backward_bf16_d128_h16x16_b8_q2048_k2048_bottom_right  0.7690 ms measured
+#   nvidia-h200  backward_bf16_d64_h32x32_b2_q8192_k8192_none  5.0741 ms measured
+#   nvidia-h200  backward_bf16_d64_h32x32_b8_q2048_k2048_none  1.4438 ms measured
 
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
-Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager True, late_wait True,
-             product_first True, init True, delay True, rotate False, in turns
+Computes     bf16, head dim 64, value head dim 64, causal: none
+Config       block_m 128, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
+             product_first True, init True, delay True, rotate True, in turns
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper c5c42aace703
+Template     backward_hopper 88be56e79187
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
@@ -53,22 +53,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-BLOCK_M = gl.constexpr(64)
+BLOCK_M = gl.constexpr(128)
 # Keys of a group.
 ROWS = gl.constexpr(64)
 # Columns of a tile, beyond the head dims zeros.
-WIDTH = gl.constexpr(128)
+WIDTH = gl.constexpr(64)
 Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
 DS_STAGES = gl.constexpr(2)
 # Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
-QUERY_BYTES = gl.constexpr(16640)
-KEY_BYTES = gl.constexpr(16384)
+QUERY_BYTES = gl.constexpr(16896)
+KEY_BYTES = gl.constexpr(8192)
 # Bytes of a block of sums.
 SUM_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -132,7 +132,7 @@ def spread(row):
 
 @gluon.jit
 def locate(blocks, kv_heads):
-    """This program's block of keys, batch and KV head. Neighbours share a head, longest first."""
+    """This program's block of keys, batch and KV head. Neighbours share a head."""
     block = gl.program_id(0) % blocks
     head = gl.program_id(0) // blocks
     return block, head // kv_heads, head % kv_heads
@@ -147,9 +147,8 @@ def produce(
     """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
     block, batch, kv_head = locate(blocks, kv_heads)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
-    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
-    m_block = start
+    start = block * 0
+    m_block = block % end
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
@@ -179,14 +178,13 @@ def produce(
         copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
         m_block += 1
-        wraps = m_block == end
-        m_block = gl.where(wraps, start, m_block)
-        head = gl.where(wraps, head + 1, head)
+        m_block = gl.where(m_block == end, 0, m_block)
+        head = kv_head * group_size + (step + 1) // end
 
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """dq of a step, [BLOCK_M, WIDTH], of both groups' keys."""
+    """dq of a step, [WIDTH, BLOCK_M queries], of both groups' keys."""
     sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
         # One's own gradients of scores are there first.
@@ -195,7 +193,7 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
         mbarrier.wait(ds_full.index(slot), ds_phase)
         k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
         ds_tile = ds_tiles.index(slot)
-        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, sums, use_acc=turn > 0, is_async=True)
+        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -210,19 +208,16 @@ def consume(
     block, batch, kv_head = locate(blocks, kv_heads)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
-    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
-    m_block = start
+    start = block * 0
+    m_block = block % end
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
     dk = fresh_zeros()
     dv = fresh_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
-    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    # Blocks before this one need a mask: keys end here.
     open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
-    open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
 
     q_stage, q_phase = 0, 0
     do_stage, do_phase = 0, 0
@@ -252,15 +247,13 @@ def consume(
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), delta_rows, is_async=True)
         weights = gl.exp2(scores * scale_log2)
         if m_block < open_from:
-            # A query sees the keys up to its own place.
-            limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
-            weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
+            weights = gl.where((keys < seqlen_kv - first_key)[:, None], weights, 0.0)
         low_weights = weights.to(gl.bfloat16)
         # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
         mbarrier.wait(do_full.index(do_stage), do_phase)
-        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
+        dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (weights * dp).to(gl.bfloat16)
+        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
         mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
         ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
@@ -287,8 +280,10 @@ def consume(
         m_block += 1
         address += SUM_BYTES
         wraps = m_block == end
-        m_block = gl.where(wraps, start, m_block)
-        address = gl.where(wraps, address + start.to(gl.int64) * SUM_BYTES, address)
+        m_block = gl.where(wraps, 0, m_block)
+        address = gl.where(wraps, address - end.to(gl.int64) * SUM_BYTES, address)
+        # The next head's, where all of this one's have been walked.
+        address = gl.where(m_block == block % end, address + end.to(gl.int64) * SUM_BYTES, address)
     scores = warpgroup_mma_wait(0, deps=[scores])
     if (steps & 1) != GROUP:
         dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
@@ -410,13 +405,13 @@ def prepare(
     seqlen_q,
 ):
     # One block of queries: what it is weighed with, and zeros for its sums.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = tl.cdiv(seqlen_q, 128)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
-    queries = tile * 64 + tl.arange(0, 64)
-    columns = tl.arange(0, 128)
+    queries = tile * 128 + tl.arange(0, 128)
+    columns = tl.arange(0, 64)
     query_exists = queries < seqlen_q
     exists = query_exists[:, None]
     out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
@@ -427,9 +422,9 @@ def prepare(
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
     # A row that sees nothing, and one that is not there, weigh nothing.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
+    stats = workspace_0 + batch_head * 2 * tiles * 128 + queries
     tl.store(stats, -row_lse / scale)
-    tl.store(stats + tiles * 64, -row_delta)
+    tl.store(stats + tiles * 128, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
 
@@ -437,17 +432,17 @@ def prepare(
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
     # One block of sums becomes as many rows of dq.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = tl.cdiv(seqlen_q, 128)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
     # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
     sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
-    # Halves of the columns.
-    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 128])
-    queries = tile * 64 + tl.arange(0, 64)
-    columns = tl.arange(0, 128)
+    # Halves of the queries, which are columns here.
+    dq_tile = sums.permute((0, 1, 4, 6, 2, 5, 3)).reshape([128, 64])
+    queries = tile * 128 + tl.arange(0, 128)
+    columns = tl.arange(0, 64)
     exists = (queries < seqlen_q)[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
@@ -458,16 +453,16 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
-        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 4)),)
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 64], gl.NVMMASharedLayout(128, 16, 4)),)
 
     stats = TensorDescriptor(
-        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 128], gl.NVMMASharedLayout(0, 32, 2)
     )
     return {
-        "q": rows(q, 64),
+        "q": rows(q, 128),
         "k": rows(k, 64),
         "v": rows(v, 64),
-        "dout": rows(dout, 64),
+        "dout": rows(dout, 128),
         "workspace_0": (stats,),
         "dk": rows(dk, 64),
         "dv": rows(dv, 64),
@@ -478,7 +473,7 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `prepare`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
@@ -486,10 +481,10 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 128)
-    tiles = triton.cdiv(seqlen_q, 64)
-    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
+    tiles = triton.cdiv(seqlen_q, 128)
+    workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
     # How far behind its own place a query sees keys.
-    diagonal = seqlen_kv - seqlen_q
+    diagonal = 0
     return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
 
 
@@ -497,7 +492,7 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `finish`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):

@@ -1,15 +1,14 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d64_h32x32_b2_q8192_k8192_none  5.0741 ms measured
-#   nvidia-h200  backward_bf16_d64_h32x32_b8_q2048_k2048_none  1.4438 ms measured
+#   nvidia-h200  backward_bf16_d128_h16x16_b8_q2048_k2048_none_deterministic  1.3498 ms measured
 
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
-Computes     bf16, head dim 64, value head dim 64, causal: none
-Config       block_m 128, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
-             product_first True, init True, delay True, rotate True, in turns
+Computes     bf16, head dim 128, value head dim 128, causal: none
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager True, late_wait True,
+             product_first True, init True, delay True, beside 2, in turns
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper c5c42aace703
+Template     backward_hopper 88be56e79187
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
@@ -18,16 +17,21 @@ where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for 
 its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
 memory too. Groups take turns at dq: of one step a group makes all of it, a step later, when both groups'
 dS^T are there, of the next step the other; it adds it to sums in float32 straight from its registers.
-The order of these additions decides the last bits of dq: runs may differ.
+Blocks of keys add to a block of dq one after another, from the first: for each group a warp
+reads a counter in global memory until it is the group's turn, and sets it when the group has added. Queries are
+walked from the last block down, so that all begin where all have something to add, and turns come as programs go.
 
 Sub-notation
   workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
                                     row -delta, float32 [batch * heads * 2, queries in whole blocks]
   workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
                                     the registers that hold it: see `finish`
+  workspace_2                       of each of these blocks, how many blocks of keys have added to it,
+                                    int32 [batch * heads, blocks, 1]
   *_desc                            what the copy engine knows of a tensor: shape, strides, tile
   *_tiles                           a ring of tiles in shared memory
   *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
+  turn, added                       barriers of each group: it may add to a block of dq, it has added
   *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
   d*                                the gradient of *; do that of the output, ds that of the scores
 Tunables
@@ -53,22 +57,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-BLOCK_M = gl.constexpr(128)
+BLOCK_M = gl.constexpr(64)
 # Keys of a group.
 ROWS = gl.constexpr(64)
 # Columns of a tile, beyond the head dims zeros.
-WIDTH = gl.constexpr(64)
+WIDTH = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
 DS_STAGES = gl.constexpr(2)
 # Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
-QUERY_BYTES = gl.constexpr(16896)
-KEY_BYTES = gl.constexpr(8192)
+QUERY_BYTES = gl.constexpr(16640)
+KEY_BYTES = gl.constexpr(16384)
 # Bytes of a block of sums.
 SUM_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -131,10 +135,15 @@ def spread(row):
 
 
 @gluon.jit
-def locate(blocks, kv_heads):
-    """This program's block of keys, batch and KV head. Neighbours share a head."""
-    block = gl.program_id(0) % blocks
-    head = gl.program_id(0) // blocks
+def locate(blocks, kv_heads, beside):
+    """This program's block of keys, batch and KV head. `beside` heads take turns, so that each head's programs start apart."""
+    heads = gl.num_programs(0) // blocks
+    first = gl.program_id(0) // (beside * blocks) * beside
+    number = gl.program_id(0) - first * blocks
+    together = gl.minimum(beside, heads - first)
+    # A head's earlier blocks of keys, for which this one waits, are of programs with lower numbers: they run, or have run.
+    block = number // together
+    head = first + number % together
     return block, head // kv_heads, head % kv_heads
 
 
@@ -142,13 +151,13 @@ def locate(blocks, kv_heads):
 def produce(
     q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
     delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads, group_size, seqlen_q,
-    diagonal,
+    beside, diagonal,
 ):
     """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
-    block, batch, kv_head = locate(blocks, kv_heads)
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     start = block * 0
-    m_block = block % end
+    m_block = end - 1
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
@@ -177,14 +186,72 @@ def produce(
         copy_in(do_desc, [batch, head, row, 0], do_full.index(do_stage), do_tiles.index(do_stage))
         copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
-        m_block += 1
-        m_block = gl.where(m_block == end, 0, m_block)
-        head = kv_head * group_size + (step + 1) // end
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        head = gl.where(wraps, head + 1, head)
+
+
+@gluon.jit
+def await_turn(counter, block):
+    """Returns when the counter at an address has come to `block`; what others added before is added by then."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred waits;
+        again: ld.acquire.gpu.global.u32 $0, [$1];
+        setp.ne.u32 waits, $0, $2;
+        @waits bra again; }""",
+        "=&r,l,r",
+        [counter, block],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def pass_turn(counter, block):
+    """Sets the counter to the next block of keys, after all that this warp knows of has been added."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred first;
+        mov.u32 $0, %laneid;
+        setp.eq.u32 first, $0, 0;
+        @first st.release.gpu.global.u32 [$1], $2; }""",
+        "=&r,l,r",
+        [counter, block + 1],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def keep_order(
+    GROUP: gl.constexpr,
+    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+):
+    """Lets a group add to its blocks of dq once all earlier blocks of keys have."""
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    start = block * 0
+    m_block = end - 1
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    place = (batch * kv_heads + kv_head) * group_size * end + m_block
+    for step in range(steps):
+        # Group 0 adds dq of even steps.
+        if (step & 1) == GROUP:
+            counter = counters.to(gl.int64, bitcast=True) + place.to(gl.int64) * 4
+            await_turn(counter, block)
+            mbarrier.arrive(turn.index(GROUP))
+            mbarrier.wait(added.index(GROUP), (step // 2) & 1)
+            pass_turn(counter, block)
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        place += gl.where(wraps, 2 * end - start - 1, -1)
 
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """dq of a step, [WIDTH, BLOCK_M queries], of both groups' keys."""
+    """dq of a step, [BLOCK_M, WIDTH], of both groups' keys."""
     sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
         # One's own gradients of scores are there first.
@@ -193,7 +260,7 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
         mbarrier.wait(ds_full.index(slot), ds_phase)
         k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
         ds_tile = ds_tiles.index(slot)
-        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_tile, sums, use_acc=turn > 0, is_async=True)
+        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -201,15 +268,15 @@ def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage,
 def consume(
     GROUP: gl.constexpr,
     q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty, do_full,
-    do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks, kv_heads, group_size,
-    seqlen_q, seqlen_kv, diagonal,
+    do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums, scale, blocks, kv_heads,
+    group_size, seqlen_q, beside, seqlen_kv, diagonal,
 ):
     """Keeps dk and dv of 64 keys, and adds every second block of dq."""
-    block, batch, kv_head = locate(blocks, kv_heads)
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     start = block * 0
-    m_block = block % end
+    m_block = end - 1
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
@@ -251,9 +318,9 @@ def consume(
         low_weights = weights.to(gl.bfloat16)
         # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
         mbarrier.wait(do_full.index(do_stage), do_phase)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = (weights * dp).to(gl.bfloat16)
         dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (weights * dp).to(gl.bfloat16)
         dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
         mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
         ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
@@ -269,7 +336,9 @@ def consume(
             dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(ds_empty.index(last_stage))
+            mbarrier.wait(turn.index(GROUP), ((step - 1) // 2) & 1)
             add_sums(last_address, dq)
+            mbarrier.arrive(added.index(GROUP))
         # The next block's scores; after the last one of whatever lies there, which nobody reads.
         mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
         k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
@@ -277,18 +346,16 @@ def consume(
         scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
         last_stage, last_phase, last_address = ds_stage, ds_phase, address
         ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
-        m_block += 1
-        address += SUM_BYTES
-        wraps = m_block == end
-        m_block = gl.where(wraps, 0, m_block)
-        address = gl.where(wraps, address - end.to(gl.int64) * SUM_BYTES, address)
-        # The next head's, where all of this one's have been walked.
-        address = gl.where(m_block == block % end, address + end.to(gl.int64) * SUM_BYTES, address)
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        address += gl.where(wraps, 2 * end - start - 1, -1).to(gl.int64) * SUM_BYTES
     scores = warpgroup_mma_wait(0, deps=[scores])
     if (steps & 1) != GROUP:
         dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
         dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.wait(turn.index(GROUP), ((steps - 1) // 2) & 1)
         add_sums(last_address, dq)
+        mbarrier.arrive(added.index(GROUP))
 
     # This group's v is not needed any more: gradients leave through its room.
     v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
@@ -302,7 +369,7 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal"])
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal", "beside"])
 def backward_hopper(
     q_desc,
     k_desc,
@@ -312,6 +379,7 @@ def backward_hopper(
     dk_desc,
     dv_desc,
     workspace_1,
+    workspace_2,
     scale,
     blocks,
     kv_heads,
@@ -319,6 +387,7 @@ def backward_hopper(
     seqlen_q,
     seqlen_kv,
     diagonal,
+    beside,
 ):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -337,6 +406,8 @@ def backward_hopper(
     kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    added = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(Q_STAGES):
@@ -351,8 +422,13 @@ def backward_hopper(
         mbarrier.init(ds_full.index(slot), count=1)
     for slot in gl.static_range(DS_STAGES):
         mbarrier.init(ds_empty.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(turn.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(added.index(slot), count=1)
     fence_async_shared()
     sums = workspace_1
+    counters = workspace_2
     gl.warp_specialize(
         [
             (
@@ -360,8 +436,8 @@ def backward_hopper(
                 (
                     0,
                     q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
-                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
-                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                    do_full, do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums,
+                    scale, blocks, kv_heads, group_size, seqlen_q, beside, seqlen_kv, diagonal,
                 ),
             ),
             (
@@ -369,8 +445,8 @@ def backward_hopper(
                 (
                     1,
                     q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
-                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
-                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                    do_full, do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums,
+                    scale, blocks, kv_heads, group_size, seqlen_q, beside, seqlen_kv, diagonal,
                 ),
             ),
             (
@@ -378,12 +454,26 @@ def backward_hopper(
                 (
                     q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles,
                     lse_tiles, delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads,
-                    group_size, seqlen_q, diagonal,
+                    group_size, seqlen_q, beside, diagonal,
+                ),
+            ),
+            (
+                keep_order,
+                (
+                    0,
+                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                ),
+            ),
+            (
+                keep_order,
+                (
+                    1,
+                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
                 ),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )
 
 
@@ -394,6 +484,7 @@ def prepare(
     lse,
     workspace_0,
     workspace_1,
+    workspace_2,
     scale,
     stride_ob,
     stride_oh,
@@ -405,13 +496,13 @@ def prepare(
     seqlen_q,
 ):
     # One block of queries: what it is weighed with, and zeros for its sums.
-    tiles = tl.cdiv(seqlen_q, 128)
+    tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
-    queries = tile * 128 + tl.arange(0, 128)
-    columns = tl.arange(0, 64)
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
     query_exists = queries < seqlen_q
     exists = query_exists[:, None]
     out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
@@ -422,47 +513,49 @@ def prepare(
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
     # A row that sees nothing, and one that is not there, weigh nothing.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    stats = workspace_0 + batch_head * 2 * tiles * 128 + queries
+    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
     tl.store(stats, -row_lse / scale)
-    tl.store(stats + tiles * 128, -row_delta)
+    tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
+    # Nobody has added to it: a zero of any type.
+    tl.store(workspace_2 + tl.program_id(0), 0.0)
 
 
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
     # One block of sums becomes as many rows of dq.
-    tiles = tl.cdiv(seqlen_q, 128)
+    tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
     # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
     sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
-    # Halves of the queries, which are columns here.
-    dq_tile = sums.permute((0, 1, 4, 6, 2, 5, 3)).reshape([128, 64])
-    queries = tile * 128 + tl.arange(0, 128)
-    columns = tl.arange(0, 64)
+    # Halves of the columns.
+    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 128])
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
     exists = (queries < seqlen_q)[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
 
 
-def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
+def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1, workspace_2):
     """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
-        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 64], gl.NVMMASharedLayout(128, 16, 4)),)
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 4)),)
 
     stats = TensorDescriptor(
-        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 128], gl.NVMMASharedLayout(0, 32, 2)
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
     )
     return {
-        "q": rows(q, 128),
+        "q": rows(q, 64),
         "k": rows(k, 64),
         "v": rows(v, 64),
-        "dout": rows(dout, 128),
+        "dout": rows(dout, 64),
         "workspace_0": (stats,),
         "dk": rows(dk, 64),
         "dv": rows(dv, 64),
@@ -473,7 +566,7 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `prepare`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
@@ -481,18 +574,21 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 128)
-    tiles = triton.cdiv(seqlen_q, 128)
-    workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
+    tiles = triton.cdiv(seqlen_q, 64)
+    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 1))
     # How far behind its own place a query sees keys.
     diagonal = 0
-    return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+    # Heads whose programs fill 132 multiprocessors 2 times.
+    beside = triton.cdiv(264, blocks)
+    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal, beside)
+    return (blocks * batch * kv_heads,), workspaces, integers
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `finish`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
@@ -514,13 +610,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         return dq, dk, dv
     planned = (q, k, v, out, dout, dq, dk, dv)
     grid, shapes, integers = launch_plan(*planned)
-    stats, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    stats, sums, counters = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
-    prepare[first_grid](out, dout, lse, stats, sums, scale, *first_integers, num_warps=4, num_stages=1)
+    prepare[first_grid](out, dout, lse, stats, sums, counters, scale, *first_integers, num_warps=4, num_stages=1)
     backward_hopper[grid](
-        *(one for parts in descriptors(*planned, stats, sums).values() for one in parts),
+        *(one for parts in descriptors(*planned, stats, sums, counters).values() for one in parts),
         sums,
+        counters,
         scale,
         *integers,
         num_warps=4,

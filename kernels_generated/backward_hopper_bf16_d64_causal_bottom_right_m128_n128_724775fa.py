@@ -1,25 +1,22 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d256_h8x8_b8_q2048_k2048_none  1.6003 ms measured
+#   nvidia-h200  backward_bf16_d64_h32x32_b2_q8192_k8192_bottom_right  2.7348 ms measured
 
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
-Computes     bf16, head dim 256, value head dim 256, causal: none
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init True, rotate True
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
+Config       block_m 128, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
+             product_first True, init True, delay True, rotate False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper c5c42aace703
+Template     backward_hopper 88be56e79187
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
   dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). Tiles have 256 columns, and the registers of a group
-hold dk or dv of 64 keys, not both. So a program has 64 keys of one KV head, walks the queries of its heads,
-and its groups divide the products:
-  group 0    S^T = k q^T       P^T = exp(S^T - lse)           dv += P^T dout     left half of dq += dS k
-  group 1    dP^T = v dout^T   dS^T = P^T * (dP^T - delta)    dk += dS^T q       right half of dq += dS k
-P^T and dS^T are left operands, from registers; P^T passes through shared memory to group 1, and dS^T to both groups,
-which find it there a step later. Halves of dq are added to sums in float32 straight from registers. The order of these
-additions decides the last bits of dq: runs may differ.
+where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for each group, and walks the queries of
+its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
+memory too: each group makes half of dq, of both groups' dS^T, and adds it to sums in float32 straight from its
+registers. The order of these additions decides the last bits of dq: runs may differ.
 
 Sub-notation
   workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
@@ -33,7 +30,7 @@ Sub-notation
   d*                                the gradient of *; do that of the output, ds that of the scores
 Tunables
   BLOCK_M                           queries of a block
-  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of P^T and dS^T in flight
+  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of each group's dS^T in flight
 """
 
 import torch
@@ -54,24 +51,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-BLOCK_M = gl.constexpr(64)
+BLOCK_M = gl.constexpr(128)
 # Keys of a group.
 ROWS = gl.constexpr(64)
 # Columns of a tile, beyond the head dims zeros.
-WIDTH = gl.constexpr(256)
+WIDTH = gl.constexpr(64)
 Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
 DS_STAGES = gl.constexpr(2)
 # Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
-QUERY_BYTES = gl.constexpr(33024)
-KEY_BYTES = gl.constexpr(32768)
+QUERY_BYTES = gl.constexpr(16896)
+KEY_BYTES = gl.constexpr(8192)
 # Bytes of a block of sums, and of a group's half.
-SUM_BYTES = gl.constexpr(65536)
-HALF_BYTES = gl.constexpr(32768)
+SUM_BYTES = gl.constexpr(32768)
+HALF_BYTES = gl.constexpr(16384)
 LOG2_E = gl.constexpr(1.4426950408889634)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -93,9 +90,9 @@ def write_addition(count):
 
 
 # Registers of a thread in half a block of dq.
-SUMS = gl.constexpr(64)
-ADDITION = gl.constexpr(write_addition(64))
-ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
+SUMS = gl.constexpr(32)
+ADDITION = gl.constexpr(write_addition(32))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
 
 
 @gluon.jit
@@ -134,7 +131,7 @@ def spread(row):
 
 @gluon.jit
 def locate(blocks, kv_heads):
-    """This program's block of keys, batch and KV head. Neighbours share a head."""
+    """This program's block of keys, batch and KV head. Neighbours share a head, longest first."""
     block = gl.program_id(0) % blocks
     head = gl.program_id(0) // blocks
     return block, head // kv_heads, head % kv_heads
@@ -149,8 +146,9 @@ def produce(
     """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
     block, batch, kv_head = locate(blocks, kv_heads)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    start = block * 0
-    m_block = block % end
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = start
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
@@ -160,148 +158,157 @@ def produce(
         row = m_block * BLOCK_M
         stat = (batch * kv_heads * group_size + head) * 2
         if step == 0:
-            mbarrier.expect(kv_full.index(0), KEY_BYTES)
-            copy_in(k_desc, [batch, kv_head, block * ROWS, 0], kv_full.index(0), k_tiles.index(0))
+            for group in gl.static_range(2):
+                mbarrier.expect(kv_full.index(2 * group), KEY_BYTES)
+                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
+                copy_in(k_desc, place, kv_full.index(2 * group), k_tiles.index(group))
         mbarrier.wait(q_empty.index(q_stage), q_phase)
         mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
         copy_in(q_desc, [batch, head, row, 0], q_full.index(q_stage), q_tiles.index(q_stage))
         copy_in(stats_desc, [stat, row], q_full.index(q_stage), lse_tiles.index(q_stage))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         if step == 0:
-            mbarrier.expect(kv_full.index(1), KEY_BYTES)
-            copy_in(v_desc, [batch, kv_head, block * ROWS, 0], kv_full.index(1), v_tiles.index(0))
+            for group in gl.static_range(2):
+                mbarrier.expect(kv_full.index(2 * group + 1), KEY_BYTES)
+                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
+                copy_in(v_desc, place, kv_full.index(2 * group + 1), v_tiles.index(group))
         mbarrier.wait(do_empty.index(do_stage), do_phase)
         mbarrier.expect(do_full.index(do_stage), QUERY_BYTES)
         copy_in(do_desc, [batch, head, row, 0], do_full.index(do_stage), do_tiles.index(do_stage))
         copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
         m_block += 1
-        m_block = gl.where(m_block == end, 0, m_block)
-        head = kv_head * group_size + (step + 1) // end
+        wraps = m_block == end
+        m_block = gl.where(wraps, start, m_block)
+        head = gl.where(wraps, head + 1, head)
 
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """This group's half of dq, [BLOCK_M, 128 columns]."""
-    mbarrier.wait(ds_full.index(ds_stage), ds_phase)
-    k_half = k_tiles.index(hidden(0)).reshape([ROWS, WIDTH]).slice(GROUP * 128, 128, 1)
-    sums = gl.zeros([BLOCK_M, 128], gl.float32, QUERY_GRADS)
-    return warpgroup_mma(ds_tiles.index(ds_stage).permute((1, 0)), k_half, sums, use_acc=False, is_async=True)
+    """This group's half of dq, [WIDTH, 64 queries], of both groups' keys."""
+    sums = gl.zeros([64, 64], gl.float32, QUERY_GRADS)
+    for turn in gl.static_range(2):
+        # One's own gradients of scores are there first.
+        source = GROUP if turn == 0 else 1 - GROUP
+        slot = source * DS_STAGES + ds_stage
+        mbarrier.wait(ds_full.index(slot), ds_phase)
+        k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
+        ds_tile = ds_tiles.index(slot)
+        ds_half = ds_tile.slice(GROUP * 64, 64, 1)
+        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_half, sums, use_acc=turn > 0, is_async=True)
+    return sums
 
 
 @gluon.jit
 def consume(
     GROUP: gl.constexpr,
-    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full, p_empty,
-    done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale,
-    blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty, do_full,
+    do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks, kv_heads, group_size,
+    seqlen_q, seqlen_kv, diagonal,
 ):
-    """Group 0 makes weights and keeps dv, group 1 makes gradients of scores and keeps dk; each adds half of dq."""
+    """Keeps dk and dv of 64 keys, and adds half of each block of dq."""
     block, batch, kv_head = locate(blocks, kv_heads)
-    first_key = block * ROWS
+    first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    start = block * 0
-    m_block = block % end
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = start
     # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
-    # dv of group 0, dk of group 1.
-    grads = fresh_zeros()
+    dk = fresh_zeros()
+    dv = fresh_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    # Blocks before this one need a mask: keys end here.
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
+    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
     open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
+    open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
 
     q_stage, q_phase = 0, 0
     do_stage, do_phase = 0, 0
-    p_stage, p_phase = 0, 0
-    half = sums.to(gl.int64, bitcast=True) + GROUP * HALF_BYTES
-    # The block of sums, in 32 bits, for registers are few.
-    place = (batch * kv_heads + kv_head) * group_size * end + m_block
+    ds_stage, ds_phase = 0, 0
+    first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
+    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES + GROUP * HALF_BYTES
     # Of the step before the first there is nothing to add: zeros.
-    if GROUP == 1:
-        ds_tiles.index(0).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(0))
+    ds_tiles.index(GROUP * DS_STAGES).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(GROUP * DS_STAGES))
+    last_stage, last_phase = ds_stage, ds_phase
     # A value of its own: Triton takes a name for constant in a loop that is given there what it was given before it.
-    last_place = place + 0
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
+    last_address = address + 0
+    ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
+    mbarrier.wait(kv_full.index(2 * GROUP), 0)
+    # The other group's keys, for dq.
+    mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
+    mbarrier.wait(q_full.index(0), 0)
+    k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+    lse_rows = spread(lse_tiles.index(q_stage))
+    scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
+    mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)
     for step in range(steps):
         q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
         do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
-        # Gradients of scores are a slot ahead of weights, for zeros came first: in the weights' slot are the late ones.
-        ds_stage, ds_phase = next_slot(p_stage, p_phase, DS_STAGES)
-        if GROUP == 0:
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            key_tile = k_tiles.index(hidden(0)).reshape([ROWS, WIDTH])
-            query_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
-            first = spread(lse_tiles.index(q_stage))
-            scores = warpgroup_mma(key_tile, query_tile.permute((1, 0)), first, is_async=True)
-            mbarrier.wait(do_full.index(do_stage), do_phase)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(q_empty.index(q_stage))
-            weights = gl.exp2(scores * scale_log2)
-            if m_block < open_from:
-                weights = gl.where((keys < seqlen_kv - first_key)[:, None], weights, 0.0)
-            low_weights = weights.to(gl.bfloat16)
-            grads = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, grads, is_async=True)
-            mbarrier.wait(p_empty.index(p_stage), p_phase ^ 1)
-            p_tiles.index(p_stage).store(low_weights)
-            mbarrier.arrive(p_full.index(p_stage))
-        else:
-            mbarrier.wait(do_full.index(do_stage), do_phase)
-            key_tile = v_tiles.index(hidden(0)).reshape([ROWS, WIDTH])
-            query_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
-            first = spread(delta_tiles.index(do_stage))
-            dp = warpgroup_mma(key_tile, query_tile.permute((1, 0)), first, is_async=True)
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            mbarrier.wait(p_full.index(p_stage), p_phase)
-            weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)
-            mbarrier.arrive(p_empty.index(p_stage))
-            dp = warpgroup_mma_wait(0, deps=[dp])
-            mbarrier.arrive(do_empty.index(do_stage))
-            ds = (weights * dp).to(gl.bfloat16)
-            grads = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, grads, is_async=True)
-            mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
-            ds_tiles.index(ds_stage).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(ds_stage))
-        # Of the step before: both groups find it there.
-        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, p_stage, p_phase)
-        grads = warpgroup_mma_wait(1, deps=[grads])
-        if GROUP == 0:
-            mbarrier.arrive(do_empty.index(do_stage))
-        else:
-            mbarrier.arrive(q_empty.index(q_stage))
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(ds_empty.index(p_stage))
-        add_sums(half + last_place.to(gl.int64) * SUM_BYTES, dq)
-        last_place = place
+        mbarrier.wait(do_full.index(do_stage), do_phase)
+        # Fetched beside the scores' product.
+        delta_rows = spread(delta_tiles.index(do_stage))
+        # Products stay asynchronous only where the first wait in the loop leaves none in flight.
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        v_tile = v_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+        dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), delta_rows, is_async=True)
+        weights = gl.exp2(scores * scale_log2)
+        if m_block < open_from:
+            # A query sees the keys up to its own place.
+            limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
+            weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
+        low_weights = weights.to(gl.bfloat16)
+        # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
+        mbarrier.wait(do_full.index(do_stage), do_phase)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = (weights * dp).to(gl.bfloat16)
+        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
+        mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
+        ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
+        # What the other group made of the step before is there by now.
+        wanted_stage, wanted_phase, wanted_address = last_stage, last_phase, last_address
+        last_stage, last_phase, last_address = ds_stage, ds_phase, address
+        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, wanted_stage, wanted_phase)
+        # Both products of dq may still be under way.
+        dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
+        mbarrier.arrive(do_empty.index(do_stage))
+        mbarrier.arrive(q_empty.index(q_stage))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
-        p_stage, p_phase = ds_stage, ds_phase
+        # The next block's scores; after the last one of whatever lies there, which nobody reads.
+        mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
+        k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+        lse_rows = spread(lse_tiles.index(q_stage))
+        scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        mbarrier.arrive(ds_empty.index(wanted_stage))
+        add_sums(wanted_address, dq)
+        ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
         m_block += 1
-        place += 1
+        address += SUM_BYTES
         wraps = m_block == end
-        m_block = gl.where(wraps, 0, m_block)
-        place = gl.where(wraps, place - end, place)
-        # The next head's, where all of this one's have been walked.
-        place = gl.where(m_block == block % end, place + end, place)
-    dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, p_stage, p_phase)
+        m_block = gl.where(wraps, start, m_block)
+        address = gl.where(wraps, address + start.to(gl.int64) * SUM_BYTES, address)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_sums(half + last_place.to(gl.int64) * SUM_BYTES, dq)
+    add_sums(last_address, dq)
 
-    # When both groups are done with k and v, gradients leave through their room.
-    mbarrier.arrive(done.index(0))
-    mbarrier.wait(done.index(0), 0)
-    if GROUP == 0:
-        v_tiles.index(0).reshape([ROWS, WIDTH]).store(grads.to(gl.bfloat16))
-        fence_async_shared()
-        copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(0))
-    else:
-        k_tiles.index(0).reshape([ROWS, WIDTH]).store((grads * scale).to(gl.bfloat16))
-        fence_async_shared()
-        copy_out(dk_desc, [batch, kv_head, first_key, 0], k_tiles.index(0))
+    # This group's v is not needed any more: gradients leave through its room.
+    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
+    fence_async_shared()
+    copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
+    low_dk = (dk * scale).to(gl.bfloat16)
+    tma.store_wait(0)
+    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(low_dk)
+    fence_async_shared()
+    copy_out(dk_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
     tma.store_wait(0)
 
 
@@ -328,22 +335,18 @@ def backward_hopper(
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
     do_tiles = gl.allocate_shared_memory(gl.bfloat16, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, ROWS, WIDTH], TILE)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, ROWS, WIDTH], TILE)
-    p_tiles = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, ROWS, BLOCK_M], DS)
-    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, ROWS, BLOCK_M], DS)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
+    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * DS_STAGES, ROWS, BLOCK_M], DS)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
     do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    p_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    done = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(Q_STAGES):
@@ -352,18 +355,12 @@ def backward_hopper(
         mbarrier.init(do_full.index(slot), count=1)
     for slot in gl.static_range(DO_STAGES):
         mbarrier.init(do_empty.index(slot), count=2)
-    for slot in gl.static_range(2):
+    for slot in gl.static_range(4):
         mbarrier.init(kv_full.index(slot), count=1)
-    for slot in gl.static_range(DS_STAGES):
+    for slot in gl.static_range(2 * DS_STAGES):
         mbarrier.init(ds_full.index(slot), count=1)
     for slot in gl.static_range(DS_STAGES):
         mbarrier.init(ds_empty.index(slot), count=2)
-    for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(p_full.index(slot), count=1)
-    for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(p_empty.index(slot), count=1)
-    for slot in gl.static_range(1):
-        mbarrier.init(done.index(slot), count=2)
     fence_async_shared()
     sums = workspace_1
     gl.warp_specialize(
@@ -372,18 +369,18 @@ def backward_hopper(
                 consume,
                 (
                     0,
-                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full,
-                    p_empty, done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc,
-                    dv_desc, sums, scale, blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
+                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
+                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
                 ),
             ),
             (
                 consume,
                 (
                     1,
-                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full,
-                    p_empty, done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc,
-                    dv_desc, sums, scale, blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
+                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
+                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
                 ),
             ),
             (
@@ -418,13 +415,13 @@ def prepare(
     seqlen_q,
 ):
     # One block of queries: what it is weighed with, and zeros for its sums.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = tl.cdiv(seqlen_q, 128)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
-    queries = tile * 64 + tl.arange(0, 64)
-    columns = tl.arange(0, 256)
+    queries = tile * 128 + tl.arange(0, 128)
+    columns = tl.arange(0, 64)
     query_exists = queries < seqlen_q
     exists = query_exists[:, None]
     out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
@@ -435,27 +432,27 @@ def prepare(
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
     # A row that sees nothing, and one that is not there, weigh nothing.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
+    stats = workspace_0 + batch_head * 2 * tiles * 128 + queries
     tl.store(stats, -row_lse / scale)
-    tl.store(stats + tiles * 64, -row_delta)
-    numbers = tl.program_id(0).to(tl.int64) * 16384 + tl.arange(0, 16384)
-    tl.store(workspace_1 + numbers, tl.zeros([16384], tl.float32))
+    tl.store(stats + tiles * 128, -row_delta)
+    numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
+    tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
 
 
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
     # One block of sums becomes as many rows of dq.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = tl.cdiv(seqlen_q, 128)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    numbers = tl.program_id(0).to(tl.int64) * 16384 + tl.arange(0, 16384)
+    numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
     # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
-    sums = sums.reshape([2, 16, 4, 8, 4, 2, 2])
-    # Halves of the columns.
-    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 256])
-    queries = tile * 64 + tl.arange(0, 64)
-    columns = tl.arange(0, 256)
+    sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
+    # Halves of the queries, which are columns here.
+    dq_tile = sums.permute((0, 1, 4, 6, 2, 5, 3)).reshape([128, 64])
+    queries = tile * 128 + tl.arange(0, 128)
+    columns = tl.arange(0, 64)
     exists = (queries < seqlen_q)[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
@@ -466,16 +463,16 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
-        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 256], gl.NVMMASharedLayout(128, 16, 4)),)
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 64], gl.NVMMASharedLayout(128, 16, 4)),)
 
     stats = TensorDescriptor(
-        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 128], gl.NVMMASharedLayout(0, 32, 2)
     )
     return {
-        "q": rows(q, 64),
+        "q": rows(q, 128),
         "k": rows(k, 64),
         "v": rows(v, 64),
-        "dout": rows(dout, 64),
+        "dout": rows(dout, 128),
         "workspace_0": (stats,),
         "dk": rows(dk, 64),
         "dv": rows(dv, 64),
@@ -486,18 +483,18 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `prepare`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of the kernel, shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    blocks = triton.cdiv(seqlen_kv, 64)
-    tiles = triton.cdiv(seqlen_q, 64)
-    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 16384))
+    blocks = triton.cdiv(seqlen_kv, 128)
+    tiles = triton.cdiv(seqlen_q, 128)
+    workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
     # How far behind its own place a query sees keys.
-    diagonal = 0
+    diagonal = seqlen_kv - seqlen_q
     return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
 
 
@@ -505,7 +502,7 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
     """Grid of `finish`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    return (triton.cdiv(seqlen_q, 128) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
