@@ -42,13 +42,14 @@ def memory_picture(document: Document) -> str:
     *ways, held = MEMORY_STYLES
     lines = [(style, _peaks(document, style.name)) for style in ways]
     lines.append((held, [(row.seqlen, row.held / GIB) for row in document.rows]))
-    last_standard = _peaks(document, STANDARD)[-1]
+    # Where the standard computation ends, if it fitted at any length; a way that never did has no line.
+    ends = [(at * 1.1, peak, "beyond, out of memory") for at, peak in _peaks(document, STANDARD)[-1:]]
     panel = Panel(
         "peak memory of a forward and a backward pass, over tokens",
         Axis(lengths[0], lengths[-1], tuple((length, f"{length // 1024}k") for length in lengths), log=True),
         Axis(1 / 64, 128, SIZES, log=True),
-        tuple(lines),
-        ((last_standard[0] * 1.1, last_standard[1], "beyond, out of memory"),),
+        tuple(line for line in lines if line[1]),
+        tuple(ends),
     )
     return charts.picture(
         f"Memory of attention in training, {document.gpu}", MEMORY_STYLES, [panel], columns=1, size=(700, 380)

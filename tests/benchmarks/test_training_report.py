@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import training_report
+from benchmarks.training_memory import STANDARD
+from benchmarks.training_pictures import memory_picture
 from flashtune.errors import TableError
 from flashtune.tuner.pages import with_tables
 
@@ -22,6 +25,21 @@ def test_the_pictures_are_those_of_the_results() -> None:
     drawn = training_report.pictures(training_report.measured(training_report.RESULTS))
     for name, picture in drawn.items():
         assert (training_report.PICTURES / f"{name}.svg").read_text(encoding="utf-8") == picture
+
+
+def test_a_way_that_fits_at_no_length_has_no_line() -> None:
+    document = training_report.measured(training_report.RESULTS).memory
+    rows = tuple(
+        replace(
+            row,
+            peaks=tuple(replace(one, bytes=None) if one.name == STANDARD else one for one in row.peaks),
+        )
+        for row in document.rows
+    )
+    drawn, usual = memory_picture(replace(document, rows=rows)), memory_picture(document)
+    assert "out of memory" in usual
+    assert "out of memory" not in drawn
+    assert drawn.count("<polyline") == usual.count("<polyline") - 1
 
 
 def test_a_folder_without_results_is_told_of(tmp_path: Path) -> None:
