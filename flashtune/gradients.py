@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtune.errors import ProblemError
+from flashtune.modes import refuse_batches
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
@@ -142,12 +143,15 @@ class Attend(Function):
 
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass, for the gradients of the results."""
+        """Runs the backward pass, for the gradients of the results; refuses batches of these."""
         dout, dlse = results[0], results[1] if len(results) > 1 else None
-        if torch.is_grad_enabled() and not ctx.call[0].is_traced:
-            gradients = only_once(_gradients, ctx.call, dout, dlse, *ctx.saved_tensors)
-        else:
-            gradients = _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
+        given = ctx.call, dout, dlse, *ctx.saved_tensors
+        first = torch.is_grad_enabled() and not ctx.call[0].is_traced
+        try:
+            gradients = only_once(_gradients, *given) if first else _gradients(*given)
+        except RuntimeError:
+            refuse_batches(results)
+            raise
         return (*gradients, None, None, None)
 
 

@@ -42,6 +42,25 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
+def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
+    """Refuses gradients of an eager call's results that torch made a batch of, which have no address.
+
+    Raises:
+        ProblemError: One of them stands for a batch.
+    """
+    if any(one is not None and _is_batched(one) for one in gradients):
+        raise ProblemError(
+            "flashtune.attention's kernels go back for one gradient of the output and got a batch "
+            "(is_grads_batched or vectorize): go back once for each, or let torch.func.jacrev, or "
+            "torch.func.vmap over what torch.func.vjp gives, loop over them"
+        ) from None
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch, of autograd's or of torch.func's: these are of two kinds."""
+    return "Batched" in str(torch._C._dispatch_keys(tensor))
+
+
 def _derives_forward() -> bool:
     """Whether tensors may have tangents, with torch.func or without."""
     return forward_ad._current_level >= 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashtune.gradients import only_once
+from flashtune.modes import refuse_batches
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:
@@ -64,11 +65,19 @@ class PlainAttend(Function):
 
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass, for the gradient of the output."""
+        """Runs the backward pass, for the gradient of the output.
+
+        Raises:
+            ProblemError: It stands for a batch of gradients.
+        """
         passes, scale = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
-        if is_grad_enabled():
-            found = only_once(passes.backward, q, k, v, out, lse, results[0], None, scale)
-        else:
-            found = passes.backward(q, k, v, out, lse, results[0], None, scale)
+        try:
+            if is_grad_enabled():
+                found = only_once(passes.backward, q, k, v, out, lse, results[0], None, scale)
+            else:
+                found = passes.backward(q, k, v, out, lse, results[0], None, scale)
+        except RuntimeError:
+            refuse_batches(results)
+            raise
         return found[0], found[1], found[2], None, None

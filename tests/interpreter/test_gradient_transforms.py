@@ -130,6 +130,40 @@ def test_second_derivatives_are_refused(way: str) -> None:
         torch.autograd.grad(first_gradient.sum(), (q,))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"return_lse": True}], ids=str)
+def test_batches_of_gradients_are_refused(options: dict[str, Any], create_graph: bool) -> None:
+    q, k, v = tensors()
+    result = attend(q, k, v, **options)
+    out = result[0] if "return_lse" in options else result
+
+    def go_back(gradient: Tensor, is_batched: bool = False) -> Any:
+        return torch.autograd.grad(
+            out,
+            (q, k, v),
+            gradient,
+            retain_graph=True,
+            create_graph=create_graph,
+            is_grads_batched=is_batched,
+        )
+
+    batch = out.detach().expand(3, *out.shape)
+    with pytest.raises(ProblemError, match=r"got a batch .*: go back once for each"):
+        go_back(batch, True)
+    with pytest.raises(ProblemError, match=r"got a batch .*: go back once for each"):
+        torch.func.vmap(go_back)(batch)
+
+
+def test_what_is_advised_for_batches_of_gradients_loops_over_them() -> None:
+    q, k, v = (tensor.detach() for tensor in tensors())
+    out, back = torch.func.vjp(attend, q, k, v)[:2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # there is a loop where no rule is
+        found = torch.func.vmap(back)(torch.stack([out, 2 * out]))
+    for place, factor in enumerate((1, 2)):
+        close([one[place] for one in found], back(factor * out))
+
+
 @pytest.mark.parametrize("way", ["func", "dual"])
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=str)
 def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, Any]) -> None:
