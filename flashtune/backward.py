@@ -120,7 +120,7 @@ class BackwardLaunch:
             for index, (queue, names) in enumerate(stages)
         )
         self._workspaces = Workspaces(workspaces, allocate)
-        self._arguments, self._at = arguments, arguments and arguments.at
+        self._arguments, self._at = arguments, None if arguments is None else arguments.at
         self._addresses_of = _taking(order, described)
         given = (*BackwardTensors._fields, *scratch)
         self._given = tuple(map(given.index, described))

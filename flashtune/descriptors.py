@@ -57,17 +57,13 @@ class DescriptorArguments:
         # The arguments for tensors at these addresses, if such ones came before: one look-up for all.
         self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """The arguments for these tensors, of which only addresses and types are read; do not change them."""
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        return self.at(addresses) or self.made(addresses, tensors.__getitem__)
-
     def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[Any]:
         """The arguments for tensors at addresses that `at` does not know together; do not change them.
 
         Args:
             addresses: Those of all tensors, in order.
-            tensor_of: Gives the tensor of a place, where an address is new there.
+            tensor_of: Gives the tensor of a place, where an address is new there; only its address and its
+                type are read.
         """
         values: list[Any] = []
         for place, (address, known) in enumerate(zip(addresses, self._known, strict=True)):

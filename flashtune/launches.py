@@ -231,15 +231,20 @@ class QuantizedLaunch:
     ) -> None:
         """Queues both kernels on their device's current stream."""
         held, pointers = self._workspaces(q)
+        values = v.data_ptr()
         if self._prologue is not None:
-            self._prologue((v.data_ptr(), *pointers))
+            self._prologue((values, *pointers))
         factors = [(self._ones if factor is None else factor).data_ptr() for factor in side.scales]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
         if self._arguments is None:
-            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address)
-            self._queue((*addresses, row_lse, *factors, *pointers, scale))
+            self._queue((q.data_ptr(), k.data_ptr(), values, address, row_lse, *factors, *pointers, scale))
             return
-        tensors = self._arguments((q, k, typed(self._workspaces.tensors(held)[0], v), out))
+        # The kernel reads the values where the prologue wrote them.
+        addresses = q.data_ptr(), k.data_ptr(), pointers[0], address
+        tensors = self._arguments.at(addresses)
+        if tensors is None:
+            written = typed(self._workspaces.tensors(held)[0], v)
+            tensors = self._arguments.made(addresses, (q, k, written, out).__getitem__)
         self._queue((row_lse, *factors, scale), tensors)

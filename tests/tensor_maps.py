@@ -11,6 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashtune.descriptors import DescriptorArguments
+
 NOTES = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
 
 
@@ -55,6 +57,12 @@ def pattern(tensor: Tensor, width: int = 64) -> TensorDescriptor:
     size = tensor.element_size()
     layout = NVMMASharedLayout(min(128, width * size), 8 * size, 4)
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()[:3], 1], [1, 1, 64, width], layout)
+
+
+def found(arguments: DescriptorArguments, *tensors: Tensor) -> list[Any]:
+    """The arguments for some tensors, as launches find them."""
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    return arguments.at(addresses) or arguments.made(addresses, tensors.__getitem__)
 
 
 def a_tensor(*shape: int) -> Tensor:

@@ -18,14 +18,14 @@ from flashtune.descriptors import (
     without_making,
 )
 from flashtune.errors import KernelError
-from tests.tensor_maps import NOTES, Driver, Map, a_tensor, pattern
+from tests.tensor_maps import NOTES, Driver, Map, a_tensor, found, pattern
 
 
 def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None:
     q, k = a_tensor(), a_tensor(2, 2, 256, 96)
     notes = [{**NOTES, "block_size": [number]} for number in range(3)]
     arguments = DescriptorArguments([[pattern(q), pattern(q, 32)], [pattern(k)]], notes)
-    values = arguments((q, k))
+    values = found(arguments, q, k)
     maps = [
         Map(tensor.data_ptr(), [number], [*tensor.shape], [*tensor.stride()])
         for number, tensor in enumerate((q, q, k))
@@ -42,15 +42,15 @@ def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None
 def test_they_are_made_once_for_an_address(gpu: Driver) -> None:
     first, second = a_tensor(), a_tensor()
     arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
-    once = arguments((first, second))
+    once = found(arguments, first, second)
     assert len(gpu.filled) == 2
     for _ in range(3):
-        assert arguments((first, second)) is once
+        assert found(arguments, first, second) is once
     assert len(gpu.filled) == 2
     # The same address in another place is another tensor.
-    assert [value for value in arguments((second, first)) if isinstance(value, Map)] == gpu.filled[2:]
+    assert [value for value in found(arguments, second, first) if isinstance(value, Map)] == gpu.filled[2:]
     assert [made.address for made in gpu.filled[2:]] == [second.data_ptr(), first.data_ptr()]
-    assert arguments((first, second)) == once
+    assert found(arguments, first, second) == once
 
 
 def test_a_thread_has_a_context_before_its_first_descriptor(
@@ -62,8 +62,8 @@ def test_a_thread_has_a_context_before_its_first_descriptor(
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: launched.append(len(gpu.filled)))
 
     def calls() -> None:
-        arguments((first,))
-        arguments((second,))
+        found(arguments, first)
+        found(arguments, second)
 
     for _ in range(2):
         thread = threading.Thread(target=calls)
@@ -78,13 +78,13 @@ def test_only_addresses_are_read(gpu: Driver) -> None:
     base = torch.empty(2, 128, 4, 96, dtype=torch.bfloat16)
     view = base.transpose(1, 2)
     arguments = DescriptorArguments([[pattern(view)]], [NOTES])
-    of_view = arguments((view,))
-    assert arguments((base,)) == of_view
-    assert arguments((view.detach(),)) == of_view
+    of_view = found(arguments, view)
+    assert found(arguments, base) == of_view
+    assert found(arguments, view.detach()) == of_view
     assert len(gpu.filled) == 1
     # Another allocation of either layout gets the strides that are bound.
     other = torch.empty_like(base)
-    arguments((other,))
+    found(arguments, other)
     assert gpu.filled[1] == Map(other.data_ptr(), NOTES["block_size"], [*view.shape], [*view.stride()])  # type: ignore[arg-type]
 
 
@@ -92,13 +92,13 @@ def test_all_are_forgotten_when_there_are_many(gpu: Driver) -> None:
     room = torch.empty(MOST_ADDRESSES + 2, 1, 1, 64, 64, dtype=torch.bfloat16)
     arguments = DescriptorArguments([[pattern(room[0])]], [NOTES])
     for tensor in room[:MOST_ADDRESSES]:
-        arguments((tensor,))
-    arguments((room[0],))
+        found(arguments, tensor)
+    found(arguments, room[0])
     assert len(gpu.filled) == MOST_ADDRESSES
-    arguments((room[MOST_ADDRESSES],))
-    arguments((room[MOST_ADDRESSES],))
+    found(arguments, room[MOST_ADDRESSES])
+    found(arguments, room[MOST_ADDRESSES])
     assert len(gpu.filled) == MOST_ADDRESSES + 1
-    arguments((room[0],))
+    found(arguments, room[0])
     assert [made.address for made in gpu.filled[-2:]] == [room[MOST_ADDRESSES].data_ptr(), room[0].data_ptr()]
 
 
@@ -107,7 +107,7 @@ def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
     arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
     addresses = first.data_ptr(), second.data_ptr()
     assert arguments.at(addresses) is None
-    made = arguments((first, second))
+    made = found(arguments, first, second)
     assert arguments.at(addresses) is made
     # Of tensors only those are asked for that are new in their places.
     asked: list[int] = []
@@ -130,7 +130,7 @@ def test_an_address_off_its_border_is_refused(gpu: Driver) -> None:
     arguments = DescriptorArguments([[pattern(tensor)]], [NOTES])
     off = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
     with pytest.raises(AssertionError, match="16-byte aligned"):
-        arguments((off,))
+        found(arguments, off)
     assert gpu.filled == []
 
 
