@@ -16,8 +16,8 @@ from flashtune.kernel import Kernel
 from flashtune.problem import Causal, Problem
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
 from flashtune.templates.rendering import render
+from tests.hopper_backward import FAMILY, H200, PLAIN, a_problem, like
 from tests.played_gradients import play_backward
-from tests.templates.test_backward_hopper import FAMILY, H200, PLAIN, a_problem, like
 
 SEED = torch.tensor([0x7123456789ABCDEF])
 # A number that has an exact spelling in float32.

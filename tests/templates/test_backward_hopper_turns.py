@@ -7,7 +7,7 @@ import pytest
 from flashtune.compilation import compile_kernel
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig
 from flashtune.tuner.resources import read_parts
-from tests.templates.test_backward_hopper import FAMILY, H200, a_problem, config_of, kernel_of
+from tests.hopper_backward import FAMILY, H200, a_problem, config_of, kernel_of
 
 
 @pytest.mark.parametrize(

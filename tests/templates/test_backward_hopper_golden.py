@@ -1,0 +1,70 @@
+"""Hopper's own backward pass as rendered, compared byte by byte with files in tests/golden and read as text.
+
+After a template was changed on purpose: `pytest tests/templates --update-golden`, and read the diff.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Dtype
+from tests.hopper_backward import a_problem, kernel_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "backward"
+MAX_LINE = 130
+GOLDENS = {
+    "hopper_bf16_d128_causal": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)),
+    "hopper_fp16_d64_delay": kernel_of(a_problem(64, dtype=Dtype.FP16), turns=False),
+    "hopper_bf16_d96_v80_plain": kernel_of(
+        a_problem(96, 80),
+        init=False,
+        eager=True,
+        late_wait=False,
+        product_first=False,
+        delay=False,
+        turns=False,
+        num_stages=3,
+    ),
+    "hopper_bf16_d96_v80": kernel_of(a_problem(96, 80), Specialization(lse=True)),
+    "hopper_fp16_d64_turns": kernel_of(a_problem(64, dtype=Dtype.FP16)),
+    "hopper_bf16_d128_dropout": kernel_of(
+        a_problem(causal=Causal.BOTTOM_RIGHT, dropout=True), Specialization(lse=True)
+    ),
+    "hopper_bf16_d256_causal": kernel_of(
+        a_problem(256, causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
+    ),
+    "hopper_bf16_d128_ordered": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT, deterministic=True)),
+    "hopper_fp16_d256_ordered": kernel_of(a_problem(256, dtype=Dtype.FP16, deterministic=True)),
+    "hopper_fp16_d192_plain": kernel_of(a_problem(192, dtype=Dtype.FP16), init=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_rendered_as_before(name: str, updates_golden: bool) -> None:
+    path, source = GOLDEN / f"{name}.py", GOLDENS[name].source
+    if updates_golden:
+        path.write_text(source, encoding="utf-8")
+    assert source == path.read_text(encoding="utf-8"), "if meant: pytest tests/templates --update-golden"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("hopper_*.py")} == set(GOLDENS)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_person_can_read_it(name: str) -> None:
+    kernel = GOLDENS[name]
+    lines = kernel.source.split("\n")
+    assert [line for line in lines if line != line.rstrip() or len(line) > MAX_LINE] == []
+    assert "\n\n\n\n" not in kernel.source
+    found = {node.name: node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
+    assert {"launch_plan", "prologue_plan", "epilogue_plan", "descriptors", "attention_backward"} <= set(
+        found
+    )
+    for one in filter(None, (kernel, kernel.first, kernel.last)):
+        parameters = [argument.arg for argument in found[one.entry].args.args]
+        assert parameters == [argument.name for argument in one.arguments]
