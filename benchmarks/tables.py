@@ -26,14 +26,13 @@ from flashtune.tuner.bench_summary import AgainstPoint, against
 from flashtune.tuner.pages import table, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in ("bench", "gqa-fp8", "backward"))
-SCRIPT = "benchmarks/tables.py"
+PARTS = ("bench", "gqa-fp8", "backward")
+RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS)
 MARKED = ("README.md", "docs/hopper.md", "docs/training.md", "benchmarks/results/README.md")
 PAGES = tuple(ROOT / page for page in MARKED)
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FAMILY, FLASH = "forward_hopper", "sdpa-flash"
-SHORTEST, USUAL = 512, 8192
-USUAL_WIDTHS, WIDE = (64, 128), (256,)
+SHORTEST, USUAL, USUAL_WIDTHS, WIDE = 512, 8192, (64, 128), (256,)
 
 Results = dict[str, list[Bench]]
 
