@@ -26,6 +26,7 @@ from flashtune.tuner.bench_summary import AgainstPoint, against
 from flashtune.tuner.pages import table, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "benchmarks/tables.py"
 PARTS = ("bench", "gqa-fp8", "backward")
 RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS)
 MARKED = ("README.md", "docs/hopper.md", "docs/training.md", "benchmarks/results/README.md")
