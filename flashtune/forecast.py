@@ -22,10 +22,14 @@ from flashtune.templates.registry import find_family
 
 # What is expected of a config must be better by so much for it to be chosen, relatively: for each step of a
 # factor of two that it won farther away than the nearest winner, where its family is another one than the
-# nearest winner's, and where nobody proved or timed it anywhere.
+# nearest winner's, and where nobody proved or timed it anywhere: less where it differs in a single choice
+# from a config that won.
 STEP_DOUBT = 0.005
 FAMILY_DOUBT = 0.03
 UNTIMED_DOUBT = 0.05
+BESIDE_DOUBT = 0.02
+# Configs of a family that won elsewhere from which such others are looked for: the best here.
+STARTS = 3
 
 
 class _Candidate(NamedTuple):
@@ -92,20 +96,29 @@ def _candidates(
 
     doubt = 0.0 if anchor.family == nearest.family else FAMILY_DOUBT
     first, _ = min(distances(), key=lambda pair: pair[0])
-    known: set[Config] = set()
+    tuned: dict[Config, _Candidate] = {}
     for apart, record in sorted(distances(), key=lambda pair: (pair[0], pair[1].problem.key)):
         assert record.config is not None
-        if record.config not in known:
-            known.add(record.config)
-            yield _Candidate(record, expected(record.config), doubt + STEP_DOUBT * (apart - first))
-    usual = family.span(here, anchor.config, target)
-    # The default has another tile where queries are few.
-    untimed = family.default(here, target), *family.spread_otherwise(here, anchor.config, target)
-    for config in untimed:
-        # Its span at the tuned shape could only speak against it.
-        hopeful = family.span(here, config, target) * (1 + UNTIMED_DOUBT) < usual
-        if hopeful and config not in known:
-            yield _Candidate(_untimed(anchor, config), expected(config), doubt + UNTIMED_DOUBT)
+        if record.config not in tuned:
+            far = doubt + STEP_DOUBT * (apart - first)
+            tuned[record.config] = _Candidate(record, expected(record.config), far)
+    yield from tuned.values()
+    best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
+    for start in dict.fromkeys((*best, anchor.config)):
+        usual = family.span(here, start, target)
+        # The default has another tile where queries are few.
+        for config in (family.default(here, target), *family.spread_otherwise(here, start, target)):
+            more = BESIDE_DOUBT if _is_beside(config, start) else UNTIMED_DOUBT
+            # Its span at the tuned shape could only speak against it.
+            if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
+                record = _untimed(tuned[start].record, config)
+                yield _Candidate(record, expected(config), tuned[start].doubt + more)
+
+
+def _is_beside(config: Config, other: Config) -> bool:
+    """Whether two configs differ in one choice alone."""
+    pairs = zip(config.items(), other.items(), strict=True)
+    return [one == another for one, another in pairs].count(False) == 1
 
 
 def _untimed(record: Record, config: Config) -> Record:

@@ -26,6 +26,7 @@ from flashtune.tables import Tables
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.reports import names
 
 if TYPE_CHECKING:
     from flashtune.target import Target
@@ -223,9 +224,8 @@ def _tables(records: tuple[Record, ...]) -> Tables:
 
 def regret(point: Point, candidate: Candidate) -> float | None:
     """How much longer a candidate takes than the best, as a share; None where it was not timed."""
-    label = candidate.config.label()
     for timed in point.timed:
-        if (timed.family, timed.config) == (candidate.family, label):
+        if timed.family == candidate.family and names(timed.config, candidate.config):
             return timed.ms / point.best.ms - 1
     return None
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from flashtune.config import Config
 from flashtune.db.codec import brief
 from flashtune.errors import TableError
 
@@ -36,3 +37,11 @@ def read_report(path: Path, kind: type[Report]) -> Report:
             return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=kind)
     except (OSError, EOFError, zlib.error, msgspec.DecodeError) as error:
         raise TableError(f"{path} is no {kind.__name__} ({brief(error)}): make it anew") from error
+
+
+def names(label: str, config: Config) -> bool:
+    """Whether a report's label names a config: choices that its family did not have then are the defaults."""
+    named = dict(word.split("=") for word in label.split())
+    if not named.keys() <= set(config.__struct_fields__):
+        return False
+    return msgspec.convert(named, type(config), strict=False) == config

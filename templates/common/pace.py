@@ -19,6 +19,8 @@ EXPONENTIALS_PER_CLOCK = 10.1
 CACHE_SHARE = 0.98
 # Share of the bandwidth of HBM that a launch reaches where nothing else holds it up: what a plain copy does.
 BANDWIDTH_SHARE = 0.9
+# Work and transfers that take about as long hide each other only in part: the power of their sum.
+HIDING = 4
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -55,8 +57,19 @@ def tile_us(problem: Problem, rows: int, pace: Pace, target: Target) -> float:
     return pace.tile + pace.exposed * size / (target.hbm_bandwidth * 1e3 / target.sm_count)
 
 
+def together_us(busy: float, moving: float) -> float:
+    """Time of work and of transfers beside it: the longer one's, and more where they take about as long."""
+    return float((busy**HIDING + moving**HIDING) ** (1 / HIDING))
+
+
 def traffic_us(
-    problem: Problem, streamed_keys: float, heads_at_once: float, programs: int, target: Target
+    problem: Problem,
+    streamed_keys: float,
+    heads_at_once: float,
+    programs: int,
+    target: Target,
+    *,
+    beside: int = 1,
 ) -> float:
     """Time that HBM takes at the least.
 
@@ -66,11 +79,12 @@ def traffic_us(
         heads_at_once: KV heads between two of whose tiles no other is begun.
         programs: Programs that run at once; those of one KV head read its keys together.
         target: The GPU.
+        beside: Programs next to each other that work on heads of one KV head, whatever tile they are at.
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     once = problem.batch * problem.kv_heads * problem.seqlen_kv * both
     if heads_at_once * keys_at_once(problem, 1) * both > CACHE_SHARE * target.l2_bytes:
-        together = max(1.0, programs / max(1.0, min(heads_at_once, programs)))
+        together = max(1.0, programs / max(1.0, min(heads_at_once, programs / beside)))
         once = max(once, round(streamed_keys * both / together))
     rows = problem.batch * problem.heads * problem.seqlen_q * _row_bytes(problem)
     return (once + rows) / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)

@@ -19,6 +19,10 @@ from flashtune.problem import Problem
 MOST_TILES = 2**14
 # Of the last programs' time, what nobody works beside: on average they begin at different times.
 LAST_SHARE = 0.29
+# Programs of a multiprocessor that run at once, about.
+RESIDENT = 2
+# Equal programs that began together end together; from so many rounds of them on they no longer do.
+ROUNDS_IN_STEP = 2
 
 
 class Tiling(msgspec.Struct, frozen=True):
@@ -181,5 +185,10 @@ def coming_and_going(
     least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))
     if tiling.total <= multiprocessors:
         return lone * most
+    slots = RESIDENT * multiprocessors
+    if least == most and tiling.total <= ROUNDS_IN_STEP * slots:
+        whole, rest = divmod(tiling.total, slots)
+        last = lone if 0 < rest <= multiprocessors else RESIDENT * math.ceil(rest / slots)
+        return (RESIDENT * whole + last) * mean
     last = least if longest_first else mean if found.least == found.most else most
     return max(lone * most, tiling.total / multiprocessors * mean + lone * LAST_SHARE * last)

@@ -7,7 +7,7 @@ import math
 from flashtune.problem import Problem
 from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
-from flashtune.templates.common.schedule import Cost, Tiling, coming_and_going, extremes
+from flashtune.templates.common.schedule import RESIDENT, Cost, Tiling, coming_and_going, extremes
 
 PACE = Pace(launch=10.8, block=0.0, tile=0.0, hidden=0.15, exposed=1.75)
 # A program that has a multiprocessor to itself leaves some of its units idle; short tiles more so.
@@ -19,8 +19,6 @@ ROWS_OF_READING = 12
 USUAL_ROWS = 128
 # What descriptors take that programs make, in µs.
 DESCRIPTORS = 4.5
-# Programs of a multiprocessor that run at once, about.
-RESIDENT = 2
 
 
 def portable_span(

@@ -10,10 +10,10 @@ import msgspec
 from flashtune.config import Space
 from flashtune.problem import Problem
 from flashtune.target import Target
-from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
-from flashtune.templates.common.schedule import Cost, Tiling, busiest, extremes, staying
+from flashtune.templates.common.pace import Pace, block_us, tile_us, together_us, traffic_us
+from flashtune.templates.common.schedule import Cost, Tiling, are_alike, busiest, extremes, staying
 from flashtune.templates.common.traffic import unpacked
-from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
 PACES = {
@@ -24,6 +24,13 @@ PACES = {
 MOST_GROUPS = max(PACES)
 # More heads at a time than these won nowhere: docs/hopper.md.
 SECTIONS = (0, 1, 4)
+BLOCKS = (64, 128)
+# What a tile takes more, in µs: two divisions that find it where rounds alternate, and, with room for one
+# tile of queries, the time in which the next one comes in.
+ALTERNATING = 0.25
+WAITING = 0.43
+# Share of time that is lost where programs leave the heads of their section to others each round.
+OUT_OF_STEP = 0.03
 
 
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
@@ -35,18 +42,37 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
         return pace.launch / 1e3
     cost = Cost(
         block_us(problem, config.block_m * config.block_n, pace, target),
-        tile_us(problem, config.block_m, pace, target),
+        tile_us(problem, config.block_m, pace, target) + _between(config),
     )
     workers = staying(tiling.total, config.even, target.sm_count)
     busy = busiest(tiling, workers, config.section, config.order.value, cost)
     streamed = extremes(tiling).mean * tiling.total * config.block_n
     section = min(config.section or tiling.heads, tiling.heads)
-    moving = traffic_us(problem, streamed, section / tiling.packs, workers, target)
-    return (pace.launch + max(busy, moving)) / 1e3
+    moving = traffic_us(
+        problem, streamed, section / tiling.packs, workers, target, beside=min(section, tiling.packs)
+    )
+    lost = OUT_OF_STEP if _falls_out(tiling, workers, section, target) else 0.0
+    return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
+
+
+def _between(config: HopperConfig) -> float:
+    """Time between tiles by a config's own choices, in µs."""
+    alternating = ALTERNATING if config.order is Order.ALTERNATE else 0.0
+    return alternating + (WAITING if config.q_stages == 1 else 0.0)
+
+
+def _falls_out(tiling: Tiling, workers: int, section: int, target: Target) -> bool:
+    """Whether programs that read one head's keys drift apart: tiles differ, and so do the heads of rounds."""
+    in_rounds = target.sm_count < tiling.total and workers < target.sm_count
+    differ = tiling.tiles > 1 and not are_alike(tiling.problem)
+    return in_rounds and differ and section < tiling.heads and workers % section != 0
 
 
 def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
-    """The points of a space with the same tile of a group that spread tiles otherwise."""
+    """The points of a space with the same queries of a group that spread work otherwise.
+
+    Other orders and sections, programs for all multiprocessors or fewer, one group, other blocks of keys.
+    """
     axes = {axis.name: axis.values for axis in space.axes}
     sections = tuple(section for section in axes["section"] if section in SECTIONS)
     choices = (dict.fromkeys((config.groups, 1)), sections, axes["order"], axes["even"])
@@ -59,5 +85,9 @@ def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfi
             order=order,
             even=even,
         )
+        if other != config and space.contains(other):
+            yield other
+    for block_n in BLOCKS:
+        other = msgspec.structs.replace(config, block_n=block_n)
         if other != config and space.contains(other):
             yield other

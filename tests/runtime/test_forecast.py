@@ -202,7 +202,22 @@ def test_spread_otherwise_is_another_schedule_of_the_same_tile() -> None:
     for other in others:
         assert family.space(problem, TARGET).contains(other)
         changed = {name for name, value in other.items() if value != getattr(config, name)}
-        assert changed <= same
+        assert changed <= same or changed == {"block_n"}
+
+
+def test_a_config_one_choice_beside_a_winner_needs_less_to_serve(records: tuple[Record, ...]) -> None:
+    # Measured on an H200: with 131 programs 234 µs, with one for each multiprocessor 193; only the former won
+    # anywhere.
+    problem = shape(
+        head_dim=64, value_head_dim=64, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917
+    )
+    found = forecast(problem, records, TARGET, anyone)
+    assert found is not None
+    chosen, why = found
+    assert isinstance(chosen.config, HopperConfig)
+    assert chosen.provenance is Provenance.PREDICTED
+    assert not chosen.config.even
+    assert why.ms < why.nearest_ms
 
 
 def test_the_reason_says_what_was_expected(

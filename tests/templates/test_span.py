@@ -15,16 +15,20 @@ from hypothesis import strategies as st
 
 from flashtune.problem import Causal
 from flashtune.target import find_target
+from flashtune.templates.common.pace import together_us, traffic_us
 from flashtune.templates.common.schedule import (
     MOST_TILES,
+    RESIDENT,
     Cost,
     Tiling,
     blocks,
     busiest,
+    coming_and_going,
     extremes,
     place,
     staying,
 )
+from flashtune.templates.forward_hopper.space import Order
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.truth import TruthTable, read_tables
 from tests.hopper import a_problem
@@ -161,3 +165,53 @@ def test_tiles_and_schedules_compare_as_they_were_measured(index: int) -> None:
     errors = [abs(math.log(span / ms / usual)) for ms, span in best.values()]
     assert statistics.median(errors) < (0.06 if table.family == "forward_hopper" else 0.12)
     assert max(errors) < (0.15 if table.family == "forward_hopper" else 0.35)
+
+
+def test_heads_of_one_kv_head_read_its_keys_together() -> None:
+    problem = a_problem(
+        heads=96, kv_heads=24, batch=10, seqlen_q=1186, seqlen_kv=1186, causal=Causal.BOTTOM_RIGHT
+    )
+    streamed = 960 * 10 * 700
+    alone, beside = (traffic_us(problem, streamed, 240.0, 132, H200, beside=count) for count in (1, 4))
+    assert beside < alone < 4 * beside
+    # A program for each head at a time shares nothing that more heads at a time would not.
+    few = (traffic_us(problem, streamed, 16.0, 132, H200, beside=count) for count in (1, 4))
+    assert len(set(few)) == 1
+
+
+def test_neither_work_nor_transfers_hide_the_other_whole() -> None:
+    assert together_us(100.0, 0.0) == pytest.approx(100.0)
+    assert 100.0 < together_us(100.0, 50.0) < 102.0
+    assert 115.0 < together_us(100.0, 100.0) < 125.0
+
+
+@pytest.mark.parametrize(("programs", "rounds"), [(264, 2.0), (276, 3.5), (396, 3.5), (400, 4.0), (528, 4.0)])
+def test_equal_programs_that_began_together_end_together(programs: int, rounds: float) -> None:
+    # Two at a time on each multiprocessor; one by itself takes 1.5 times its share of the units.
+    tiling = Tiling(
+        a_problem(64, heads=programs, kv_heads=programs, seqlen_q=64, seqlen_kv=1280, batch=1), 64, 128, 1
+    )
+    assert (tiling.total, RESIDENT) == (programs, 2)
+    mean = 10 * COST.block + COST.tile
+    assert coming_and_going(tiling, 132, False, COST, 1.5) == pytest.approx(rounds * mean)
+
+
+def test_what_a_tile_of_the_hopper_family_takes_more() -> None:
+    hopper = find_family("forward_hopper")
+    problem = a_problem(
+        64, heads=120, kv_heads=24, batch=46, seqlen_q=192, seqlen_kv=192, causal=Causal.BOTTOM_RIGHT
+    )
+    usual = hopper.default(problem, H200)
+
+    def span(**changes: object) -> float:
+        return hopper.span(problem, msgspec.structs.replace(usual, **changes), H200)
+
+    # Measured on an H200: 200 and 211 µs for one tile a head, whose order is nothing but arithmetic.
+    assert 1.03 < span(order=Order.ALTERNATE) / span(order=Order.LINEAR) < 1.07
+    assert 1.0 < span(q_stages=1) / span(q_stages=2) < 1.15
+    longer = msgspec.structs.replace(problem, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917)
+    even, all_of_them = (
+        hopper.span(longer, msgspec.structs.replace(usual, section=4, order=Order.ALTERNATE, even=even), H200)
+        for even in (True, False)
+    )
+    assert 1.01 < even / all_of_them < 1.05

@@ -120,6 +120,21 @@ def test_regret_is_over_the_fastest(problems: tuple[Problem, ...], records: tupl
     assert math.isnan(figures((), records, 0.5, lambda problem, kept: one).median)
 
 
+def test_what_was_timed_before_a_family_had_a_choice_counts(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
+    entrants = finalists(problems[0], TARGET, records)
+    one = next(entrant for entrant in entrants if entrant.family == "forward_hopper")
+    label = one.config.label()
+    assert " p_stages=0" in label
+    before = Timed(one.family, label.replace(" p_stages=0", ""), 1.0, 1.0, 1.0, 15)
+    assert regret(Point(problems[0], (before,)), one) == 0.0
+    since = Candidate(one.family, msgspec.structs.replace(one.config, p_stages=1))
+    assert regret(Point(problems[0], (before,)), since) is None
+    gone = msgspec.structs.replace(before, config=f"{label} left_out=1")
+    assert regret(Point(problems[0], (gone,)), one) is None
+
+
 def test_percentiles_are_regrets_that_were_found(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
