@@ -103,12 +103,15 @@ def _candidates(
             far = doubt + STEP_DOUBT * (apart - first)
             tuned[record.config] = _Candidate(record, expected(record.config), far)
     yield from tuned.values()
+    # What one choice changes was measured of plain prompts: masks, caches and gradients keep the wider doubt.
+    is_plain = not problem.features and not problem.is_backward
+    slight = BESIDE_DOUBT if is_plain else UNTIMED_DOUBT
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
     for start in dict.fromkeys((*best, anchor.config)):
         usual = family.span(here, start, target)
         # The default has another tile where queries are few.
         for config in (family.default(here, target), *family.spread_otherwise(here, start, target)):
-            more = BESIDE_DOUBT if _is_beside(config, start) else UNTIMED_DOUBT
+            more = slight if _is_beside(config, start) else UNTIMED_DOUBT
             # Its span at the tuned shape could only speak against it.
             if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
                 record = _untimed(tuned[start].record, config)
