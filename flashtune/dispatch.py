@@ -15,7 +15,7 @@ from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
 from flashtune.leaving_out import without
-from flashtune.nearest import is_far, same_computation
+from flashtune.nearest import FEW_QUERIES, is_far, same_computation
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
 from flashtune.standard import score_bytes
@@ -35,7 +35,6 @@ DEFAULT_FAMILIES = (
 )
 # Who comes before them where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
-FEW_QUERIES = 16
 # Who comes before both where keys are latent, and queries fill its tiles of 64 rows or these take a quarter
 # of the multiprocessors: one sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us by the
 # other.

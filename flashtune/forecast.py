@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.config import Config
-from flashtune.nearest import distance, nearest_record, tuned_alike
+from flashtune.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
 from flashtune.problem import Problem
 from flashtune.record import Forecast, Provenance, Record
 from flashtune.target import Target
@@ -97,15 +97,19 @@ def _candidates(
     doubt = 0.0 if anchor.family == nearest.family else FAMILY_DOUBT
     first, _ = min(distances(), key=lambda pair: pair[0])
     tuned: dict[Config, _Candidate] = {}
-    for apart, record in sorted(distances(), key=lambda pair: (pair[0], pair[1].problem.key)):
+
+    def order(pair: tuple[float, Record]) -> tuple[float, bool, str]:
+        apart, record = pair
+        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
+        return apart, record is not anchor, record.problem.key
+
+    for apart, record in sorted(distances(), key=order):
         assert record.config is not None
         if record.config not in tuned:
             far = doubt + STEP_DOUBT * (apart - first)
             tuned[record.config] = _Candidate(record, expected(record.config), far)
     yield from tuned.values()
-    # What one choice changes was measured of plain prompts: masks, caches and gradients keep the wider doubt.
-    is_plain = not problem.features and not problem.is_backward
-    slight = BESIDE_DOUBT if is_plain else UNTIMED_DOUBT
+    slight = BESIDE_DOUBT if _is_plain_prompt(problem) else UNTIMED_DOUBT
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
     for start in dict.fromkeys((*best, anchor.config)):
         usual = family.span(here, start, target)
@@ -116,6 +120,12 @@ def _candidates(
             if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
                 record = _untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
+
+
+def _is_plain_prompt(problem: Problem) -> bool:
+    """Whether a problem is of the kind whose regret was measured: decoding, masks and gradients are not."""
+    many = problem.seqlen_q > FEW_QUERIES and not problem.dtype.is_quantized
+    return many and not problem.features and not problem.is_backward
 
 
 def _is_beside(config: Config, other: Config) -> bool:

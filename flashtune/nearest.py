@@ -12,6 +12,8 @@ from flashtune.record import Record
 
 # Beyond a factor of four in some extent, a neighbour's config is a guess, and dispatch says so.
 FAR = 2.0
+# With so few queries keys must be split among programs.
+FEW_QUERIES = 16
 
 
 def same_computation(problem: Problem) -> tuple[Problem, ...]:

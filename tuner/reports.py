@@ -44,4 +44,8 @@ def names(label: str, config: Config) -> bool:
     named = dict(word.split("=") for word in label.split())
     if not named.keys() <= set(config.__struct_fields__):
         return False
-    return msgspec.convert(named, type(config), strict=False) == config
+    try:
+        return msgspec.convert(named, type(config), strict=False) == config
+    except msgspec.ValidationError:
+        # Choices that the family has no longer.
+        return False

@@ -13,21 +13,20 @@ import pytest
 import flashtune
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
-from flashtune.dispatch import DECODING_FAMILY, FEW_QUERIES, of_nearest, select
+from flashtune.dispatch import DECODING_FAMILY, of_nearest, select
 from flashtune.forecast import forecast
 from flashtune.kernel import Alignment, Specialization
-from flashtune.nearest import distance, nearest_record, tuned_alike
+from flashtune.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
 from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Dtype
 from flashtune.record import Provenance, Record, Standing
 from flashtune.tables import Tables
-from flashtune.target import find_target
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
 from flashtune.tuner.regret import _tables, draw_problems
 from tests.machine import Machine, inputs
+from tests.untuned import TARGET, anyone, shape
 
-TARGET = find_target("h200")
 Make = Callable[..., Record]
 PAPER_TOKENS = 16384
 
@@ -39,25 +38,6 @@ def records() -> tuple[Record, ...]:
     assert table is not None
     forward = (one for one in table.records if not one.problem.is_backward)
     return tuple(one for one in forward if one.problem.batch * one.problem.seqlen_q >= PAPER_TOKENS)
-
-
-def shape(**changes: object) -> Problem:
-    fields: dict[str, object] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 128,
-        "value_head_dim": 128,
-        "heads": 16,
-        "kv_heads": 16,
-        "batch": 8,
-        "seqlen_q": 2048,
-        "seqlen_kv": 2048,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return msgspec.convert(fields | changes, Problem, strict=False)
-
-
-def anyone(record: Record) -> bool:
-    return record.config is not None
 
 
 def test_a_schedule_that_does_not_suit_a_shape_is_left(records: tuple[Record, ...]) -> None:

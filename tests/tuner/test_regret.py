@@ -35,7 +35,7 @@ from flashtune.tuner.regret import (
     regret,
     thinned,
 )
-from flashtune.tuner.reports import read_report, write_report
+from flashtune.tuner.reports import names, read_report, write_report
 from flashtune.versions import current_versions
 
 TARGET = find_target("h200")
@@ -224,3 +224,13 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
         read_report(path, RegretReport)
     write_report(RegretReport(TARGET.name, 0, current_versions("forward_hopper"), ()), path)
     assert read_report(path, RegretReport).points == ()
+
+
+def test_labels_of_choices_that_are_gone_name_nothing() -> None:
+    (problem,) = draw_problems(1, 3, ())
+    config = find_family("forward_hopper").default(problem, TARGET)
+    label = config.label()
+    order = next(word for word in label.split() if word.startswith("order="))
+    assert names(label, config)
+    assert not names(label.replace(order, "order=zigzag"), config)
+    assert not names("groups=2", config)
