@@ -90,31 +90,26 @@ def _candidates(
         there = min(won, family.span(anchor.problem, config, target))
         return (anchor.ms or won) * family.span(here, config, target) / there
 
-    def distances() -> Iterator[tuple[float, Record]]:
-        for record in records:
-            yield distance(record.problem, problem), record
+    def order(record: Record) -> tuple[float, bool, str]:
+        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
+        return distance(record.problem, problem), record is not anchor, record.problem.key
 
     doubt = 0.0 if anchor.family == nearest.family else FAMILY_DOUBT
-    first, _ = min(distances(), key=lambda pair: pair[0])
+    first = distance(anchor.problem, problem)
     tuned: dict[Config, _Candidate] = {}
-
-    def order(pair: tuple[float, Record]) -> tuple[float, bool, str]:
-        apart, record = pair
-        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
-        return apart, record is not anchor, record.problem.key
-
-    for apart, record in sorted(distances(), key=order):
+    for record in sorted(records, key=order):
         assert record.config is not None
         if record.config not in tuned:
-            far = doubt + STEP_DOUBT * (apart - first)
+            far = doubt + STEP_DOUBT * (distance(record.problem, problem) - first)
             tuned[record.config] = _Candidate(record, expected(record.config), far)
     yield from tuned.values()
     slight = BESIDE_DOUBT if _is_plain_prompt(problem) else UNTIMED_DOUBT
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
+    # It has another tile where queries are few.
+    default = family.default(here, target)
     for start in dict.fromkeys((*best, anchor.config)):
         usual = family.span(here, start, target)
-        # The default has another tile where queries are few.
-        for config in (family.default(here, target), *family.spread_otherwise(here, start, target)):
+        for config in (default, *family.spread_otherwise(here, start, target)):
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
             # Its span at the tuned shape could only speak against it.
             if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
