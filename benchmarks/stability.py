@@ -1,13 +1,14 @@
 """How often repeated searches pick differently, and what that costs.
 
-    python benchmarks/stability.py --save stability.json            # four shapes, three searches each
-    python benchmarks/stability.py --shape heads=16,seqlen=512,head_dim=128,tokens=16384 --trials 80
+    python benchmarks/stability.py --save stability.json            # six shapes, three searches each
+    python benchmarks/stability.py --shape heads=16,seqlen=512,head_dim=128,tokens=16384 --searches 1
 
-Each search has an empty database, a seed of its own, and what the shipped table knows of other shapes;
-binaries are shared, so that later searches hardly wait for the compiler. The finalists of the first search
-are then timed once more, twice with about half as many samples as a search takes: what is selected by one
-half or the other is what a table would hold that was made from it. At last all picks of a shape are timed
-in turn, and each is held against the fastest of them. Needs a GPU.
+Each search has an empty database, a seed of its own, the default budget, and what the shipped table knows of
+other shapes; binaries are shared, so that later searches hardly wait for the compiler. The finalists of the
+first search are then timed once more, twice with about half as many samples as a search takes: what is
+selected by one half or the other is what a table would hold that was made from it. At last all picks of a
+shape are timed in turn with what the table ships for it, the winner of searches many times as long, and each
+is held against the fastest of them. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ SHAPES = (
     "heads=32,seqlen=1024,head_dim=64,tokens=16384",
     "heads=8,seqlen=4096,head_dim=256,tokens=16384",
     "heads=16,seqlen=512,head_dim=128,tokens=16384",
+    "heads=32,seqlen=8192,head_dim=64,tokens=16384,causal",
+    "heads=16,seqlen=16384,head_dim=128,tokens=16384",
 )
 SEARCHES = 3
-TRIALS = 60
 HALF_ROUNDS = 11
 JUDGING_ROUNDS = 61
 
@@ -58,13 +60,15 @@ class Stability(msgspec.Struct, frozen=True):
         problem: The problem's key.
         picks: Number of the config that each search chose; equal numbers are the same config.
         halves: Number of the config that each half of the samples chose.
-        ms: Time of each config that was chosen, all timed in turn.
+        shipped: Number of the config that the shipped table has for the problem; None where it has none.
+        ms: Time of each config that has a number, all timed in turn.
         seconds: Wall clock of each search.
     """
 
     problem: str
     picks: tuple[int, ...]
     halves: tuple[int, ...]
+    shipped: int | None
     ms: tuple[float, ...]
     seconds: tuple[float, ...]
 
@@ -73,9 +77,19 @@ class Stability(msgspec.Struct, frozen=True):
         times = [self.ms[number] for number in numbers]
         return max(times) / min(times) - 1
 
+    @property
+    def share(self) -> float | None:
+        """Speed of the first search's pick over the shipped config's; None where none ships."""
+        return None if self.shipped is None else self.ms[self.shipped] / self.ms[self.picks[0]]
+
 
 def stability(
-    problem: Problem, target: Target, device: torch.device, equipment: Equipment, trials: int
+    problem: Problem,
+    target: Target,
+    device: torch.device,
+    equipment: Equipment,
+    budget: Budget,
+    searches: int,
 ) -> Stability:
     """Searches a shape several times and compares what was chosen.
 
@@ -84,34 +98,37 @@ def stability(
     """
     specialization = contiguous_specialization(problem)
     scope = promising(Scope(problem, target, specialization, open_spaces(problem, target, ())), shipped_fit())
-    runs = [_searched(scope, seed, equipment, trials) for seed in range(SEARCHES)]
-    best = [record for record, _, _ in runs]
+    table = shipped_table(target.name)
+    records = () if table is None else table.records
+    others = [record for record in records if record.problem != problem]
+    runs = [_searched(scope, others, seed, equipment, budget) for seed in range(searches)]
     first = finalists(runs[0][1], FINALISTS, FINALS_WITHIN)
     halves = [_selected_again(first, scope, device) for _ in range(2)]
-    chosen = [candidate_of(record) for record in (*best, *halves)]
+    shipped = select(record for record in records if record.problem == problem)
+    known = [] if shipped is None else [shipped]
+    chosen = [candidate_of(record) for record in (*(best for best, _, _ in runs), *halves, *known)]
     distinct = tuple(dict.fromkeys(chosen))
     times = run_finals(problem, distinct, specialization, target, device, rounds=JUDGING_ROUNDS)
     numbers = [distinct.index(candidate) for candidate in chosen]
     return Stability(
         problem=problem.key,
-        picks=tuple(numbers[:SEARCHES]),
-        halves=tuple(numbers[SEARCHES:]),
+        picks=tuple(numbers[:searches]),
+        halves=tuple(numbers[searches : searches + 2]),
+        shipped=numbers[-1] if known else None,
         ms=tuple(round(measurement.ms, 5) for measurement in times),
         seconds=tuple(round(seconds, 1) for _, _, seconds in runs),
     )
 
 
 def _searched(
-    scope: Scope, seed: int, equipment: Equipment, trials: int
+    scope: Scope, others: Sequence[Record], seed: int, equipment: Equipment, budget: Budget
 ) -> tuple[Record, list[Record], float]:
-    """What a search chose, all that it tried, and its wall clock."""
-    shipped = shipped_table(scope.target.name)
-    others = [] if shipped is None else [r for r in shipped.records if r.problem != scope.problem]
+    """What a search chose that knows other shapes' winners, all that it tried, and its wall clock."""
     request = SearchRequest(
         problem=scope.problem,
         target=scope.target,
         device=0,
-        budget=Budget(trials, None, None),
+        budget=budget,
         seed=seed,
         experience=Experience(warm_configs(others, scope), shipped_fit()),
     )
@@ -142,14 +159,15 @@ def _selected_again(records: Sequence[Record], scope: Scope, device: torch.devic
 
 
 def _lines(found: Sequence[Stability]) -> Iterator[str]:
-    yield "| problem | picks of the searches | cost | picks of the halves | cost | seconds |"
-    yield "| --- | --- | ---: | --- | ---: | --- |"
+    yield "| problem | picks of the searches | cost | of the halves | cost | over the shipped | seconds |"
+    yield "| --- | --- | ---: | --- | ---: | ---: | --- |"
     for entry in found:
-        names = ["ABCDEFGH"[number] for number in (*entry.picks, *entry.halves)]
+        picks, halves = (" ".join("ABCDEFGH"[one] for one in some) for some in (entry.picks, entry.halves))
+        share = "" if entry.share is None else f"{entry.share:.3f}"
         yield (
-            f"| {entry.problem} | {' '.join(names[:SEARCHES])} | {entry.cost(entry.picks):.2%} "
-            f"| {' '.join(names[SEARCHES:])} | {entry.cost((entry.picks[0], *entry.halves)):.2%} "
-            f"| {' '.join(f'{seconds:.0f}' for seconds in entry.seconds)} |"
+            f"| {entry.problem} | {picks} | {entry.cost(entry.picks):.2%} "
+            f"| {halves} | {entry.cost((entry.picks[0], *entry.halves)):.2%} "
+            f"| {share} | {', '.join(f'{seconds:.0f}' for seconds in entry.seconds)} |"
         )
     changed = sum(len(set(entry.picks)) > 1 for entry in found)
     worst = max(entry.cost(entry.picks) for entry in found)
@@ -161,16 +179,19 @@ def main() -> None:
     """Searches the shapes of the command line again and again."""
     parser = argparse.ArgumentParser(description="How often repeated searches pick differently.")
     parser.add_argument("--shape", action="append", help="as for flashtune search; repeatable")
-    parser.add_argument("--trials", type=int, default=TRIALS, help="the budget of each search")
+    parser.add_argument("--trials", type=int, help="the budget of each search; a search's own if left out")
+    parser.add_argument("--searches", type=int, default=SEARCHES, help="of each shape")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the figures, in JSON")
     options = parser.parse_args()
     found: list[Stability] = []
     try:
         target, device = device_target(0), torch.device("cuda", 0)
+        budget = Budget(options.trials, None, None) if options.trials else Budget()
         problems = [problem for shape in options.shape or SHAPES for problem in parse_shape(shape)]
         with open_equipment(0) as equipment:
             for problem in problems:
-                found.append(stability(problem, target, device, equipment, options.trials))
+                found.append(stability(problem, target, device, equipment, budget, options.searches))
+                print(found[-1], flush=True)
                 if options.save is not None:
                     options.save.write_bytes(msgspec.json.encode(found))
     except FlashtuneError as error:
