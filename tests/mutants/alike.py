@@ -1,0 +1,120 @@
+"""Whether two kernels write alike, on all probes and random problems: bit by bit where bits are decided."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtune.backward import bind_backward
+from flashtune.config import Config
+from flashtune.kernel import Kernel
+from flashtune.launch import bind, compile_binary
+from flashtune.problem import Problem
+from flashtune.proof import cases
+from flashtune.proof.cases import Case, Level, splits_of
+from flashtune.proof.gradients import cases as gradient_cases
+from flashtune.proof.gradients import prepared as gradients
+from flashtune.proof.inputs import BITS, poison
+from flashtune.proof.prepared import prepare
+from flashtune.target import Target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from tests.gpu.hopper_jobs import DEVICE, random_trial
+from tests.gpu.random_cases import random_case
+from tests.gpu.random_gradients import random_gradients
+
+RANDOM_PROBLEMS = 20
+# Launches of a kernel whose sums have no order: how far these lie apart bounds what another order makes.
+UNORDERED_LAUNCHES = 4
+# Gradients that one program makes by itself in every family: their bits are decided.
+OF_ONE_PROGRAM = {"dk", "dv"}
+# What another order of float32 sums may change: of an element one step of 8 bits, and of a row's largest.
+ELEMENT, ROW = 2.0**-7, 2.0**-14
+
+Written = dict[str, Tensor]
+
+
+def cases_of(kernel: Kernel, target: Target, problem: Problem, config: Config, seed: int) -> Iterator[Case]:
+    """All that a full check launches a kernel on, and random problems, of those that its family computes."""
+    family = find_family(kernel.family)
+    chance = random.Random(seed)
+    own = gradient_cases if problem.is_backward else cases
+    planned = (*own.main_cases(problem), *own.companions(problem, config, Level.FULL, reduced=False))
+    drawn = (_random(chance, problem, config) for _ in range(RANDOM_PROBLEMS))
+    for case in (*planned, *drawn):
+        if why_not(family, case.problem, target, kernel.specialization) is None:
+            yield case
+
+
+def _random(chance: random.Random, problem: Problem, config: Config) -> Case:
+    if problem.is_backward:
+        return random_gradients(chance, problem, config)
+    if problem.features or splits_of(config):
+        return random_case(chance, problem, config)
+    return random_trial(chance, problem, config).case
+
+
+def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int, launches: int) -> str:
+    """The first tensor of which a kernel writes other values than the right one, or nothing.
+
+    Args:
+        right: The kernel that nobody broke.
+        broken: The other.
+        target: The GPU.
+        case: The problem.
+        seed: Of its inputs.
+        launches: Of the broken kernel: other values in any of them tell it from the right one.
+    """
+    loose = case.problem.is_backward and not case.problem.deterministic
+    write = _gradients if case.problem.is_backward else _outputs
+    expected = list(write(right, target, case, seed, UNORDERED_LAUNCHES if loose else 1))
+    for written in write(broken, target, case, seed, launches):
+        for name, one in written.items():
+            meant = [other[name] for other in expected]
+            alike = _near if loose and name not in OF_ONE_PROGRAM else _same
+            if not alike(one, meant):
+                return name
+    return ""
+
+
+def _same(one: Tensor, meant: list[Tensor]) -> bool:
+    bits = BITS[one.element_size()]
+    return torch.equal(one.view(bits), meant[0].view(bits))
+
+
+def _near(one: Tensor, meant: list[Tensor]) -> bool:
+    """Whether sums are no farther from the right kernel's than another order may take them."""
+    several = torch.stack([other.double() for other in meant])
+    low, high = several.amin(0), several.amax(0)
+    allowed = 2 * (high - low) + ELEMENT * high.abs() + ROW * high.abs().amax(-1, keepdim=True)
+    bits = BITS[one.element_size()]
+    # What neither writes is no number.
+    unwritten = one.view(bits) == meant[0].view(bits)
+    return bool((unwritten | ((one.double() - several[0]).abs() <= allowed)).all())
+
+
+def _outputs(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[Written]:
+    prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
+    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.view if kernel.specialization.lse else None
+    launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compile_binary(kernel, target))
+    for _ in range(launches):
+        poison(prepared.out)
+        poison(prepared.lse)
+        launch(q, k, v, out, lse, case.scale, prepared.side)
+        yield {"out": out.clone()} | ({} if lse is None else {"lse": lse.clone()})
+
+
+def _gradients(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[Written]:
+    specialization = kernel.specialization
+    prepared = gradients.prepare(case, specialization.alignment, DEVICE, seed, specialization.lse)
+    tensors, side = prepared.tensors, prepared.side
+    launch = bind_backward(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
+    for _ in range(launches):
+        for one in prepared.written.values():
+            poison(one)
+        launch(tensors, case.scale, side)
+        yield {name: one.view.clone() for name, one in prepared.written.items()}
