@@ -86,7 +86,7 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
     while True:
         steered = draw.randrange(EVERY_UNSTEERED) > 0
         point = _draw(draw, family, target)
-        if point is None or point in drawn or _unrolled(point, target) > MOST_UNROLLED:
+        if point is None or point in drawn or unrolled(point, target) > MOST_UNROLLED:
             continue
         if steered and not STEERED[0] <= _plain_count(point) / target.sram_per_block <= STEERED[1]:
             continue
@@ -148,7 +148,7 @@ def _draw_specialization(draw: random.Random) -> Specialization:
     return Specialization(draw.choice(tuple(Alignment)), draw.choice((32, 64)), draw.random() < 0.5)
 
 
-def _unrolled(point: Point, target: Target) -> int:
+def unrolled(point: Point, target: Target) -> int:
     """Multiply-adds of one thread in one product of tiles, where no matrix unit makes it."""
     problem, config = point.problem, point.candidate.config
     if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):

@@ -83,7 +83,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     # The CPU's generator takes no more than 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
-    dense = _dense(case, lengths, generator)
+    dense = dense_values(case, lengths, generator)
     frame = Frame(alignment, case.layout, case.far, case.faulty is True)
     memory = placed(problem, dense, lengths, frame, aside(generator))
     chosen = sample(problem, generator)
@@ -94,7 +94,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     return Prepared(*lies, lengths, chosen, expected, inputs)
 
 
-def _dense(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
+def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
     """A case's values in the types that a kernel reads."""
     problem = case.problem
     side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE

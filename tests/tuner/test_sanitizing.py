@@ -2,123 +2,133 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import pytest
 import torch
 
 from flashtune.errors import FlashtuneError, TableError
-from flashtune.kernel import Alignment, specialization_of
+from flashtune.record import Outcome
 from flashtune.target import device_target, find_target
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from flashtune.tuner import sanitizing_run
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.reports import read_report, write_report
 from flashtune.tuner.sanitizing import (
-    FOUND,
-    KERNELS,
     MEMCHECK,
     RACECHECK,
-    Finding,
-    SanitizerReport,
     Subject,
     command,
     find_sanitizer,
+    is_warning,
     read_log,
-    row_stride,
-    subjects,
+    why_left_out,
 )
-from flashtune.tuner.sanitizing_run import Examination, examine, launch_once
+from flashtune.tuner.sanitizing_points import cases_of, subjects
+from flashtune.tuner.sanitizing_report import Asked, Finding, SanitizerReport, report_lines
+from flashtune.tuner.sanitizing_run import Examination, examine
+from flashtune.tuner.sanitizing_tensors import launch_once
 
 TARGET = find_target("h200")
+DIGEST = "1a" * 16
 
 CLEAN_LOG = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-MEMCHECK_LOG = """========= COMPUTE-SANITIZER
-========= Invalid __global__ read of size 16 bytes
-=========     at forward_q_outer+0x1a0
+INVALID_READ = f"""========= Invalid __global__ read of size 16 bytes
+=========     at forward_q_outer+0x1a0 in forward_q_outer_{DIGEST}.py:12
 =========     by thread (3,0,0) in block (7,0,0)
 =========
-========= ERROR SUMMARY: 12 errors
 """
-RACECHECK_LOG = """========= COMPUTE-SANITIZER
-========= Warning: Race reported between Write access at forward_hopper+0x10
-========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)
+RACE = f"""========= Warning: Race reported between Write access at forward_hopper+0x10 in standard.py:290
+=========     and Read access at forward_hopper+0x20 in forward_hopper_{DIGEST}.py:7 [4 hazards]
+=========
+========= Error: Race reported between Read access at forward_hopper+0x30 in standard.py:290
+=========
 """
-INVALID_READ = (
-    "Invalid __global__ read of size 16 bytes at forward_q_outer+0x1a0 "
-    "by thread (3,0,0) in block (7,0,0) ERROR SUMMARY: 12 errors"
-)
-RACE = (
-    "Warning: Race reported between Write access at forward_hopper+0x10 "
-    "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)"
-)
+OLD, NEW = "Version 2025.3.1.0 (build 36400806)", "Version 2026.1.0.0 (build 1)"
 
 
 @pytest.fixture(scope="module")
 def listed() -> tuple[Subject, ...]:
-    return subjects(TARGET, 4, 1, busy=True)
+    return subjects(TARGET, 2, 1)
 
 
-def test_every_shipped_kernel_and_samples_of_every_family(listed: tuple[Subject, ...]) -> None:
-    shipped = [subject for subject in listed if subject.shipped]
-    assert len({subject.digest for subject in shipped}) == len(shipped) > 40
+def test_families_come_in_turn(listed: tuple[Subject, ...]) -> None:
+    digests = [subject.digest for subject in listed]
+    assert len(set(digests)) == len(digests)
     drawn = [subject.candidate.family for subject in listed if not subject.shipped]
-    assert {name: drawn.count(name) for name in drawn} == dict.fromkeys(drawn, 8)
-    forward = {name for name in drawn if name.startswith("forward_")}
-    assert forward == {"forward_hopper", "forward_kv_outer", "forward_masked", "forward_q_outer"}
-    assert set(drawn) - forward >= {"backward_split"}
-    assert subjects(TARGET, 4, 1, busy=True) == listed
-    quiet = subjects(TARGET, 4, 1, busy=False)
-    assert [subject.digest for subject in quiet] == [subject.digest for subject in listed]
+    assert set(Counter(drawn).values()) == {2}
+    assert set(drawn) == {
+        "backward_fused", "backward_hopper", "backward_split", "decode_latent_hopper", "decode_split_kv",
+        "forward_hopper", "forward_kv_outer", "forward_masked", "forward_q_outer",
+    }  # fmt: skip
+    kinds = [(subject.shipped, subject.candidate.family) for subject in listed]
+    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
+    assert subjects(TARGET, 2, 1) == listed
 
 
-def test_every_kernel_of_a_backward_pass_is_looked_at(listed: tuple[Subject, ...]) -> None:
+def test_features_are_drawn_beside_plain_attention() -> None:
+    drawn = [subject for subject in subjects(TARGET, 30, 1) if not subject.shipped]
+    features = {feature for subject in drawn for feature in subject.problem.features}
+    assert len(features) > 10
+    assert any(not subject.problem.features for subject in drawn)
+
+
+def test_an_architecture_without_some_families_has_the_others() -> None:
+    drawn = {subject.candidate.family for subject in subjects(find_target("a100"), 1, 1)}
+    assert "forward_q_outer" in drawn
+    assert "forward_hopper" not in drawn
+
+
+def test_every_launch_fills_the_gpu_more_than_once_or_is_small_and_ragged(
+    listed: tuple[Subject, ...],
+) -> None:
     for subject in listed:
-        if subject.problem.is_backward:
-            family = find_family(subject.candidate.family)
-            kernel = render(family, subject.problem, subject.candidate.config, subject.specialization)
-            entries = [step.entry for step in (kernel, kernel.prologue, kernel.epilogue) if step]
-            assert all(any(name in entry for name in KERNELS) for entry in entries), entries
-
-
-def test_shapes_are_small_and_ragged(listed: tuple[Subject, ...]) -> None:
-    for subject in listed:
-        problem = subject.problem
-        assert problem.minimal_bytes() < 2**28
-        assert problem.seqlen_kv % 16 == 1
-        tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / 128)
-        assert tiles > TARGET.sm_count / 4
-    assert max(subject.problem.batch for subject in subjects(TARGET, 2, 1, busy=False)) == 1
-
-
-@pytest.mark.parametrize("alignment", list(Alignment))
-@pytest.mark.parametrize("width", [1, 40, 64, 96, 257])
-def test_rows_are_of_their_class_and_of_no_better_one(alignment: Alignment, width: int) -> None:
-    row = row_stride(width, alignment)
-    assert width <= row <= width + 2 * alignment
-    tensor = torch.empty(2 * 3 * 5 * row).as_strided((2, 3, 5, width), (15 * row, 5 * row, row, 1))
-    assert specialization_of((tensor,), False).alignment is alignment
+        busy, quiet = (cases_of(subject, TARGET, busy=each) for each in (True, False))
+        assert 1 <= len(busy) <= 2
+        assert quiet
+        for case in (*busy, *quiet):
+            assert case.problem.minimal_bytes() <= 2**27
+            # The same source serves: nothing differs but extents.
+            assert case.problem.computation == subject.problem.computation
+        plain = not subject.problem.features
+        assert not plain or busy[0].problem.batch * busy[0].problem.heads >= 65
 
 
 @pytest.mark.parametrize(
-    ("log", "expected"),
+    ("log", "counted", "reports"),
     [
-        (CLEAN_LOG, (0, 0, "")),
-        (MEMCHECK_LOG, (12, 0, INVALID_READ)),
-        (RACECHECK_LOG, (1, 2, RACE)),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", (0, 0, "")),
-        ("Segmentation fault", None),
-        ("", None),
+        (CLEAN_LOG, 0, 0),
+        (f"{INVALID_READ}printed by a program\n========= ERROR SUMMARY: 1 error", 1, 1),
+        (f"{RACE}========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", 2, 2),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0),
     ],
 )
-def test_logs_are_read(log: str, expected: tuple[int, int, str] | None) -> None:
-    assert read_log(log) == expected
+def test_logs_are_read(log: str, counted: int, reports: int) -> None:
+    read = read_log(log)
+    assert read is not None
+    assert (read.counted, len(read.reports)) == (counted, reports)
+    assert len(read.of([DIGEST])) == min(1, reports)
+    assert read.of(["2b" * 16]) == ()
+
+
+@pytest.mark.parametrize("log", ["Segmentation fault", "", INVALID_READ])
+def test_a_log_without_an_end_is_none(log: str) -> None:
+    assert read_log(log) is None
+
+
+def test_reports_have_levels() -> None:
+    read = read_log(f"{RACE}========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)")
+    assert read is not None
+    assert [is_warning(report) for report in read.reports] == [True, False]
 
 
 def test_padding_is_memchecks_alone() -> None:
@@ -126,7 +136,20 @@ def test_padding_is_memchecks_alone() -> None:
     assert memcheck[-1] == racecheck[-1] == "program"
     assert "--padding" in memcheck
     assert "--padding" not in racecheck
-    assert str(FOUND) in racecheck
+
+
+@pytest.mark.parametrize(
+    ("tool", "family", "version", "left_out"),
+    [
+        (RACECHECK, "forward_hopper", OLD, True),
+        (RACECHECK, "backward_hopper", "unknown", True),
+        (RACECHECK, "forward_hopper", NEW, False),
+        (RACECHECK, "forward_q_outer", OLD, False),
+        (MEMCHECK, "forward_hopper", OLD, False),
+    ],
+)
+def test_racecheck_looks_where_it_understands(tool: str, family: str, version: str, left_out: bool) -> None:
+    assert bool(why_left_out(tool, family, version)) is left_out
 
 
 def test_no_sanitizer_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,19 +167,62 @@ def test_no_sanitizer_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp
     assert find_sanitizer() == found
 
 
+class Compilers:
+    """Compilers that refuse what they are told to, at once."""
+
+    def __init__(self, workers: int) -> None:
+        del workers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+        job: Future[Compiled] = Future()
+        refused = (scope.problem, candidate) in REFUSED
+        job.set_result(Compiled(Outcome.COMPILE_ERROR, message="no") if refused else Compiled(Outcome.OK))
+        return job
+
+
+REFUSED: list[tuple[object, Candidate]] = []
+
 Script = Callable[[str], Path]
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
-    """A sanitizer that is a Python program; `numbers` are those of the kernels that it is to run."""
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """A sanitizer that is a Python program: `number(subject)` is a kernel's place in the list."""
+    monkeypatch.setattr(sanitizing_run, "CompilePool", Compilers)
+    monkeypatch.setattr(sanitizing_run, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(sanitizing_run, "LEAST_SECONDS", 0.0)
+    REFUSED.clear()
 
     def write(body: str) -> Path:
         path = tmp_path / "compute-sanitizer"
         path.write_text(
-            f"#!{sys.executable}\nimport os, sys, time\n"
-            "numbers = [int(number) for number in sys.argv[-1].split(',')]\n"
-            f"assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n{body}"
+            f"#!{sys.executable}\n"
+            "import os, sys, time\nfrom pathlib import Path\n"
+            "from flashtune.tuner import sanitizing_work\n"
+            "from flashtune.tuner.sanitizing_work import Desk, work\n"
+            "assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+            "sanitizing_work.IDLE_SECONDS = 0.2\n"
+            "name, until, folder, order = sys.argv[-4:]\n"
+            "order = order.split(',')\n"
+            "errors = 0\n"
+            "def number(subject):\n    return order.index(subject.digest)\n"
+            "def report(where):\n"
+            "    global errors\n"
+            "    errors += 1\n"
+            "    print(f'========= Invalid read\\n=========     at kernel+0x1 in {where}:9\\n=========')\n"
+            "def launch(subject):\n    pass\n"
+            f"{body}\n"
+            "code = work(Desk(Path(folder)), name, float(until), launch)\n"
+            "print(f'========= ERROR SUMMARY: {errors} errors')\n"
+            "sys.exit(code)\n"
         )
         path.chmod(0o755)
         return path
@@ -164,82 +230,123 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
-def run(path: Path, listed: tuple[Subject, ...], count: int, seconds: float = 60.0) -> dict[str, Finding]:
-    digests = {number: f"{number:032x}" for number in range(count)}
+def run(path: Path, listed: tuple[Subject, ...], count: int, seconds: float = 60.0) -> dict[int, Finding]:
+    some = listed[:count]
+    order = [subject.digest for subject in some]
 
-    def program(numbers: Iterable[int]) -> list[str]:
-        return ["program", ",".join(map(str, numbers))]
+    def program(name: str, until: float, folder: Path) -> list[str]:
+        return ["program", name, str(until), str(folder), ",".join(order)]
 
-    how = Examination(path, MEMCHECK, program, time.monotonic() + seconds, 2)
-    found = [finding for findings in examine(how, listed, digests) for finding in findings]
+    how = Examination(path, MEMCHECK, program, time.time() + seconds, 2, 2, TARGET)
+    found = [finding for findings in examine(how, some) for finding in findings]
     assert len({finding.digest for finding in found}) == len(found)
-    return {finding.digest: finding for finding in found}
+    return {order.index(finding.digest): finding for finding in found}
 
 
-def test_clean_batches_are_run_once(listed: tuple[Subject, ...], script: Script, tmp_path: Path) -> None:
-    path = script(f"print({CLEAN_LOG!r})\nopen({str(tmp_path / 'runs')!r}, 'a').write('x')\n")
-    found = run(path, listed, 30)
-    assert len(found) == 30
-    assert not any(finding.errors or finding.failed for finding in found.values())
-    assert len((tmp_path / "runs").read_text()) == 3
+def test_many_kernels_run_in_one_process(listed: tuple[Subject, ...], script: Script, tmp_path: Path) -> None:
+    path = script(f"open({str(tmp_path / 'runs')!r}, 'a').write('x')")
+    found = run(path, listed, 12)
+    assert len(found) == 12
+    assert {finding.outcome for finding in found.values()} == {"clean"}
+    assert found[3].label == listed[3].label
+    assert len((tmp_path / "runs").read_text()) <= 4
 
 
-def test_what_is_found_is_told_of_its_kernel(listed: tuple[Subject, ...], script: Script) -> None:
-    body = (
-        f"wrong = 5 in numbers\nprint({MEMCHECK_LOG!r} if wrong else {CLEAN_LOG!r})\n"
-        f"sys.exit({FOUND} if wrong else 0)\n"
+def test_what_is_found_is_told_of_the_kernel_that_a_report_names(
+    listed: tuple[Subject, ...], script: Script
+) -> None:
+    found = run(
+        script("def launch(s):\n    number(s) == 5 and report(f'family_{s.files[-1]}.py')"), listed, 8
     )
-    found = run(script(body), listed, 14)
-    assert len(found) == 14
-    [wrong] = [finding for finding in found.values() if finding.errors]
-    assert (wrong.digest, wrong.errors) == (f"{5:032x}", 12)
-    assert wrong.label == listed[5].label
-    assert wrong.first.startswith("Invalid __global__ read")
+    assert [found[number].errors for number in range(8)] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert found[5].first.startswith("Invalid read at kernel+0x1 in family_")
 
 
-def test_a_program_that_fails_is_told_too(listed: tuple[Subject, ...], script: Script) -> None:
-    body = f"print({CLEAN_LOG!r})\nif 1 in numbers:\n    print('no kernel image')\n    sys.exit(7)\n"
-    found = run(script(body), listed, 3)
-    assert [finding.failed for finding in found.values()] == ["", "exit code 7: no kernel image", ""]
+def test_where_a_report_names_no_kernel_each_runs_alone(listed: tuple[Subject, ...], script: Script) -> None:
+    found = run(script("def launch(s):\n    number(s) == 2 and report('standard.py')"), listed, 6)
+    assert [found[number].errors for number in range(6)] == [0, 0, 1, 0, 0, 0]
 
 
-def test_a_hang_is_no_verdict(
-    listed: tuple[Subject, ...], script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sanitizing_run, "START_SECONDS", 0.5)
-    monkeypatch.setattr(sanitizing_run, "KERNEL_SECONDS", 0.1)
-    body = f"time.sleep(30 if 0 in numbers else 0)\nprint({CLEAN_LOG!r})\n"
-    found = run(script(body), listed, 2)
-    assert [finding.failed for finding in found.values()] == ["did not end within its time limit", ""]
+def test_a_failed_launch_ends_its_process_alone(listed: tuple[Subject, ...], script: Script) -> None:
+    body = "def launch(s):\n    if number(s) == 1:\n        raise RuntimeError('no kernel\\nimage')"
+    found = run(script(body), listed, 5)
+    assert [found[number].failed for number in range(5)] == ["", "RuntimeError: no kernel image", "", "", ""]
 
 
-def test_when_time_is_up_nothing_is_said(listed: tuple[Subject, ...], script: Script) -> None:
-    assert run(script(f"print({CLEAN_LOG!r})"), listed, 20, seconds=0.0) == {}
+def test_a_process_that_dies_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
+    body = "def launch(s):\n    if number(s) == 3:\n        print('oh', flush=True)\n        os._exit(9)"
+    found = run(script(body), listed, 6)
+    assert [found[number].failed for number in range(6)] == ["", "", "", "exit code 9: oh", "", ""]
 
 
-def test_an_interruption_begins_no_more_batches(
-    listed: tuple[Subject, ...], script: Script, tmp_path: Path
-) -> None:
-    runs = tmp_path / "runs"
-    path = script(f"open({str(runs)!r}, 'a').write('x')\ntime.sleep(0.5)\nprint({CLEAN_LOG!r})\n")
-    digests = {number: f"{number:032x}" for number in range(len(listed))}
-    assert len(digests) > 4 * sanitizing_run.BATCH
-    how = Examination(path, MEMCHECK, lambda _: ["program", "0"], time.monotonic() + 60.0, 1)
-    found = examine(how, listed, digests)
-    next(found)
-    found.close()
-    assert len(runs.read_text()) <= 2
+def test_a_hang_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
+    body = (
+        "sanitizing_work.KERNEL_SECONDS = 0.5\n"
+        "def launch(s):\n    number(s) == 0 and time.sleep(60)\n    time.sleep(0.05)"
+    )
+    found = run(script(body), listed, 4)
+    assert found[0].failed.startswith("exit code 1")
+    assert [found[number].outcome for number in range(1, 4)] == ["clean"] * 3
+
+
+def test_what_does_not_compile_is_told_apart(listed: tuple[Subject, ...], script: Script) -> None:
+    path = script("")
+    REFUSED.append((listed[1].problem, listed[1].candidate))
+    found = run(path, listed, 3)
+    assert [found[number].outcome for number in range(3)] == ["clean", "refused", "clean"]
+    assert found[1].refused == "compile_error: no"
+
+
+def test_when_time_is_up_the_rest_is_left_out(listed: tuple[Subject, ...], script: Script) -> None:
+    assert run(script(""), listed, 6, seconds=0.0) == {}
+    found = run(script("def launch(s):\n    time.sleep(0.5)"), listed, 20, seconds=3.0)
+    assert len(found) < 20
+
+
+def test_processes_that_come_to_nothing_are_one_error(listed: tuple[Subject, ...], script: Script) -> None:
+    with pytest.raises(FlashtuneError, match=r"come to nothing: exit code 7: no device"):
+        run(script("print('no device')\nsys.exit(7)"), listed, 3)
+
+
+FOUND = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, "", "Invalid read")
 
 
 def test_reports_come_back(tmp_path: Path) -> None:
-    finding = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, "", "Invalid read")
-    report = SanitizerReport("nvidia-h200", "Version 2025.4", "3.6.0", (finding,))
+    report = SanitizerReport(
+        "nvidia-h200", OLD, "3.6.0", (FOUND,), (Asked(MEMCHECK, "forward_hopper", 2, 1),)
+    )
     path = tmp_path / "deep" / "report.json.gz"
     write_report(report, path)
     assert read_report(path, SanitizerReport) == report
     content = path.read_bytes()
     write_report(msgspec.structs.replace(report), path)
     assert path.read_bytes() == content
+
+
+def test_a_report_goes_on_with_what_is_listed_now(listed: tuple[Subject, ...]) -> None:
+    known = Finding(RACECHECK, listed[0].digest, listed[0].candidate.family, "a kernel", True)
+    gone = msgspec.structs.replace(known, digest="f" * 32)
+    report, left = SanitizerReport("nvidia-h200", OLD, "3.6.0", (known, gone, FOUND)).asking(
+        RACECHECK, listed
+    )
+    assert report.findings == (known, FOUND)
+    assert listed[0] not in left
+    assert not {subject.candidate.family for subject in left} & {"forward_hopper", "backward_hopper"}
+    assert sum(one.kernels for one in report.asked) == len(listed)
+
+
+def test_the_table_tells_what_was_not_run() -> None:
+    asked = (
+        Asked(MEMCHECK, "forward_hopper", 5, 2),
+        Asked(RACECHECK, "backward_hopper", 4, 1, "it is blind"),
+        Asked(RACECHECK, "forward_hopper", 5, 2, "it is blind"),
+    )
+    refused = msgspec.structs.replace(FOUND, digest="1" * 32, errors=0, first="", refused="no")
+    lines = list(report_lines(SanitizerReport("nvidia-h200", OLD, "3.6.0", (FOUND, refused), asked)))
+    assert "| memcheck | forward_hopper | 5 | 2 | 0 | 1 | 0 | 0 | 1 | 3 |" in lines
+    assert "| racecheck | forward_hopper | 5 | 2 | 0 | 0 | 0 | 0 | 0 | 5 |" in lines
+    assert "Left out of racecheck: backward_hopper, forward_hopper (it is blind)." in lines
+    assert lines[-1] == "- Invalid read"
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: data[:10] + b"\xff" + data[11:]])
@@ -255,6 +362,7 @@ def test_damaged_reports_are_refused(tmp_path: Path, spoil: Callable[[bytes], by
 def test_subjects_launch() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     target = device_target(0)
-    found = subjects(target, 1, 5, busy=False)
+    found = subjects(target, 1, 5)
     for subject in found[:: max(1, len(found) // 6)]:
-        launch_once(subject, target, torch.device("cuda", 0))
+        for case in cases_of(subject, target, busy=False):
+            launch_once(subject.kernel, case, target, torch.device("cuda", 0))

@@ -75,20 +75,21 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     # The CPU's generator takes no more than 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
-    given = _given(case, lengths, generator, dlse)
+    given = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
     expected = expect_gradients(problem, given, chosen)
     frame = Frame(alignment, case.layout, case.far)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
-    came = _came_back(problem, given, chosen, expected, memory, frame)
-    written = _written(problem, memory, frame)
+    came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
+    written = written_to(problem, memory, frame)
     read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
     views = {name: one.view for name, one in (*came.items(), *written.items())}
     tensors = BackwardTensors(memory.q.view, memory.k.view, memory.v.view, **views)
     return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
 
 
-def _given(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
+def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
+    """A case's values in the types that a kernel reads, as sequences see them that lie side by side."""
     problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
     side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
     values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
@@ -98,25 +99,35 @@ def _given(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool)
     return Given(q, k, v, dout, came_back, side, case.scale, lengths)
 
 
-def _came_back(
-    problem: Problem, given: Given, chosen: Chosen, expected: Expected, memory: Memory, frame: Frame
+def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, as far as anything is compared."""
+    batch, heads = chosen.pairs.batch[:, None], chosen.pairs.heads(problem)
+    out, lse = about_right(problem, given)
+    out[batch, heads] = expected.out
+    lse[batch, heads] = expected.lse
+    return out, lse
+
+
+def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
+    """An output of zeros, and a log-sum-exp of a size that leaves weights finite."""
+    out = torch.zeros_like(given.dout)
+    size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
+    return out, torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
+
+
+def came_back(
+    problem: Problem, given: Given, results: tuple[Tensor, Tensor], memory: Memory, frame: Frame
 ) -> dict[str, Guarded]:
     """The output, the log-sum-exp and their gradients where a kernel reads them."""
-    batch, heads = chosen.pairs.batch[:, None], chosen.pairs.heads(problem)
-    out = torch.zeros_like(given.dout)
-    out[batch, heads] = expected.out
-    size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
-    lse = torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
-    lse[batch, heads] = expected.lse
     places = query_places(problem, given.lengths)
     came = {
         "out": memory.out._replace(role=Role.INPUT),
         "dout": _like(memory.out, problem, frame, Role.INPUT, 8, 3),
         "lse": memory.lse._replace(role=Role.INPUT),
     }
-    values = {"out": out, "dout": given.dout, "lse": lse}
+    values = {"out": results[0], "dout": given.dout, "lse": results[1]}
     if given.dlse is not None:
-        came["dlse"] = guarded_flat(tuple(memory.lse.view.shape), out.device, Role.INPUT)
+        came["dlse"] = guarded_flat(tuple(memory.lse.view.shape), given.dout.device, Role.INPUT)
         values["dlse"] = given.dlse
     for name, one in came.items():
         poison(one)
@@ -124,7 +135,7 @@ def _came_back(
     return came
 
 
-def _written(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
+def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
     """Where a kernel writes the gradients, by their names."""
     # Rows of each tensor differ in width, so that one's stride does not serve for another.
     written = {
