@@ -18,6 +18,7 @@ from tests.mutants import (
 )
 from tests.mutants import backward_size as backward
 from tests.mutants.core import Mutant
+from tests.mutants.gluon import gluon_mutants
 from tests.mutants.portable import INTERPRETED, USUAL
 from tests.mutants.portable_orders import portable_mutants
 
@@ -47,6 +48,7 @@ def gpu_mutants() -> tuple[Mutant, ...]:
         *fused.sums(backward.USUAL),
         *fused.pairs(backward.USUAL),
         *dropping.forward(backward.USUAL),
+        *gluon_mutants(),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -80,6 +81,15 @@ class Mutant(NamedTuple):
     def id(self) -> str:
         """The family and the name."""
         return f"{self.subject.family}: {self.name}"
+
+
+# A name, what it breaks, the kernel, and the patches: see `Mutant`.
+Change = tuple[str, str, Subject, tuple[Patch, ...]]
+
+
+def mutants_of(changes: Iterable[Change], *, racy: bool = False, hangs: bool = False) -> tuple[Mutant, ...]:
+    """Mutants of one kind."""
+    return tuple(Mutant(*change, racy=racy, hangs=hangs) for change in changes)
 
 
 @functools.cache

@@ -33,6 +33,8 @@ BROKEN_FAMILIES = (
     "forward_hopper",
     "backward_split",
     "backward_fused",
+    "backward_hopper",
+    "decode_latent_hopper",
 )
 MUTANTS = gpu_mutants()
 RIGHT = Verdict(True, 0.5, 70, "", "a GPU")

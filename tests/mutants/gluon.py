@@ -1,0 +1,42 @@
+"""Mutants of the families that are written in Gluon, beside the forward pass's."""
+
+from __future__ import annotations
+
+from tests.mutants import (
+    backward_hopper_figures,
+    backward_hopper_masks,
+    backward_hopper_places,
+    backward_hopper_turns,
+    backward_hopper_waits,
+    latent_keys,
+    latent_places,
+    latent_waits,
+)
+from tests.mutants.core import Mutant
+
+
+def gluon_mutants() -> tuple[Mutant, ...]:
+    """Those of Hopper's backward pass and of latent keys."""
+    return (
+        *backward_hopper_masks.masks(),
+        *backward_hopper_masks.forgotten(),
+        *backward_hopper_figures.statistics(),
+        *backward_hopper_figures.products(),
+        *backward_hopper_figures.dropping(),
+        *backward_hopper_places.heads(),
+        *backward_hopper_places.written(),
+        *backward_hopper_places.sums(),
+        *backward_hopper_waits.waits(),
+        *backward_hopper_waits.releases(),
+        *backward_hopper_waits.endless(),
+        *backward_hopper_turns.groups(),
+        *backward_hopper_turns.order(),
+        *latent_keys.masks(),
+        *latent_keys.softmax(),
+        *latent_places.columns(),
+        *latent_places.keys(),
+        *latent_places.parts(),
+        *latent_waits.waits(),
+        *latent_waits.releases(),
+        *latent_waits.endless(),
+    )
