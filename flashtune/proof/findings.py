@@ -58,8 +58,8 @@ def findings_of(
         cold: Bytes of the cache that is emptied before each launch but the first, so that copies arrive
             later than a kernel that does not wait for them expects; 0 to leave it.
     """
-    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.view if kernel.specialization.lse else None
+    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.given if kernel.specialization.lse else None
     workspaces: list[Guarded] = []
 
     def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
@@ -67,7 +67,8 @@ def findings_of(
         return workspaces[-1].view
 
     launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
-    written = (out,) if lse is None else (out, lse)
+    # What is behind the rows of sequences is like what is around a tensor.
+    written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
     first: tuple[Tensor, ...] = ()
     for repeat in range(case.repeats):
         poison(prepared.out)
@@ -76,7 +77,7 @@ def findings_of(
             torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
         launch(q, k, v, out, lse, case.scale, prepared.side)
         if not repeat:
-            yield from _compare(case, prepared, lse)
+            yield from _compare(case, prepared, lse=lse is not None)
             first = tuple(tensor.clone() for tensor in written) if case.repeats > 1 else ()
             continue
         for one, other in zip(first, written, strict=True):
@@ -89,15 +90,15 @@ def findings_of(
     yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
 
 
-def _compare(case: Case, prepared: Prepared, lse: Tensor | None) -> Iterator[Finding]:
+def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
     expected, out = prepared.expected, prepared.out.view
     rows = _picked(case, prepared, out, expected.out)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
     # Infinity times zero is NaN, and nothing else than zero comes of a number.
     yield Finding(f"{case.label}: elements not written or not finite", (out * 0 != 0).sum(), 0.0)
-    if lse is not None:
+    if lse:
         exact = expected.lse[..., None]
-        lse_rows = _picked(case, prepared, lse[..., None], exact)
+        lse_rows = _picked(case, prepared, prepared.lse.view[..., None], exact)
         ratio = worst_ratio(lse_rows, exact, expected.lse_allowed)
         yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
 

@@ -56,11 +56,27 @@ class Guarded(NamedTuple):
         buffer: The whole allocation, one-dimensional.
         view: [batch, heads, seqlen, head_dim], last dimension contiguous.
         role: Which poison surrounds it.
+        behind: Rows of each head behind the view that a kernel is given too, and that are nobody's.
     """
 
     buffer: Tensor
     view: Tensor
     role: Role
+    behind: int = 0
+
+    @property
+    def given(self) -> Tensor:
+        """The view as a kernel takes it, with the rows behind."""
+        if not self.behind:
+            return self.view
+        batch, heads, rows, *width = self.view.shape
+        shape = (batch, heads, rows + self.behind, *width)
+        return self.view.as_strided(shape, self.view.stride(), self.view.storage_offset())
+
+    def without(self, behind: int) -> Guarded:
+        """The same with so many of its last rows behind the view."""
+        rows = self.view.shape[2] - behind
+        return self._replace(view=self.view[:, :, :rows], behind=behind)
 
     @property
     def bits(self) -> Tensor:

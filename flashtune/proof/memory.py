@@ -60,12 +60,14 @@ class Frame(NamedTuple):
         layout: Order of heads and positions.
         far: Which of q, k, v, out spans more than 2^31 elements, if any.
         faulty: Whether a block table's unused entries are numbers that no memory has.
+        behind: Rows of packed queries and outputs behind the last sequence.
     """
 
     alignment: Alignment
     layout: Layout
     far: int | None = None
     faulty: bool = False
+    behind: int = 0
 
 
 class Memory(NamedTuple):
@@ -102,7 +104,8 @@ def placed(
     """
     table = _table(problem, lengths, frame, generator) if problem.page_size else None
     queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
-    rows = (queries[0], problem.heads, queries[1])
+    behind = frame.behind if problem.packed else 0
+    rows = (queries[0], problem.heads, queries[1] + behind)
     keys = _key_shape(problem, lengths, table)
     own = TORCH_DTYPES[problem.dtype]
     stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else own
@@ -120,6 +123,7 @@ def placed(
         )
         for index, (shape, dtype, role) in enumerate(shapes)
     )  # fmt: skip
+    q, out = q.without(behind), out.without(behind)
     if table is not None:
         # The first and the last page are poison: no table names them but as what nobody may look up.
         k, v = (one._replace(view=one.view[1:-1]) for one in (k, v))
@@ -129,7 +133,7 @@ def placed(
     found = key_places(problem, lengths, None if table is None else table.entries)
     for one, values, places in ((q, dense.q, there), (k, dense.k, found), (v, dense.v, found)):
         _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
-    lse = guarded_flat(rows, dense.q.device, Role.OUTPUT)
+    lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
     beside, side = _beside(problem, dense.side, lengths, table, frame.layout, dense.q.device)
     return Memory(q, k, v, out, lse, beside, side)
 
@@ -181,7 +185,7 @@ def _beside(
             given[name] = (
                 floats(scale)
                 if problem.kv_dtype is None
-                else _cache_scale(problem, scale, lengths, table, floats)
+                else _cache_scale(problem, scale, lengths, table, floats, 2 if name == "v_scale" else 1)
             )
     if side.slopes is not None:
         # Rows of slopes lie apart, with poison in between.
@@ -217,18 +221,22 @@ def _cache_scale(
     lengths: Lengths,
     table: Table | None,
     floats: Callable[[Tensor], Tensor],
+    step: int,
 ) -> Tensor:
-    """Scales of a cache as kernels take them, [pages or batch, kv_heads], of the scale of each key."""
+    """Scales of a cache as kernels take them, [pages or batch, kv_heads], of the scale of each key.
+
+    Heads lie `step` elements apart and rows further than their heads reach, with poison in between; pages
+    that nobody uses have poison alone.
+    """
     blocks = problem.batch if table is None else table.pages
-    if problem.kv_scale is not KvScale.PAGE:
-        shared = scale[:1, : 1 if problem.kv_scale is KvScale.TENSOR else None, 0]
-        return floats(shared).expand(blocks, problem.kv_heads)
-    # Rows lie apart, with poison in between, and pages that nobody uses have poison alone.
-    wide = scale.new_full((blocks, problem.kv_heads + 1), float("nan"))
-    if table is None:
-        wide[:, :-1] = scale[:, :, 0]
+    if problem.kv_scale is KvScale.TENSOR:
+        return floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
+    of_pages = problem.kv_scale is KvScale.PAGE
+    wide = scale.new_full((blocks if of_pages else 1, problem.kv_heads + 1, step), float("nan"))
+    if table is None or not of_pages:
+        wide[:, :-1, 0] = scale[: len(wide), :, 0]
     else:
         found = key_places(problem, lengths, table.entries).to(scale.device)
         first = found.slot == 0
-        wide[found.block[first], :-1] = scale[found.sequence[first], :, found.row[first]]
-    return floats(wide)[:, :-1]
+        wide[found.block[first], :-1, 0] = scale[found.sequence[first], :, found.row[first]]
+    return floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)

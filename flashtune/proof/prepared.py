@@ -32,6 +32,9 @@ STEPS_PER_SEED = 10
 # Checks of one process that share a seed, and so the references of its larger problems.
 CHECKS_PER_SEED = 32
 
+# Rows of packed queries behind the last sequence: a batch that is smaller than its tensors.
+ROWS_BEHIND = 3
+
 _RUN_SEED = secrets.randbits(30)
 _CHECKS = itertools.count()
 
@@ -84,7 +87,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     dense = dense_values(case, lengths, generator)
-    frame = Frame(alignment, case.layout, case.far, case.faulty is True)
+    frame = Frame(alignment, case.layout, case.far, case.faulty is True, ROWS_BEHIND)
     memory = placed(problem, dense, lengths, frame, aside(generator))
     chosen = sample(problem, generator)
     q, k, v, side = dense

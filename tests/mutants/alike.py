@@ -98,8 +98,8 @@ def _near(one: Tensor, meant: list[Tensor]) -> bool:
 
 def _outputs(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[Written]:
     prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
-    q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.view if kernel.specialization.lse else None
+    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.given if kernel.specialization.lse else None
     launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compile_binary(kernel, target))
     for _ in range(launches):
         poison(prepared.out)

@@ -17,10 +17,12 @@ from tests.mutants import (
     hopper_waits,
 )
 from tests.mutants import backward_size as backward
+from tests.mutants import serving_size as serving
 from tests.mutants.core import Mutant
 from tests.mutants.gluon import gluon_mutants
 from tests.mutants.portable import INTERPRETED, USUAL
 from tests.mutants.portable_orders import portable_mutants
+from tests.mutants.serving import serving_mutants, serving_mutants_of_a_gpu
 
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
@@ -31,6 +33,7 @@ def interpreted_mutants() -> tuple[Mutant, ...]:
         *backward_mutants(backward.INTERPRETED),
         *fused.sums(backward.INTERPRETED),
         *dropping.forward(backward.INTERPRETED),
+        *serving_mutants(serving.INTERPRETED),
     )
 
 
@@ -49,6 +52,8 @@ def gpu_mutants() -> tuple[Mutant, ...]:
         *fused.pairs(backward.USUAL),
         *dropping.forward(backward.USUAL),
         *gluon_mutants(),
+        *serving_mutants(serving.USUAL),
+        *serving_mutants_of_a_gpu(serving.USUAL),
     )
 
 

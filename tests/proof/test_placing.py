@@ -11,10 +11,10 @@ from flashtune.features import KvDtype, KvScale
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case
-from flashtune.proof.inputs import Layout
+from flashtune.proof.inputs import Layout, stray_writes
 from flashtune.proof.lengths import Lengths, usual_lengths
 from flashtune.proof.placing import FAULTY_ENTRIES, starts
-from flashtune.proof.prepared import Prepared, prepare
+from flashtune.proof.prepared import ROWS_BEHIND, Prepared, prepare
 from flashtune.proof.probes import Probe
 
 CPU = torch.device("cpu")
@@ -69,6 +69,18 @@ def test_what_no_sequence_uses_of_a_pool_is_poison(layout: Layout, kv_dtype: KvD
         unused = [page for page in range(len(pool)) if page not in used]
         assert one.side.k_scale[unused].isnan().all()
         assert (one.side.k_scale[list(used)] > 0).all()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("kv_scale", [KvScale.HEAD, KvScale.PAGE])
+def test_scales_of_keys_and_of_values_have_strides_of_their_own(page_size: int, kv_scale: KvScale) -> None:
+    side = ready(kv_dtype=KvDtype.INT8, kv_scale=kv_scale, page_size=page_size).side
+    assert side.k_scale is not None
+    assert side.v_scale is not None
+    assert side.k_scale.shape == side.v_scale.shape
+    rows = kv_scale is KvScale.PAGE
+    strides = zip(side.k_scale.stride(), side.v_scale.stride(), strict=True)
+    assert [one != other for one, other in strides] == [rows, True]
 
 
 def test_entries_without_a_page_name_poison_or_nothing_at_all() -> None:
@@ -132,3 +144,16 @@ def test_lengths_of_tuned_shapes_have_the_total_and_the_longest() -> None:
     assert min(decoding.keys) >= 2048
     crowded = usual_lengths(a_problem(batch=4, seqlen_q=8, packed=3))
     assert crowded.queries == (8, 1, 1, 1), "a sequence has a token at least, and the longest all of its own"
+
+
+def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys() -> None:
+    one = ready(packed=10)
+    assert one.q.view.shape[2] == one.out.view.shape[2] == one.lse.view.shape[2] == 10
+    for tensor in (one.q, one.out, one.lse):
+        assert tensor.given.shape[2] == 10 + ROWS_BEHIND
+        assert tensor.given.stride() == tensor.view.stride()
+        assert (tensor.given[:, :, 10:].view(tensor.bits.dtype) == tensor.poison).all()
+    assert one.lse.given.is_contiguous()
+    assert int(stray_writes(one.out)) == 0
+    one.out.given[0, 0, 10, 0] = 1.0
+    assert int(stray_writes(one.out)) == 1

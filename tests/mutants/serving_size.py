@@ -1,0 +1,90 @@
+"""Kernels of the portable serving families that mutants are made of, and mutants of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.templates.registry import find_family
+from tests.mutants.core import Mutant, Patch, Subject
+
+MASKED, DECODING = "forward_masked", "decode_split_kv"
+# Pages that hold a part of a block of keys; such kernels have blocks of so many keys.
+SMALL_PAGE, SMALL_PAGES_BLOCK = 16, 32
+FIRST_TOKENS = 5
+# What is no power of two: what combines parts has room for one that is not there.
+SPLITS = 3
+
+
+class Size(NamedTuple):
+    """Type of the inputs, tile, and how many queries and keys there are; of decoding the keys."""
+
+    dtype: Dtype
+    block_m: int
+    block_n: int
+    seqlen: int
+
+    @property
+    def near(self) -> int:
+        """Keys of a window that a short sequence is longer than."""
+        return self.block_n + 4
+
+    @property
+    def window(self) -> int:
+        """Keys of a window in which a tile of queries has blocks that all of them see."""
+        return self.block_m + 2 * self.block_n + 2
+
+    @property
+    def chunk(self) -> int:
+        """Keys of a chunk that ends in a block."""
+        return self.block_n + self.block_n // 2
+
+    @property
+    def page(self) -> int:
+        """Keys of a page that holds two blocks."""
+        return 2 * self.block_n
+
+    def masked(self, config: Mapping[str, object] | None = None, /, **features: object) -> Subject:
+        """A kernel of the masked family, causal unless the features say otherwise."""
+        tile = {"block_m": self.block_m, "block_n": self.block_n, "num_warps": 4, "num_stages": 2}
+        problem = {"seqlen_q": self.seqlen, "seqlen_kv": self.seqlen, "heads": 4, **features}
+        return self._subject(MASKED, problem, {**tile, **(config or {})})
+
+    def decoding(self, config: Mapping[str, object] | None = None, /, **features: object) -> Subject:
+        """A kernel of the decoding family, likewise."""
+        tile = {"block_m": 16, "block_n": self.block_n, "num_warps": 4, "num_stages": 2, "splits": SPLITS}
+        problem = {"seqlen_q": 4, "seqlen_kv": self.seqlen, "heads": 8, **features}
+        return self._subject(DECODING, problem, {**tile, **(config or {})})
+
+    def _subject(self, family: str, problem: dict[str, object], config: dict[str, object]) -> Subject:
+        usual = {"dtype": self.dtype, "head_dim": 24, "value_head_dim": 20, "kv_heads": 2, "batch": 2}
+        asked = msgspec.convert({**usual, "causal": Causal.BOTTOM_RIGHT, **problem}, Problem)
+        tile = msgspec.convert(config, find_family(family).config_type)
+        return Subject(family, asked, tile, Specialization(lse=True))
+
+
+# Under the interpreter 16-bit products are garbage.
+INTERPRETED = Size(Dtype.FP32, 16, 16, 64)
+USUAL = Size(Dtype.BF16, 64, 32, 512)
+
+
+class Change(NamedTuple):
+    """What a mutant of some kernel is called, what it does, and how the kernel is changed."""
+
+    name: str
+    breaks: str
+    patches: tuple[Patch, ...]
+
+
+def change(name: str, breaks: str, old: str, new: str, times: int = 1) -> Change:
+    """A change in one text, wherever it occurs."""
+    return Change(name, breaks, (Patch(old, new, times=times),))
+
+
+def mutants_of(subject: Subject, changes: Iterable[Change]) -> tuple[Mutant, ...]:
+    """One kernel's mutants."""
+    return tuple(Mutant(one.name, one.breaks, subject, one.patches) for one in changes)
