@@ -31,6 +31,8 @@ BROKEN_FAMILIES = (
     "forward_q_outer",
     "forward_kv_outer",
     "forward_hopper",
+    "forward_masked",
+    "decode_split_kv",
     "backward_split",
     "backward_fused",
     "backward_hopper",
