@@ -37,6 +37,8 @@ KEYS = 4096
 EVERY_UNLIKE = 4
 # How many features a point has, one of the three as likely as another.
 FEATURES = (0, 1, 1, 2)
+# Gradients are so many products, which are unrolled side by side where no matrix unit makes them.
+PRODUCTS = 5
 # Draws in a row that no family with anything to compute fails.
 DRAWS = 2000
 # Tiles for every multiprocessor more than once, so that persistent programs go from tile to tile.
@@ -118,7 +120,8 @@ def _draw(family: Family, target: Target, chance: random.Random) -> Subject | No
     space = family.space(problem, target)
     config = space.choose(lambda axis: chance.choice(axis.values))
     candidate = Candidate(family.name, config)
-    if not space.contains(config) or unrolled(Point(problem, candidate, assumed), target) > MOST_UNROLLED:
+    most = MOST_UNROLLED // PRODUCTS if problem.is_backward else MOST_UNROLLED
+    if not space.contains(config) or unrolled(Point(problem, candidate, assumed), target) > most:
         return None
     if demand(Scope(problem, target, assumed, ()), candidate).excess:
         return None
