@@ -21,7 +21,7 @@ PLAN_OF_PARTS = Part("def epilogue_plan(", "def attention(")
 
 
 def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **changes: Any) -> Subject:
-    """Fewer programs than an H200 has multiprocessors; two queries a tile where there are more than one."""
+    """Fewer programs than an H200 has multiprocessors; all queries of the problem fill one tile."""
     problem = msgspec.structs.replace(
         Problem(
             dtype=Dtype.BF16,
@@ -40,7 +40,7 @@ def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **c
     config = LatentConfig(
         num_warps=4,
         num_stages=num_stages,
-        queries=min(problem.seqlen_q, 2),
+        queries=problem.seqlen_q,
         splits=splits,
         late_values=late_values,
     )

@@ -12,7 +12,7 @@ from flashtune.features import Feature
 from flashtune.problem import Problem
 from flashtune.proof import cases as forward
 from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level, cases_of
-from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, mask_squares, tiles_of
+from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, mask_squares, tiles_of, turns_of
 from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import BATCHES, Posed, beside_plain, even_lengths, with_lengths
@@ -38,6 +38,8 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     shapes = tuple(gradient_shapes(tiles, problem, quick=quick))
     tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
     rounds = () if reduced else tuple(rounds_of(tile, quick=quick))
+    if problem.deterministic and level is not Level.QUICK and not reduced:
+        rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
         cases = tuple(_posed(problem, problems, tiles))

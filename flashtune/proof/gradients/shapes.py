@@ -14,7 +14,7 @@ from flashtune.config import Config
 from flashtune.problem import Causal, Problem
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import FARTHEST_REDUCED, FARTHEST_SQUARE
-from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, SMALL_REPEATS, Shape, Tile
+from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, ROUNDS, SMALL_REPEATS, Shape, Tile
 
 # Names of a tile's sides in configs: of the first kernel, and of another that goes over the scores once more.
 QUERY_SIDES, KEY_SIDES = ("block_m", "dq_block_m"), ("block_n", "dq_block_n")
@@ -58,6 +58,13 @@ def gradient_shapes(tiles: Tiles, problem: Problem, *, quick: bool) -> Iterator[
     yield from _quick(tiles, problem)
     if not quick:
         yield from _full(tiles, problem)
+
+
+def turns_of(tile: Tile) -> Iterator[Shape]:
+    """Many more blocks of keys than a GPU works on at once: sums in their order wait for earlier ones."""
+    m, n, _ = tile
+    for _ in ROUNDS:
+        yield Shape(Probe.RANDOM, 2 * m + 1, 8 * n, SMALL_REPEATS)
 
 
 def _quick(tiles: Tiles, problem: Problem) -> Iterator[Shape]:
