@@ -34,28 +34,41 @@ def filled_page(page: str, runs: Sequence[Run]) -> str:
 
 
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
-    """How many mutants of each family met which fate."""
+    """How many mutants of each family met which fate, in a table for each machine and its versions."""
+    tables: dict[str, list[Run]] = {}
     for run in runs:
-        if not run.found:
-            continue
-        where = "Under Triton's interpreter" if run.device == INTERPRETER else f"On an {run.device}"
-        yield f"{where}, level `{run.level}` (torch {run.torch}, Triton {run.triton}):"
+        if run.found:
+            where = "Under Triton's interpreter" if run.device == INTERPRETER else f"On an {run.device}"
+            title = f"{where}, level `{run.level}` (torch {run.torch}, Triton {run.triton}):"
+            tables.setdefault(title, []).append(run)
+    for title, several in tables.items():
+        yield title
         yield ""
-        rows = []
-        for family in dict.fromkeys(one.family for one in run.found):
-            number = counts(one for one in run.found if one.family == family)
-            ended = number[Fate.HUNG] + number[Fate.DIED]
-            missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
-            rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
-            rows.append((f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest))
         heads = ("family", "mutants", "refused", "hung or died", "equivalent", "**survived**", "not run")
-        yield from _table(heads, rows)
+        yield from _table(heads, _fates(found for run in several for found in run.found))
         yield ""
-        if run.controls:
-            accepted = sum(control.passed for control in run.controls)
-            number_of = "All" if accepted == len(run.controls) else f"{accepted} of"
-            yield f"{number_of} {len(run.controls)} kernels that they were made of were accepted."
+        controls = [control for run in several for control in run.controls]
+        if controls:
+            accepted = sum(control.passed for control in controls)
+            number_of = "All" if accepted == len(controls) else f"{accepted} of"
+            yield f"{number_of} {len(controls)} kernels that they were made of were accepted."
             yield ""
+
+
+def _fates(found: Iterable[Found]) -> Iterator[tuple[object, ...]]:
+    for family, mutants in _by_family(found).items():
+        number = counts(mutants)
+        ended = number[Fate.HUNG] + number[Fate.DIED]
+        missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
+        rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
+        yield f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest
+
+
+def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
+    families: dict[str, list[Found]] = {}
+    for one in found:
+        families.setdefault(one.family, []).append(one)
+    return families
 
 
 def _right(runs: Sequence[Run]) -> Iterator[str]:
@@ -73,12 +86,16 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:
-    """Every mutant of the largest run, and what caught it first."""
-    found = max((run.found for run in runs), key=len, default=())
-    for family in dict.fromkeys(one.family for one in found):
+    """Every mutant, and what caught it first in the largest run over its family."""
+    largest: dict[str, list[Found]] = {}
+    for run in runs:
+        for family, mutants in _by_family(run.found).items():
+            if len(mutants) >= len(largest.get(family, ())):
+                largest[family] = mutants
+    for family, mutants in largest.items():
         yield f"### `{family}`"
         yield ""
-        rows = ((_name(one), one.breaks, _end(one)) for one in found if one.family == family)
+        rows = ((_name(one), one.breaks, _end(one)) for one in mutants)
         yield from _table(("mutant", "what it does", "first caught by"), rows)
         yield ""
 
