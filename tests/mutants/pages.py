@@ -34,22 +34,20 @@ def filled_page(page: str, runs: Sequence[Run]) -> str:
 
 
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
-    """How many mutants of each family met which fate, in one table for each place where they were run."""
-    for (device, level, *versions), some in _by_place(runs).items():
-        where = "Under Triton's interpreter" if device == INTERPRETER else f"On an {device}"
-        yield f"{where}, level `{level}` (torch {versions[0]}, Triton {versions[1]}):"
+    """How many mutants of each family met which fate, in a table for each machine and its versions."""
+    tables: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.found:
+            where = "Under Triton's interpreter" if run.device == INTERPRETER else f"On an {run.device}"
+            title = f"{where}, level `{run.level}` (torch {run.torch}, Triton {run.triton}):"
+            tables.setdefault(title, []).append(run)
+    for title, several in tables.items():
+        yield title
         yield ""
-        rows = []
-        for family, found in _of_families(some).items():
-            number = counts(found)
-            ended = number[Fate.HUNG] + number[Fate.DIED]
-            missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
-            rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
-            rows.append((f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest))
         heads = ("family", "mutants", "refused", "hung or died", "equivalent", "**survived**", "not run")
-        yield from _table(heads, rows)
+        yield from _table(heads, _fates(found for run in several for found in run.found))
         yield ""
-        controls = [control for run in some for control in run.controls]
+        controls = [control for run in several for control in run.controls]
         if controls:
             accepted = sum(control.passed for control in controls)
             number_of = "All" if accepted == len(controls) else f"{accepted} of"
@@ -57,24 +55,20 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
             yield ""
 
 
-def _by_place(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
-    """Runs over mutants, by where they ran."""
-    places: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        if run.found:
-            places.setdefault((run.device, run.level, run.torch, run.triton), []).append(run)
-    return places
+def _fates(found: Iterable[Found]) -> Iterator[tuple[object, ...]]:
+    for family, mutants in _by_family(found).items():
+        number = counts(mutants)
+        ended = number[Fate.HUNG] + number[Fate.DIED]
+        missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
+        rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
+        yield f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest
 
 
-def _of_families(runs: Sequence[Run]) -> dict[str, tuple[Found, ...]]:
-    """What the run with the most mutants of a family found of them."""
-    largest: dict[str, tuple[Found, ...]] = {}
-    for run in runs:
-        for family in dict.fromkeys(one.family for one in run.found):
-            found = tuple(one for one in run.found if one.family == family)
-            if len(found) > len(largest.get(family, ())):
-                largest[family] = found
-    return largest
+def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
+    families: dict[str, list[Found]] = {}
+    for one in found:
+        families.setdefault(one.family, []).append(one)
+    return families
 
 
 def _right(runs: Sequence[Run]) -> Iterator[str]:
@@ -92,13 +86,16 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:
-    """Every mutant of every family, and what caught it first: on a GPU, where it was run on one."""
-    interpreted = [run for run in runs if run.device == INTERPRETER]
-    others = [run for run in runs if run.device != INTERPRETER]
-    for family, found in (_of_families(interpreted) | _of_families(others)).items():
+    """Every mutant, and what caught it first in the largest run over its family."""
+    largest: dict[str, list[Found]] = {}
+    for run in runs:
+        for family, mutants in _by_family(run.found).items():
+            if len(mutants) >= len(largest.get(family, ())):
+                largest[family] = mutants
+    for family, mutants in largest.items():
         yield f"### `{family}`"
         yield ""
-        rows = ((_name(one), one.breaks, _end(one)) for one in found)
+        rows = ((_name(one), one.breaks, _end(one)) for one in mutants)
         yield from _table(("mutant", "what it does", "first caught by"), rows)
         yield ""
 
