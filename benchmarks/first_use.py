@@ -52,8 +52,6 @@ LIMIT_MS = 300.0
 SEED = 3
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
-Triple = tuple[Tensor, Tensor, Tensor]
-
 
 class Case(msgspec.Struct, frozen=True):
     """A shape; whether its rows lie at odd strides, which no copy engine addresses; where it is measured."""
@@ -113,8 +111,8 @@ def main() -> None:
     """Measures, prints and writes."""
     options = _options()
     if options.one is not None:
-        started_ms = _first_product()
-        print(_first_call(CASES[options.one])[0], started_ms)
+        product_ms = _first_product()
+        print(_first_call(CASES[options.one])[0], product_ms)
         return
     if not torch.cuda.is_available():
         sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
@@ -175,7 +173,7 @@ def _compiled(cases: Sequence[Case], target: Target) -> list[str]:
     return [family for family, _ in jobs]
 
 
-def _tensors(case: Case, device: str) -> Triple:
+def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a case, in its type."""
     problem = case.problem
 
@@ -225,11 +223,8 @@ def _fresh(number: int, folder: Path) -> Fresh:
     environment = {**os.environ, "FLASHTUNE_DB": str(folder / f"fresh{number}.sqlite")}
     command = [sys.executable, str(Path(__file__).resolve()), "--one", str(number)]
 
-    def run() -> list[float]:
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        return [float(word) for word in done.stdout.split()]
-
-    (unproven, cublas_ms), (proven, _) = run(), run()
+    runs = [subprocess.check_output(command, env=environment, text=True).split() for _ in range(2)]
+    (unproven, cublas_ms), (proven, _) = (map(float, words) for words in runs)
     return Fresh(unproven - proven, cublas_ms)
 
 
@@ -245,9 +240,9 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         fresh = f"{row.fresh.check_ms:.0f} | {row.fresh.cublas_ms:.0f}" if row.fresh else " | "
         name = f"{row.problem}{', odd strides' if row.odd else ''}"
         yield f"| {name} | {row.family} | {row.here_ms:.0f} | {fresh} |"
-    found = [row.fresh for row in rows if row.fresh]
-    check_ms = max((fresh.check_ms for fresh in found), default=0.0)
-    cublas_ms = max((fresh.cublas_ms for fresh in found), default=0.0)
+    found = [row.fresh for row in rows if row.fresh] or [Fresh(0.0, 0.0)]
+    check_ms = max(fresh.check_ms for fresh in found)
+    cublas_ms = max(fresh.cublas_ms for fresh in found)
     yield f"| the longest | | {max(row.here_ms for row in rows):.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
 
 

@@ -10,12 +10,13 @@ import functools
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import resources
 from pathlib import Path
 
 from flashtune.db.failures import ELSEWHERE
 from flashtune.errors import StoreError
+from flashtune.locking import alone_with
 
 # Every schema that there ever was, oldest first: the names of the migrations.
 REVISIONS = ("0001", "0002", "0003")
@@ -31,24 +32,19 @@ def alone(path: Path) -> Iterator[None]:
     Raises:
         StoreError: Another process takes a minute, or the folder cannot be written.
     """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(f"{path}.lock", timeout=LOCK_SECONDS)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise StoreError(
-            f"another process is creating or upgrading {path}: let it finish, then try again"
-        ) from error
-    except OSError as error:
-        raise StoreError(
-            f"cannot write beside the database {path} ({error.strerror}): {ELSEWHERE}"
-        ) from error
-    try:
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_with(Path(f"{path}.lock"), LOCK_SECONDS))
+        except TimeoutError as error:
+            raise StoreError(
+                f"another process is creating or upgrading {path}: let it finish, then try again"
+            ) from error
+        except OSError as error:
+            raise StoreError(
+                f"cannot write beside the database {path} ({error.strerror}): {ELSEWHERE}"
+            ) from error
         yield
-    finally:
-        lock.release()
 
 
 def create_database(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from flashtune.compilation import kernel_folder
 from flashtune.errors import StoreError, TableError
+from flashtune.locking import alone_with
 from flashtune.notices import tell_once
 from flashtune.versions import current_versions
 
@@ -123,14 +124,12 @@ def _one_of_many(kernel: Kernel) -> Iterator[None]:
 
     The lock saves work and nothing hangs on it: whoever cannot have it checks for itself.
     """
-    from filelock import FileLock, Timeout
-
     folder = kernel_folder()
-    lock = FileLock(folder / f"{kernel.family}_{kernel.digest}.lock", timeout=LOCK_SECONDS)
+    lock = folder / f"{kernel.family}_{kernel.digest}.lock"
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, Timeout):
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lock)
+            held.enter_context(alone_with(lock, LOCK_SECONDS))
         yield
 
 

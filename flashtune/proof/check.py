@@ -26,9 +26,10 @@ from flashtune.proof.prepared import next_seed
 from flashtune.record import Verdict
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashtune.config import Config
     from flashtune.kernel import Kernel
     from flashtune.proof.findings import Finding
@@ -70,6 +71,9 @@ def check_kernel(
     Raises:
         KernelError: It does not compile, load or launch.
     """
+    # The template engine, which whoever has a rendered kernel may do without.
+    from flashtune.templates.rendering import render
+
     problem = interpretable(problem) if interpreting() else problem
     verdicts = [
         check_rendered(
@@ -111,7 +115,7 @@ def check_rendered(
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
                     break
-            figures = torch.stack([finding.figure.double() for finding in findings]).tolist()
+            figures = _read([finding.figure for finding in findings])
         except (RuntimeError, TritonError) as error:
             forget()
             raise KernelError(first_line(error)) from error
@@ -120,6 +124,15 @@ def check_rendered(
         forget()
         return verdict
     return msgspec.structs.replace(verdict, probes=tuple({case.probe.value: None for case, _ in planned}))
+
+
+def _read(figures: list[Tensor]) -> list[float]:
+    """Scalars of any type, as they are found on the device: it is waited for once."""
+    found = torch.empty(len(figures), dtype=torch.float64, device=figures[0].device)
+    for place, figure in zip(found, figures, strict=True):
+        place.copy_(figure)
+    values: list[float] = found.tolist()
+    return values
 
 
 def interpretable(problem: Problem) -> Problem:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.proof.placing import is_all
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.problem import Problem
+    from flashtune.side import Side
 
 # Scores held at a time, in elements; a handful of float64 copies of them exist at once.
 CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
@@ -52,3 +55,53 @@ def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chu
     _, counts = torch.unique_consecutive(heads // problem.group_size, return_counts=True)
     sharing = heads.split(counts.tolist())
     return [Chunk(some, 1) for group in sharing for some in group.split(by_scores)]
+
+
+def widened(
+    problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: Side
+) -> list[Tensor]:
+    """Queries, keys and values of a chunk in float64 and times their scales: [heads or copies, ..., width].
+
+    Args:
+        problem: How many heads there are.
+        chunk: Heads.
+        rows: Queries, as in `Sample`.
+        tensors: q, k and v, as `expect` takes them.
+        side: The scales.
+    """
+    heads, copies = chunk
+    group = problem.group_size
+    factors = side.scales
+    if copies == len(heads) and is_all(problem, heads, rows):
+        return [
+            _all_widened(tensor, factor, times)
+            for tensor, factor, times in zip(tensors, factors, (1, group, group), strict=True)
+        ]
+    q, k, v = tensors
+    batch, head = heads // problem.heads, heads % problem.heads
+    of_keys = batch[:copies], head[:copies] // group
+    return [
+        _widened(q, factors[0], batch, head, rows),
+        _widened(k, factors[1], *of_keys),
+        _widened(v, factors[2], *of_keys),
+    ]
+
+
+def _all_widened(tensor: Tensor, factor: Tensor | None, times: int) -> Tensor:
+    """All heads, each so many times, by kernels that copy alone: nothing is looked up."""
+
+    def widened(one: Tensor) -> Tensor:
+        repeated = one[:, :, None].expand(-1, -1, times, *one.shape[2:])
+        return repeated.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 2)
+
+    wide = widened(tensor)
+    return wide if factor is None else wide.mul_(widened(factor).reshape(len(wide), -1, 1))
+
+
+def _widened(
+    tensor: Tensor, factor: Tensor | None, batch: Tensor, head: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Some heads, all their rows or some."""
+    picked = tensor[batch, head]
+    wide = (picked if rows is None else picked[:, rows]).double()
+    return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)

@@ -9,7 +9,16 @@ import torch
 
 from flashtune.launch import Binary, bind
 from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import Guarded, Role, checksum, guarded_flat, poison, stray_writes
+from flashtune.proof.inputs import (
+    Guarded,
+    Role,
+    bits_of,
+    checksum,
+    guarded_flat,
+    nonzero,
+    poison,
+    stray_writes,
+)
 from flashtune.proof.placing import missing, pick
 
 if TYPE_CHECKING:
@@ -78,16 +87,17 @@ def findings_of(
         launch(q, k, v, out, lse, case.scale, prepared.side)
         if not repeat:
             yield from _compare(case, prepared, lse=lse is not None)
-            first = tuple(tensor.clone() for tensor in written) if case.repeats > 1 else ()
+            first = tuple(bits_of(tensor).clone() for tensor in written) if case.repeats > 1 else ()
             continue
         for one, other in zip(first, written, strict=True):
-            yield Finding(f"{case.label}: elements unlike an earlier launch's", (one != other).sum(), 0.0)
+            unlike = nonzero(one - bits_of(other))
+            yield Finding(f"{case.label}: elements unlike an earlier launch's", unlike, 0.0)
     for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
         yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
     for workspace in workspaces:
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = checksum(prepared.inputs) != prepared.checksum
-    yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
+    changed = nonzero(checksum(prepared.inputs) - prepared.checksum)
+    yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
 
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
@@ -95,7 +105,7 @@ def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
     rows = _picked(case, prepared, out, expected.out)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
     # Infinity times zero is NaN, and nothing else than zero comes of a number.
-    yield Finding(f"{case.label}: elements not written or not finite", (out * 0 != 0).sum(), 0.0)
+    yield Finding(f"{case.label}: elements not written or not finite", nonzero(out * 0), 0.0)
     if lse:
         exact = expected.lse[..., None]
         lse_rows = _picked(case, prepared, prepared.lse.view[..., None], exact)

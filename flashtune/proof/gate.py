@@ -27,6 +27,7 @@ nothing to attend to have no error at all: they are zero, and their log-sum-exp 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ LEAST_SCORE_STEPS = 16.0
 # Roundoffs of an exponential, a division and a logarithm as the GPU approximates them; and, in proportion to
 # the cap, of a hyperbolic tangent that is made of these.
 FUNCTION_STEPS = 32.0
+# For minus infinity where results are compared: a float64 that is no float32.
+FAR = -1e200
 # What is added to a score: a product, its unit made powers of two, the sum, and the maximum taken off.
 ADDING_STEPS = 4.0
 
@@ -105,7 +108,7 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
         typical += scale.spread * scale.score * TRUNCATED_UNIT / 2 * problem.head_dim / PRODUCTS_AT_ONCE
         # Partial sums are about as large as the row's result, or as its spread where that is next to zero.
         rounding += 2.0 * (scale.largest + scale.spread) * _lost(scale.keys)
-    return (2.0 * plain.maximum(typical) + rounding).masked_fill(scale.keys == 0, 0.0)
+    return (2.0 * larger(plain, typical) + rounding) * scale.keys.bool()
 
 
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
@@ -156,8 +159,24 @@ def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
         exact: The reference, alike, in float64; -inf where the result must be -inf.
         allowed: [heads, rows] in float64; 0 where the result must be exact.
     """
-    result = result.double()
-    # -inf less -inf would be NaN, and is right.
-    error = (result - exact).abs().masked_fill(result == exact, 0.0).amax(-1)
-    # 0 / 0 would be NaN, and is right too.
-    return (error / (allowed + 1e-300)).amax()
+    error = (_far(result.double()) - _far(exact)).abs().amax(-1)
+    # 0 / 0 would be NaN, and is right.
+    return (error * inverse(allowed + 1e-300)).amax()
+
+
+def _far(tensor: Tensor) -> Tensor:
+    """Minus infinity, of which differences would be NaN, as a number that no kernel can write."""
+    return tensor.nan_to_num(nan=math.nan, posinf=math.inf, neginf=FAR)
+
+
+def larger(one: Tensor, other: Tensor) -> Tensor:
+    """The larger of two at each place, NaN where either is; by kernels that are in use anyway."""
+    both = one.new_empty(2, *one.shape)
+    both[0], both[1] = one, other
+    return both.amax(0)
+
+
+def inverse(positive: Tensor) -> Tensor:
+    """One over positive numbers, but for a roundoff or two; by kernels that are in use anyway."""
+    root = positive.rsqrt()
+    return root * root

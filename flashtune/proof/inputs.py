@@ -81,7 +81,7 @@ class Guarded(NamedTuple):
     @property
     def bits(self) -> Tensor:
         """The buffer as integers."""
-        return self.buffer.view(BITS[self.buffer.element_size()])
+        return bits_of(self.buffer)
 
     @property
     def poison(self) -> int:
@@ -162,6 +162,16 @@ def guarded_integers(values: Tensor, hostile: int) -> Guarded:
     return Guarded(buffer, view, Role.INPUT)
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements as integers, which tell zeros of either sign and NaNs apart."""
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def nonzero(tensor: Tensor) -> Tensor:
+    """How many elements are not zero, NaNs among them: a scalar. Comparisons would be further kernels."""
+    return tensor.bool().sum()
+
+
 def poison(tensor: Guarded) -> None:
     """Fills a tensor and its surroundings with the NaN that nobody computes."""
     tensor.bits.fill_(tensor.poison)
@@ -169,10 +179,15 @@ def poison(tensor: Guarded) -> None:
 
 def stray_writes(tensor: Guarded) -> Tensor:
     """How many elements around a tensor were written, a scalar. Poisons the tensor itself."""
-    tensor.view.view(tensor.bits.dtype).fill_(tensor.poison)
-    return (tensor.bits != tensor.poison).sum()
+    bits_of(tensor.view).fill_(tensor.poison)
+    # Differences of integers wrap around, and are zero of equal ones alone.
+    return nonzero(tensor.bits - tensor.poison)
 
 
 def checksum(tensors: Iterable[Guarded]) -> Tensor:
     """Sums of the bits of tensors and their surroundings, [tensors] in int64."""
-    return torch.stack([tensor.bits.sum(dtype=torch.int64) for tensor in tensors])
+    buffers = [tensor.bits for tensor in tensors]
+    sums = torch.empty(len(buffers), dtype=torch.int64, device=buffers[0].device)
+    for index, bits in enumerate(buffers):
+        torch.sum(bits, 0, dtype=torch.int64, out=sums[index])
+    return sums

@@ -1,8 +1,13 @@
-"""What a check does differently for the forward pass and for the backward one: problems, inputs, launches."""
+"""What a check does differently for the forward pass and for the backward one: problems, inputs, launches.
+
+The modules of gradients are imported where a backward pass is proven: a forward kernel's first call pays for
+no others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,9 +16,6 @@ from flashtune.compilation import interpreting
 from flashtune.proof import cases, prepared
 from flashtune.proof.cases import Case, Level
 from flashtune.proof.findings import Finding, findings_of
-from flashtune.proof.gradients import cases as gradient_cases
-from flashtune.proof.gradients import prepared as prepared_gradients
-from flashtune.proof.gradients.findings import gradient_findings
 from flashtune.proof.prepared import STEPS_PER_SEED
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def planned_cases(
     kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int
 ) -> Iterator[tuple[Case, int]]:
     """The cases of a level, each with the seed of its inputs."""
-    own = gradient_cases if problem.is_backward else cases
+    own = _cases(problem)
     reduced = interpreting()
     small = own.companions(problem, config, level, reduced=reduced)
     if level is not Level.QUICK and not reduced:
@@ -51,6 +53,15 @@ def planned_cases(
         yield from ((msgspec.structs.replace(case, faulty=True), seed) for case in tables)
     if kernel.specialization.index_bits == 64:
         yield from ((case, seed) for case in own.far_cases(problem, config))
+
+
+def _cases(problem: Problem) -> ModuleType:
+    """Which cases there are for a pass."""
+    if not problem.is_backward:
+        return cases
+    from flashtune.proof.gradients import cases as gradient_cases
+
+    return gradient_cases
 
 
 def case_findings(
@@ -78,6 +89,9 @@ def case_findings(
     alignment = kernel.specialization.alignment
     cold = target.l2_bytes if keep else 0
     if case.problem.is_backward:
+        from flashtune.proof.gradients import prepared as prepared_gradients
+        from flashtune.proof.gradients.findings import gradient_findings
+
         make = prepared_gradients.prepare_and_keep if keep else prepared_gradients.prepare
         gradients = make(case, alignment, device, seed, kernel.specialization.lse)
         return gradient_findings(kernel, binary, case, gradients, target, cold)
@@ -87,5 +101,7 @@ def case_findings(
 
 def forget() -> None:
     """Drops what is kept: a wrong kernel may have written anywhere."""
+    from flashtune.proof.gradients import prepared as prepared_gradients
+
     prepared.prepare_and_keep.forget()
     prepared_gradients.prepare_and_keep.forget()

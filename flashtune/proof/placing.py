@@ -163,9 +163,16 @@ def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows
     """
     batch, head = heads // problem.heads, heads % problem.heads
     if not problem.packed:
-        return memory[batch, head][:, rows]
+        # No row need be looked up where all are wanted.
+        return memory.flatten(0, 1) if is_all(problem, heads, rows) else memory[batch, head][:, rows]
     first = starts(lengths.queries).to(torch.int64)[batch][:, None]
     return memory[0][head[:, None], (first + rows).clamp_max(max(0, lengths.total_q - 1))]
+
+
+def is_all(problem: Problem, heads: Tensor, rows: Tensor) -> bool:
+    """Whether these are all heads of all sequences and all rows of the longest, in their order."""
+    every_head, every_row = torch.arange(problem.batch * problem.heads), torch.arange(problem.seqlen_q)
+    return torch.equal(heads, every_head) and torch.equal(rows, every_row)
 
 
 def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor | None:

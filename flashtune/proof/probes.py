@@ -33,6 +33,8 @@ FAINTNESS = 2.0**-100
 # experiments of FlashAttention-3 (Shah et al., 2024).
 OUTLIER_SHARE = 0.001
 OUTLIER_SIZE = 10.0
+# Up to so many elements are laid out on the CPU.
+FEW_ELEMENTS = 2**20
 # Heads of quantised tensors differ in size by powers of two up to this one, so that no head's scale
 # serves for another.
 HEAD_POWER = 2
@@ -154,7 +156,9 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _with_outliers(normal: Tensor, generator: torch.Generator) -> Tensor:
-    rare = torch.rand(normal.shape, generator=generator, device=normal.device) < OUTLIER_SHARE
+    # Whole numbers of which one in a thousand is zero: casts are in use anyway, and comparisons are not.
+    drawn = torch.rand(normal.shape, generator=generator, device=normal.device) * (1 / OUTLIER_SHARE)
+    rare = 1.0 - drawn.int().bool().float()
     return normal + rare * OUTLIER_SIZE * _normal(tuple(normal.shape), generator)
 
 
@@ -167,13 +171,14 @@ def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch
     def sizes(heads: int, least: int, largest: int) -> Tensor:
         shape = (problem.batch, heads, 1, 1)
         power = torch.randint(least, largest + 1, shape, generator=generator)
-        return (2.0**power).to(values.q.device)
+        return 2.0**power
 
     k_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
     v_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
-    q = values.q / k_size.repeat_interleave(problem.group_size, dim=1)
-    q = q * sizes(problem.heads, 0, 1) if grow else q
-    return Values(q, k_size * values.k, v_size * values.v)
+    q_size = (1 / k_size).repeat_interleave(problem.group_size, dim=1)
+    q_size = q_size * sizes(problem.heads, 0, 1) if grow else q_size
+    each = zip((q_size, k_size, v_size), values, strict=True)
+    return Values(*(size.to(value.device) * value for size, value in each))
 
 
 def _far_below(values: Values, scale: float) -> Values:
@@ -185,7 +190,6 @@ def _far_below(values: Values, scale: float) -> Values:
 
 def _needles(values: Values, probe: Probe, scale: float, block: int, generator: torch.Generator) -> Values:
     batch, kv_heads, keys, width = values.v.shape
-    device = values.v.device
     blocks = -(-keys // block)
     start = torch.arange(blocks) * block
     if probe is Probe.FIRST:
@@ -198,13 +202,21 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
     column = torch.arange(blocks) * 7 % width
     sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
-    v = 0.1 * values.v
-    some_batch = torch.arange(batch)[:, None, None]
-    some_head = torch.arange(kv_heads)[None, :, None]
-    v[some_batch, some_head, key, column] = (NEEDLE * sign).to(device)
+    place = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
+    v = _replaced(0.1 * values.v, place, NEEDLE * sign)
     # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)
+
+
+def _replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:
+    """A tensor with some elements, none zero, in place of its own: overwritten where it is large."""
+    if tensor.numel() > FEW_ELEMENTS:
+        tensor[where] = elements.to(tensor.device)
+        return tensor
+    # On the CPU, which loads no kernels for it.
+    laid = torch.zeros(tensor.shape, dtype=tensor.dtype).index_put_(where, elements)
+    return tensor * (1.0 - laid.bool().float()).to(tensor.device) + laid.to(tensor.device)
 
 
 def _rising(values: Values, scale: float, direction: Tensor) -> Values:
@@ -212,12 +224,9 @@ def _rising(values: Values, scale: float, direction: Tensor) -> Values:
     keys, width = values.k.shape[2], values.k.shape[-1]
     size = (CLIMB / 2 / (scale * width)) ** 0.5
     climb = size * torch.linspace(-1.0, 1.0, keys)[:, None]
-    device = values.q.device
-    return Values(
-        0.3 * values.q + (size * direction[..., None]).to(device),
-        0.3 * values.k + climb.to(device),
-        values.v,
-    )
+    slopes = size * direction[..., None]
+    q, k = (0.3 * value + way.to(value.device) for value, way in ((values.q, slopes), (values.k, climb)))
+    return Values(q, k, values.v)
 
 
 def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -232,9 +241,10 @@ def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.G
     # loudly for the next key's, which it must not see.
     width = problem.head_dim
     shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
-    words = (torch.randint(2, shape, generator=generator) * 2.0 - 1.0).to(values.v.device)
+    words = torch.randint(2, shape, generator=generator) * 2.0 - 1.0
     last = torch.arange(problem.seqlen_q) + problem.diagonal
     asked = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
     asked = asked + FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
     q = asked.repeat_interleave(problem.group_size, dim=1) * (1 / (scale * width))
-    return Values(q, words[:, :, : problem.seqlen_kv].clone(), values.v)
+    q, k = (made.to(values.v.device) for made in (q, words[:, :, : problem.seqlen_kv].clone()))
+    return Values(q, k, values.v)

@@ -9,8 +9,10 @@ numbers that they stand for with their scales: what quantising cost is no error 
 Sequences are as long as the longest here, wherever they lie in a kernel's memory: what a shorter one lacks
 is hidden (`visible.py`), and what is laid over scores is in `scores.py`.
 
-A process that proves one kernel loads each of torch's kernels for the first time, which takes it a
-millisecond or more: what few of them can do is done with few.
+A process that proves one kernel loads each of torch's kernels for the first time, and with the first one of a
+source file all that torch compiled with it: from 2 ms (absolute values) over 20 (look-ups) to 50 (masked
+fills). So what adding, multiplying and copying can do is done by these: nothing is looked up where all rows
+are wanted, divided or compared.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Problem
-from flashtune.proof.chunks import chunked
+from flashtune.proof.chunks import chunked, widened
 from flashtune.proof.dropping import factors
-from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error
+from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error, inverse
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.scores import Laid, Rows, Seen, laid_over, seen_by
 from flashtune.side import NO_SIDE, Side
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 # Scores and outputs of one reference, in elements: larger problems are sampled by head.
 MAX_SCORES = 2**28
 MAX_OUTPUTS = 2**23
+# Added to scores of keys that are hidden: finite, so that no row without keys needs a path of its own.
+HIDDEN = -1e30
 # Keys of less weight than this, relative to the row's largest, decide nothing.
 LEAST_WEIGHT = 2.0**-30
 # Up to this many rows all are compared.
@@ -130,28 +134,17 @@ def expect(
     """
     lengths = lengths or equal_lengths(problem)
     parts = []
-    for heads, copies in chunked(problem, chosen.heads, len(chosen.rows), q.device.type):
-        some = Rows(heads // problem.heads, heads % problem.heads, chosen.rows)
-        kv_batch, kv_head = some.batch[:copies], some.head[:copies] // problem.group_size
-        wide_q = _widened(q, side.q_scale, some.batch, some.head, chosen.rows)
-        wide_k = _widened(k, side.k_scale, kv_batch, kv_head)
-        wide_v = _widened(v, side.v_scale, kv_batch, kv_head)
+    for chunk in chunked(problem, chosen.heads, len(chosen.rows), q.device.type):
+        some = Rows(chunk.heads // problem.heads, chunk.heads % problem.heads, chosen.rows)
+        wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
         laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
         sinks = None if side.sinks is None else side.sinks[some.head].double()[:, None]
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))
-    return Expected(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-
-def _widened(
-    tensor: Tensor, factor: Tensor | None, batch: Tensor, head: Tensor, rows: Tensor | None = None
-) -> Tensor:
-    """Some heads of a tensor, all their rows or some, in float64 and times their scales."""
-    picked = tensor[batch, head]
-    wide = (picked if rows is None else picked[:, rows]).double()
-    return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)
+    # One part is not copied, by a kernel that nothing else needs.
+    return parts[0] if len(parts) == 1 else Expected(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _product(rows: Tensor, shared: Tensor) -> Tensor:
@@ -177,22 +170,23 @@ def _expect_heads(
 
     `kept` are factors of the weights, [heads, rows, keys]; None for ones.
     """
-    scores = laid.scores.masked_fill_(seen.hidden, float("-inf"))
+    scores = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
     weights, total, lse = _softmax(scores, sinks)
+    # Rows that see no key have equal weights by now, where there is no sink: 0 for them, and 1 for others.
+    full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
     # What was added to keys that have weight, and to no others: weights are relative to the largest here.
     added = None if laid.added is None else laid.added.masked_fill_(weights < LEAST_WEIGHT, 0.0).amax(-1)
-    weights.div_(total[..., None])
+    weights.mul_(inverse(total)[..., None])
     if kept is not None:
         weights.mul_(kept)
-    out = _product(weights, wide_v)
-    empty = lse == float("-inf")
+    out = _product(weights, wide_v).mul_(full[..., None])
     squares = weights.mul_(weights)
     row_scale = RowScale(
         spread=_product(squares, wide_v * wide_v).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
         score=scale * _norm(wide_q) * _norm(wide_k).amax(-1, keepdim=True),
         keys=seen.keys.expand(wide_q.shape[:2]),
-        lse=lse.abs().masked_fill(empty, 0.0),
+        lse=lse.abs().mul_(full),
         added=added,
         softcap=softcap,
     )
@@ -202,12 +196,11 @@ def _expect_heads(
         row_scale = row_scale._replace(products=scale * products.amax(-1).sqrt(), focus=focus)
     plain_out, plain_lse = _plain(scores, wide_v, problem, sinks, kept)
     plain_error = (plain_out - out).abs().amax(-1)
-    # -inf less -inf is NaN, and no error.
-    plain_lse_error = (plain_lse - lse).abs().masked_fill(empty, 0.0)
+    plain_lse_error = (plain_lse - lse).abs().mul_(full)
     return Expected(
         out,
         allowed_error(plain_error, row_scale, problem),
-        lse,
+        lse.add_(full.log()),
         allowed_lse_error(plain_lse_error, row_scale, problem),
     )
 
@@ -218,20 +211,19 @@ def _norm(vectors: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised weights, their sums (1 for rows without keys) and the log-sum-exp of each row.
+    """Unnormalised weights, their sums and the log-sum-exp of each row.
 
-    A sink, [heads, 1], is in the sum and in the log-sum-exp.
+    A sink, [heads, 1], is in the sum and in the log-sum-exp. Hidden scores are finite, and weigh nothing
+    beside a sink or a key that is seen.
     """
     largest = scores.amax(-1)
     if sinks is not None:
         largest = largest.maximum(sinks)
-    shift = largest.masked_fill(largest == float("-inf"), 0.0)
-    weights = (scores - shift[..., None]).exp_()
+    weights = (scores - largest[..., None]).exp_()
     total = weights.sum(-1)
     if sinks is not None:
-        total = total + (sinks - shift).exp()
-    empty = total == 0
-    return weights, total.masked_fill(empty, 1.0), (shift + total.log()).masked_fill(empty, float("-inf"))
+        total = total + (sinks - largest).exp()
+    return weights, total, largest + total.log()
 
 
 def _plain(
@@ -242,5 +234,6 @@ def _plain(
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
     # The range is a power of two: its inverse is exact.
     rounded = low.double() * (1 / WEIGHT_RANGE[problem.dtype])
-    out = _product(rounded if kept is None else rounded * kept, wide_v).float() / total[..., None]
+    product = _product(rounded if kept is None else rounded * kept, wide_v).float().double()
+    out = (product * inverse(total.double())[..., None]).float()
     return out.to(TORCH_DTYPES[problem.out_dtype]).double(), lse.double()

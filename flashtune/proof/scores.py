@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # What changes scores or hides keys; without any of it a count says which keys a row sees.
 BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
+# Up to so many pairs of rows and keys are compared on the CPU, which loads no kernels for it.
+FEW_PAIRS = 2**20
 
 
 class Rows(NamedTuple):
@@ -51,7 +53,7 @@ class Laid(NamedTuple):
     """Scores with all that is laid over them.
 
     Attributes:
-        scores: [heads, rows, keys] in float64; hidden ones are not yet -inf.
+        scores: [heads, rows, keys] in float64, finite; hidden ones are not yet so.
         added: Magnitude of what was added to each score; None where nothing was.
     """
 
@@ -63,8 +65,9 @@ def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: 
     """Which keys some rows see."""
     if not problem.features & OVER_SCORES:
         visible = _visible_counts(problem, some.rows)
-        hidden = torch.arange(problem.seqlen_kv, device=device) >= visible[:, None].to(device)
-        return Seen(hidden, visible.double().to(device))
+        where = torch.device("cpu") if len(visible) * problem.seqlen_kv <= FEW_PAIRS else device
+        hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
+        return Seen(hidden.to(device), visible.double().to(device))
     visible = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     taken = hidden_by_bias(problem, side, *some)
     if taken is not None:
@@ -98,8 +101,9 @@ def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, so
         added = side.slopes[some.batch, some.head].double()[:, None, None] * (place - key).abs()
         scores = scores - added
     if side.bias is not None and problem.bias is Bias.ADDITIVE:
-        bias = side.bias[some.batch, some.head][:, some.rows].double()
+        # What it takes away is hidden, and its size here is nothing's.
+        bias = side.bias[some.batch, some.head][:, some.rows].double().nan_to_num(neginf=0.0)
         scores = scores + bias
-        size = bias.abs().nan_to_num(posinf=0.0)
+        size = bias.abs()
         added = size if added is None else added.abs() + size
     return Laid(scores, added)

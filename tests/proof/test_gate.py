@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.gate import PRODUCTS_AT_ONCE, TRUNCATED_UNIT, WEIGHT_RANGE, worst_ratio
+from flashtune.proof.gate import (
+    PRODUCTS_AT_ONCE,
+    TRUNCATED_UNIT,
+    WEIGHT_RANGE,
+    inverse,
+    larger,
+    worst_ratio,
+)
 from flashtune.proof.probes import Probe, make_values
 from flashtune.proof.reference import expect, sample
 from flashtune.quantization import quantize
@@ -202,3 +209,19 @@ def test_nan_and_infinity_are_never_within_bounds() -> None:
         assert not worst_ratio(result, exact, allowed).item() <= 1
     assert worst_ratio(exact.float(), exact, torch.zeros(1, 2, dtype=torch.float64)).item() == 0
     assert worst_ratio(exact.float() + 1e-30, exact, torch.zeros(1, 2, dtype=torch.float64)).item() > 1
+
+
+def test_minus_infinity_is_met_by_itself_alone() -> None:
+    exact = torch.full((1, 1, 1), -torch.inf, dtype=torch.float64)
+    allowed = torch.full((1, 1), 1e20, dtype=torch.float64)
+    assert worst_ratio(exact.float(), exact, allowed).item() == 0
+    for value in (float("nan"), torch.inf, torch.finfo(torch.float32).min, -1e30, 0.0):
+        assert not worst_ratio(torch.full((1, 1, 1), value), exact, allowed).item() <= 1
+
+
+def test_what_torch_loads_no_kernel_for_is_the_same() -> None:
+    one, other = torch.randn(2, 4, 5, dtype=torch.float64)
+    one[0, 0] = float("nan")
+    assert torch.equal(larger(one, other).nan_to_num(9.0), one.maximum(other).nan_to_num(9.0))
+    positive = torch.tensor([1e-300, 3e-7, 1.0, 7.0, 1e300], dtype=torch.float64)
+    torch.testing.assert_close(inverse(positive), 1 / positive, rtol=1e-15, atol=0.0)

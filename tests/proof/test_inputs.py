@@ -11,10 +11,12 @@ import torch
 from flashtune.config import Config
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.cases import Level, companions, far_cases, main_cases, tile_of
+from flashtune.proof import probes
+from flashtune.proof.cases import Case, Level, companions, far_cases, lengths_of, main_cases, tile_of
 from flashtune.proof.inputs import Layout, Role, checksum, guarded, guarded_flat, poison, stray_writes
-from flashtune.proof.prepared import prepare
+from flashtune.proof.prepared import dense_values, prepare
 from flashtune.proof.probes import Probe, make_values
+from flashtune.quantization import LARGEST, quantize
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from tests import hopper
@@ -200,3 +202,29 @@ def test_quantized_inputs_are_normal_with_outliers_in_unlike_heads() -> None:
     assert (normalised.abs() > 10 * spread.min()).any()
     scores = (values.q[:, :, :64] @ values.k.mT).std((2, 3))
     assert scores.max() < 3 * scores.min(), "what keys gain, queries lose"
+
+
+@pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
+def test_needles_are_the_same_wherever_they_are_laid_out(
+    monkeypatch: pytest.MonkeyPatch, probe: Probe
+) -> None:
+    problem = msgspec.structs.replace(make_problem(), seqlen_q=7, seqlen_kv=150)
+    small = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
+    monkeypatch.setattr(probes, "FEW_ELEMENTS", 0)
+    large = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
+    assert torch.equal(small.v, large.v)
+    assert (small.v.abs() == probes.NEEDLE).sum() == 2 * 3
+
+
+@pytest.mark.parametrize("probe", [Probe.RANDOM, Probe.FAINT])
+def test_quantized_inputs_fill_their_type(probe: Probe) -> None:
+    problem = msgspec.structs.replace(make_problem(), dtype=Dtype.E4M3, seqlen_q=50, seqlen_kv=60)
+    case = Case(problem=problem, probe=probe, block=64, scale=0.1)
+    dense = dense_values(case, lengths_of(case), torch.Generator().manual_seed(5))
+    values = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
+    for stored, scale, value in zip(dense[:3], dense.side.scales, values, strict=True):
+        assert scale is not None
+        assert (stored.float().abs().amax((2, 3)) == LARGEST).all()
+        exact, _ = quantize(value)
+        assert (stored.float() != exact.float()).float().mean() < 1e-3
+        torch.testing.assert_close(scale * LARGEST, value.abs().amax((2, 3)))

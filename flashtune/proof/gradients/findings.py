@@ -10,7 +10,16 @@ import torch
 from flashtune.backward import bind_backward
 from flashtune.proof.findings import Finding
 from flashtune.proof.gate import worst_ratio
-from flashtune.proof.inputs import BITS, Guarded, Role, checksum, guarded_flat, poison, stray_writes
+from flashtune.proof.inputs import (
+    Guarded,
+    Role,
+    bits_of,
+    checksum,
+    guarded_flat,
+    nonzero,
+    poison,
+    stray_writes,
+)
 from flashtune.proof.placing import capacities, missing, pick, starts
 
 if TYPE_CHECKING:
@@ -63,22 +72,17 @@ def gradient_findings(
         if not case.problem.deterministic or case.repeats == 1:
             continue
         if not repeat:
-            first = {name: _bits(one.view).clone() for name, one in prepared.written.items()}
+            first = {name: bits_of(one.view).clone() for name, one in prepared.written.items()}
             continue
         for name, earlier in first.items():
-            unlike = (earlier != _bits(prepared.written[name].view)).sum()
+            unlike = nonzero(earlier - bits_of(prepared.written[name].view))
             yield Finding(f"{case.label}: elements of {name} unlike an earlier launch's", unlike, 0.0)
     for name, one in prepared.written.items():
         yield Finding(f"{case.label}: writes around {name}", stray_writes(one), 0.0)
     for workspace in workspaces:
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = checksum(prepared.read) != prepared.checksum
-    yield Finding(f"{case.label}: inputs overwritten", changed.sum(), 0.0)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Its elements as integers: zeros of either sign are equal as numbers."""
-    return tensor.view(BITS[tensor.element_size()])
+    changed = nonzero(checksum(prepared.read) - prepared.checksum)
+    yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
 
 
 def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
@@ -91,7 +95,7 @@ def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
         ratio = worst_ratio(result, gradient.exact, gradient.allowed)
         yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
         # Infinity times zero is NaN, and nothing else than zero comes of a number.
-        lost = (_owned(name, case.problem, prepared, one.view) * 0 != 0).sum()
+        lost = nonzero(_owned(name, case.problem, prepared, one.view) * 0)
         yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
 
 
