@@ -107,8 +107,13 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
     yield Shape(Probe.STEEP, 16, border + n + 1)
     yield Shape(Probe.EDGE, 1, border)
     yield Shape(Probe.EDGE, 5, long)
+    # More queries than keys: rows that see none.
+    yield Shape(Probe.RANDOM, 5, 2)
     if quick:
         return
+    # Of a few rows that are steep fewer climb as far as float32 does.
+    for queries, length in ((16, long), (8, 2 * border + 1), (4, (depth + 2) * n)):
+        yield Shape(Probe.STEEP, queries, length)
     keys = sorted({*_around(n, range(1, depth + 4)), *_around(border, range(1, 4))})
     for index, length in enumerate(keys):
         yield Shape(Probe.RANDOM, (1, 2, 1, 4, 3, 1, 8, 16)[index % 8], length)

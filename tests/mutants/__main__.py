@@ -51,12 +51,12 @@ def main() -> None:
 
 @main.command()
 @click.option("--family", help="One family's mutants alone.")
-@click.option("--only", help="Mutants with this in their name alone.")
+@click.option("--only", multiple=True, help="Mutants with one of these in their name alone.")
 @click.option("--verbose", is_flag=True, help="Show those that a probe refused as well.")
 @run_options
 def run(
     family: str | None,
-    only: str | None,
+    only: tuple[str, ...],
     verbose: bool,
     seconds: float,
     seed: int | None,
@@ -71,7 +71,7 @@ def run(
         for mutant in gpu_mutants()
         if runs_on(mutant, plan.target)
         and family in {None, mutant.subject.family}
-        and (only is None or only in mutant.name)
+        and (not only or any(part in mutant.name for part in only))
     ]
     controls, found = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
     for control in controls:

@@ -50,7 +50,6 @@ def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **c
 WHOLE = _subject(seqlen_q=4)
 FULL = _subject(causal=Causal.NONE, late_values=False)
 HALF_PRECISION = _subject(dtype=Dtype.FP16)
-# Narrow keys, of which more blocks are in flight than weights have slots.
 NARROW = _subject(head_dim=144, value_head_dim=128, num_stages=4)
 LENGTHS = _subject(lengths=True)
 PARTS = _subject(page_size=64, splits=3)

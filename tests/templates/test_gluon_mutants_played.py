@@ -1,0 +1,81 @@
+"""Some mutants of Gluon kernels, played on the CPU: what is neither a race nor of PTX shows there too."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from flashtune.proof.cases import splits_of
+from tests.mutants.core import Mutant, broken
+from tests.mutants.gluon import gluon_mutants
+from tests.played_parts import Stuck
+from tests.templates import test_backward_hopper_played, test_latent_played
+
+MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
+BACKWARD = (
+    "diagonal one key too far",
+    "mask of the first group's keys",
+    "divided: diagonal one key too far",
+    "rows of the KV head",
+    "log-sum-exps for deltas",
+    "dq of the other group's keys",
+    "transposed: dq of the other group's keys",
+    "heads of groups in turn",
+    "sums not wound back",
+    "sums not moved over hidden blocks",
+    "dq: halves swapped",
+    "divided: sums of the block before",
+    "dq of a program's last step twice",
+    "order: halves: one counter for both",
+    "order: turns never passed",
+)
+LATENT = (
+    "diagonal one key too far",
+    "later blocks' masks missing",
+    "empty rows shifted by -inf",
+    "first keys forgotten in some rows",
+    "keys of an empty part",
+    "right half: rescaling late by a block",
+    "rest left out",
+    "left half of keys twice",
+    "pages a block late",
+    "small pages: a page that is not full not looked up",
+    "lse beyond the heads",
+    "parts: last blocks left out",
+    "weights never given back",
+)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.played_parts.PATIENCE_S", 4.0)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_of_a_broken_kernel_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[f"backward_hopper: {name}"]
+    made = (broken(mutant), mutant.subject.config)
+    monkeypatch.setattr(test_backward_hopper_played, "kernel_of", lambda *_, **__: made)
+    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": 190}
+    problem = msgspec.structs.replace(mutant.subject.problem, **lengths)
+    with pytest.raises((AssertionError, Stuck, IndexError)):
+        test_backward_hopper_played.played(problem, 2)
+
+
+def worst_of_latent(mutant: Mutant) -> float:
+    problem = mutant.subject.problem
+    lengths = (63, 1, 320, 197, 0) if problem.page_size else ()
+    shape = {"heads": 40, "seqlen_q": 3, "batch": len(lengths) or 2, "seqlen_kv": 384 if lengths else 129}
+    shaped = msgspec.structs.replace(problem, **shape)
+    return test_latent_played.worst_error(
+        broken(mutant), shaped, lengths, splits_of(mutant.subject.config) or 1
+    )
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_outputs_of_a_broken_kernel_are_wrong(name: str) -> None:
+    mutant = MUTANTS[f"decode_latent_hopper: {name}"]
+    with contextlib.suppress(Stuck, IndexError):
+        assert not worst_of_latent(mutant) < 1e-6
