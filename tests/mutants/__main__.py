@@ -51,7 +51,9 @@ def main() -> None:
 
 @main.command()
 @click.option("--family", help="One family's mutants alone.")
-@click.option("--only", multiple=True, help="Mutants with one of these in their name alone.")
+@click.option(
+    "--only", multiple=True, help="Mutants with one of these in their name, behind the family's, alone."
+)
 @click.option("--verbose", is_flag=True, help="Show those that a probe refused as well.")
 @run_options
 def run(
@@ -71,7 +73,7 @@ def run(
         for mutant in gpu_mutants()
         if runs_on(mutant, plan.target)
         and family in {None, mutant.subject.family}
-        and (not only or any(part in mutant.name for part in only))
+        and (not only or any(part in mutant.id for part in only))
     ]
     controls, found = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
     for control in controls:
