@@ -112,7 +112,7 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
     if quick:
         return
     # Of a few rows that are steep fewer climb as far as float32 does.
-    for queries, length in ((16, long), (8, 2 * border + 1), (4, (depth + 2) * n)):
+    for queries, length in ((16, long), (8, 2 * border + 1), (4, (depth + 2) * n), (16, 3 * border)):
         yield Shape(Probe.STEEP, queries, length)
     keys = sorted({*_around(n, range(1, depth + 4)), *_around(border, range(1, 4))})
     for index, length in enumerate(keys):
