@@ -1,13 +1,15 @@
 """Which of the tuned configs serves a shape that nobody tuned: the one that is expected to be fastest there.
 
-What a config takes at a shape is scaled from the nearest tuned shape, by what its schedule takes
-here and there (`Family.span`). There the winner was measured, and no other config can have
-been faster: where the schedule alone would have it so, something else holds that config up, and it is taken
-to do so here as well.
+What a config takes is what its schedule takes (`Family.span`), times what the tuned shapes of its family
+took over what their schedules do: all of them on average, the near ones most (Nadaraya and Watson's kernel
+regression). Where a winner was measured no other config can have been faster: where the schedule alone would
+have it so, something else holds that config up, and it is taken to do so near there.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,12 +22,22 @@ from flashtune.record import Forecast, Provenance, Record
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 
+# How many steps of a factor of two away what was measured still says something: of how much longer a launch
+# takes than its schedule, and of what holds configs up that did not win.
+REACH = 1.5
+HELD_REACH = 1.0
+# What counts beside the near shapes as much as this share of one: that a family is as elsewhere, and that
+# nothing holds a config up.
+PRIOR = 0.3
+# So many near shapes are asked what holds a config up, and none answers more than this (a logarithm).
+ASKED = 4
+MOST_HELD = 0.3
 # What is expected of a config must be better by so much for it to be chosen, relatively: for each step of a
-# factor of two that it won farther away than the nearest winner, where its family is another one than the
-# nearest winner's, and where nobody proved or timed it anywhere: less where it differs in a single choice
-# from a config that won.
+# factor of two that it won farther away than the nearest winner, for each that its family's nearest winner is
+# away, where the family's programs come and go, whose times are known less well, and where nobody proved or
+# timed it anywhere: less where it differs in a single choice from a config that won.
 STEP_DOUBT = 0.005
-FAMILY_DOUBT = 0.03
+PORTABLE_DOUBT = 0.04
 UNTIMED_DOUBT = 0.05
 BESIDE_DOUBT = 0.02
 # Configs of a family that won elsewhere from which such others are looked for: the best here.
@@ -66,42 +78,40 @@ def forecast(
     candidates = [
         candidate
         for name in names
-        for candidate in _candidates(
-            problem, [record for record in able if record.family == name], nearest, target
-        )
+        for candidate in _candidates(problem, [record for record in able if record.family == name], target)
     ]
     best = min(candidates, key=lambda candidate: candidate.rank)
     usual = next(one for one in candidates if one.record == nearest)
     return best.record, Forecast(ms=best.ms, nearest=nearest, nearest_ms=usual.ms)
 
 
-def _candidates(
-    problem: Problem, records: Sequence[Record], nearest: Record, target: Target
-) -> Iterator[_Candidate]:
+def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> Iterator[_Candidate]:
     """The configs of one family, each with its nearest record, the nearest first."""
     anchor = nearest_record(problem, records)
     assert anchor is not None
     assert anchor.config is not None
     family = find_family(anchor.family)
     here = msgspec.structs.replace(problem, causal=anchor.problem.causal)
-    won = family.span(anchor.problem, anchor.config, target)
+
+    def order(known: _Known) -> tuple[float, bool, str]:
+        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
+        return known.distance, known.record is not anchor, known.record.problem.key
+
+    known = sorted((_known(record, problem, target) for record in records), key=order)
+    longer = _longer(known)
 
     def expected(config: Config) -> float:
-        there = min(won, family.span(anchor.problem, config, target))
-        return (anchor.ms or won) * family.span(here, config, target) / there
+        span = family.span(here, config, target)
+        return span * math.exp(longer + _held_up(config, known[:ASKED], target))
 
-    def order(record: Record) -> tuple[float, bool, str]:
-        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
-        return distance(record.problem, problem), record is not anchor, record.problem.key
-
-    doubt = 0.0 if anchor.family == nearest.family else FAMILY_DOUBT
-    first = distance(anchor.problem, problem)
+    doubt = PORTABLE_DOUBT * known[0].distance if family.interpreted else 0.0
     tuned: dict[Config, _Candidate] = {}
-    for record in sorted(records, key=order):
-        assert record.config is not None
-        if record.config not in tuned:
-            far = doubt + STEP_DOUBT * (distance(record.problem, problem) - first)
-            tuned[record.config] = _Candidate(record, expected(record.config), far)
+    for one in known:
+        config = one.record.config
+        assert config is not None
+        if config not in tuned:
+            far = doubt + STEP_DOUBT * (one.distance - known[0].distance)
+            tuned[config] = _Candidate(one.record, expected(config), far)
     yield from tuned.values()
     slight = BESIDE_DOUBT if _is_plain_prompt(problem) else UNTIMED_DOUBT
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
@@ -111,10 +121,57 @@ def _candidates(
         usual = family.span(here, start, target)
         for config in (default, *family.spread_otherwise(here, start, target)):
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
-            # Its span at the tuned shape could only speak against it.
+            # Its span at the tuned shapes could only speak against it.
             if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
                 record = _untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
+
+
+class _Known(NamedTuple):
+    """A tuned shape: its winner, how far away it is, and what it took over its schedule (a logarithm)."""
+
+    record: Record
+    distance: float
+    longer: float
+
+
+def _known(record: Record, problem: Problem, target: Target) -> _Known:
+    won = _span_there(record, record.config, target)
+    return _Known(record, distance(record.problem, problem), math.log((record.ms or won) / won))
+
+
+def _longer(known: Sequence[_Known]) -> float:
+    """How much longer a family's launches take than their schedules: a logarithm."""
+    mean = sum(one.longer for one in known) / len(known)
+    weights = [_weight(one.distance, REACH) for one in known]
+    others = sum(weight * (one.longer - mean) for weight, one in zip(weights, known, strict=True))
+    return mean + others / (sum(weights) + PRIOR)
+
+
+def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
+    """How much longer a config takes than others by what its schedule does not know: a logarithm."""
+    weights = [_weight(one.distance, HELD_REACH) for one in near]
+    held = 0.0
+    for weight, one in zip(weights, near, strict=True):
+        won = _span_there(one.record, one.record.config, target)
+        ahead = math.log(won / _span_there(one.record, config, target))
+        held += weight * min(MOST_HELD, max(0.0, ahead))
+    return held / (sum(weights) + PRIOR)
+
+
+def _weight(steps: float, reach: float) -> float:
+    return math.exp(-0.5 * (steps / reach) ** 2)
+
+
+def _span_there(record: Record, config: Config | None, target: Target) -> float:
+    """What a config's schedule takes at a tuned shape, in ms."""
+    assert config is not None
+    return _span(record.family, record.problem, config, target)
+
+
+@functools.lru_cache(maxsize=8192)
+def _span(family: str, problem: Problem, config: Config, target: Target) -> float:
+    return find_family(family).span(problem, config, target)
 
 
 def _is_plain_prompt(problem: Problem) -> bool:

@@ -10,14 +10,23 @@
 #   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right  0.2087 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x4_b1_q4096_k4096_bottom_right  0.2089 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_bottom_right  0.2624 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q1024_k1024_bottom_right  0.0259 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q2048_k2048_bottom_right  0.1188 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_bottom_right  1.5442 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_bottom_right  0.1714 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b4_q256_k256_bottom_right  0.0177 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_bottom_right  0.8103 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_bottom_right  0.1241 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_bottom_right  0.4450 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b16_q2048_k2048_bottom_right  1.8542 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b1_q32768_k32768_bottom_right  27.3623 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b8_q4096_k4096_bottom_right  3.3996 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b1_q2048_k2048_bottom_right  0.0339 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b1_q4096_k4096_bottom_right  0.0605 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b2_q1024_k1024_bottom_right  0.0235 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q2048_k2048_bottom_right  0.0674 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k4096_bottom_right  0.0574 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q1024_k1024_bottom_right  0.0447 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

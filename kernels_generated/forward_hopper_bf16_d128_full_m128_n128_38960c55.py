@@ -6,9 +6,14 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_none  0.4025 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_none  0.0954 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.4132 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q1024_k1024_none  0.0348 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.2300 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b4_q256_k256_none  0.0181 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_none  0.1448 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_none  13.0315 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q2048_k2048_none  0.1093 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q1024_k1024_none  0.0615 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q768_k768_none  0.0404 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

@@ -2,6 +2,7 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_none  1.5173 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_none  0.7787 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q2048_k2048_none  0.2019 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_none  1.5376 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b16_q2048_k2048_none  3.2791 ms measured
 

@@ -2,6 +2,8 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right  0.1902 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_bottom_right  0.4518 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b1_q1024_k1024_bottom_right  0.0381 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_bottom_right  0.2020 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_bottom_right  0.2883 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_bottom_right  1.4616 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_bottom_right  0.2155 ms measured
@@ -9,11 +11,16 @@
 #   nvidia-h200  forward_bf16_d256_h8x4_b1_q4096_k4096_bottom_right  0.1066 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.0758 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_bottom_right  0.1324 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b16_q128_k128_bottom_right  0.0185 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q16384_k16384_bottom_right  1.3762 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q4096_k4096_bottom_right  0.1027 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b2_q1024_k1024_bottom_right  0.0335 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b2_q8192_k8192_bottom_right  0.7051 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_bottom_right  0.0933 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_bottom_right  0.1134 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_bottom_right  0.3738 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_bottom_right  0.0803 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q1024_k1024_bottom_right  0.0715 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_bottom_right  0.2141 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.

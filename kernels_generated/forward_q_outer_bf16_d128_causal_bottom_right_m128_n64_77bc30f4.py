@@ -5,7 +5,10 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_bottom_right  0.5756 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right  0.2871 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q4096_k4096_bottom_right  0.2788 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q2048_k2048_bottom_right  0.1647 ms measured
 #   nvidia-h200  forward_bf16_d128_h40x8_b1_q4096_k4096_bottom_right  0.3458 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q2048_k2048_bottom_right  0.0909 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q1024_k1024_bottom_right  0.0608 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

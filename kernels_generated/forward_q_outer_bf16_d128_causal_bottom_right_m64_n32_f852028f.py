@@ -4,6 +4,9 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.0996 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_bottom_right  0.1400 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_bottom_right  0.1803 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b64_q64_k64_bottom_right  0.0391 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b16_q128_k128_bottom_right  0.0114 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b64_q64_k64_bottom_right  0.0165 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -7,7 +7,9 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_none  1.0441 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_none  0.5566 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.5741 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b1_q1024_k1024_none  0.0437 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_none  8.0418 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b2_q2048_k2048_none  0.2720 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_none  4.0388 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.3520 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_none  1.9493 ms measured
@@ -17,6 +19,9 @@
 #   nvidia-h200  forward_bf16_d128_h64x8_b2_q16384_k16384_none  33.9644 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_none  16.7299 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b8_q4096_k4096_none  8.0832 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b1_q4096_k4096_none  0.1368 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q2048_k2048_none  0.1454 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q1024_k1024_none  0.0846 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,8 +1,13 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right  0.2812 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_bottom_right  0.3207 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q16384_k16384_bottom_right  1.8844 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q2048_k2048_bottom_right  0.0765 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q4096_k4096_bottom_right  0.1474 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_bottom_right  0.1719 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_bottom_right  0.5560 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k4096_bottom_right  0.1412 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_bottom_right  0.3397 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

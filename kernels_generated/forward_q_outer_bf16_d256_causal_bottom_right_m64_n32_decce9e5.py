@@ -1,7 +1,11 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_bottom_right  0.3472 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b4_q256_k256_bottom_right  0.0324 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b64_q64_k64_bottom_right  0.0800 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.1036 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b16_q128_k128_bottom_right  0.0193 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b64_q64_k64_bottom_right  0.0273 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,11 +1,16 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d256_h32x8_b1_q16384_k16384_none  16.1734 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b2_q8192_k8192_none  7.8485 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b1_q256_k16384_none  0.4908 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_none  0.5082 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_none  3.8827 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_none  2.0926 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q4096_k4096_none  0.2639 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b2_q1024_k1024_none  0.0464 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b2_q8192_k8192_none  1.9965 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_none  0.2821 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_none  1.0539 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k4096_none  0.1408 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_none  0.5575 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

@@ -1,13 +1,17 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_none  0.3585 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_none  1.1684 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_none  0.6935 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b4_q256_k256_none  0.0380 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_none  0.4748 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b64_q64_k64_none  0.1220 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_none  0.1069 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_none  0.3256 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_none  0.1995 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_none  0.1374 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b64_q64_k64_none  0.0392 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q256_k256_none  0.0231 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q768_k768_none  0.1046 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -2,8 +2,14 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d64_h32x32_b1_q16384_k16384_bottom_right  2.3950 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x32_b2_q8192_k8192_bottom_right  1.2384 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b1_q1024_k1024_bottom_right  0.0240 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b2_q2048_k2048_bottom_right  0.0959 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b2_q8192_k8192_bottom_right  1.2465 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_bottom_right  0.6353 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b1_q4096_k4096_bottom_right  0.0679 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b4_q2048_k2048_bottom_right  0.0542 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b8_q1024_k1024_bottom_right  0.0355 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b8_q768_k768_bottom_right  0.0256 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

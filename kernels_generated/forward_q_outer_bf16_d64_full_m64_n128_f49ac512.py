@@ -2,7 +2,10 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d64_h32x32_b1_q16384_k16384_none  4.6816 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x32_b2_q8192_k8192_none  2.3920 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b1_q256_k16384_none  0.1149 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b2_q8192_k8192_none  2.4496 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b1_q2048_k2048_none  0.0278 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b4_q512_k4096_none  0.0454 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

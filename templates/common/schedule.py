@@ -168,7 +168,12 @@ def _loads(tiling: Tiling, workers: int, section: int, order: str) -> _Loads:
 
 
 def coming_and_going(
-    tiling: Tiling, multiprocessors: int, longest_first: bool, cost: Cost, lone: float
+    tiling: Tiling,
+    multiprocessors: int,
+    longest_first: bool,
+    cost: Cost,
+    lone: float,
+    resident: int = RESIDENT,
 ) -> float:
     """When the last of the programs ends that take one tile each, wherever there is room.
 
@@ -180,15 +185,16 @@ def coming_and_going(
         longest_first: Whether the tiles with the most blocks are begun first.
         cost: Of blocks and tiles.
         lone: How many times as long a program takes by itself as its share of the units would let it.
+        resident: Programs for which a multiprocessor has room.
     """
     found = extremes(tiling)
     least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))
     if tiling.total <= multiprocessors:
         return lone * most
-    slots = RESIDENT * multiprocessors
+    slots = resident * multiprocessors
     if least == most and tiling.total <= ROUNDS_IN_STEP * slots:
         whole, rest = divmod(tiling.total, slots)
-        last = lone if 0 < rest <= multiprocessors else RESIDENT * math.ceil(rest / slots)
-        return (RESIDENT * whole + last) * mean
+        last = max(lone, math.ceil(rest / multiprocessors)) if rest else 0.0
+        return (resident * whole + last) * mean
     last = least if longest_first else mean if found.least == found.most else most
     return max(lone * most, tiling.total / multiprocessors * mean + lone * LAST_SHARE * last)

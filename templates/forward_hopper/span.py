@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -17,9 +18,9 @@ from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
 PACES = {
-    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
-    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
-    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
+    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5, masked=0.0),
+    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5, masked=0.0),
+    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5, masked=0.0),
 }
 MOST_GROUPS = max(PACES)
 # More heads at a time than these won nowhere: docs/hopper.md.
@@ -30,7 +31,7 @@ BLOCKS = (64, 128)
 ALTERNATING = 0.25
 WAITING = 0.43
 # Share of time that is lost where programs leave the heads of their section to others each round.
-OUT_OF_STEP = 0.03
+OUT_OF_STEP = 0.05
 
 
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
@@ -40,10 +41,10 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
     pace = PACES[min(config.groups, MOST_GROUPS)]
     if not tiling.total or not problem.seqlen_kv:
         return pace.launch / 1e3
-    cost = Cost(
-        block_us(problem, config.block_m * config.block_n, pace, target),
-        tile_us(problem, config.block_m, pace, target) + _between(config),
-    )
+    block = block_us(problem, config.block_m * config.block_n, pace, target)
+    cut = 0 if are_alike(problem) else math.ceil(tiling.rows / config.block_n)
+    between = _between(config) + cut * pace.masked * block
+    cost = Cost(block, tile_us(problem, config.block_m, pace, target) + between)
     workers = staying(tiling.total, config.even, target.sm_count)
     busy = busiest(tiling, workers, config.section, config.order.value, cost)
     streamed = extremes(tiling).mean * tiling.total * config.block_n
@@ -69,9 +70,10 @@ def _falls_out(tiling: Tiling, workers: int, section: int, target: Target) -> bo
 
 
 def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
-    """The points of a space with the same queries of a group that spread work otherwise.
+    """The points of a space that spread the same work otherwise.
 
-    Other orders and sections, programs for all multiprocessors or fewer, one group, other blocks of keys.
+    Other orders and sections, programs for all multiprocessors or fewer, one group; and other blocks of keys,
+    with as many heads of a group to a tile as there may be.
     """
     axes = {axis.name: axis.values for axis in space.axes}
     sections = tuple(section for section in axes["section"] if section in SECTIONS)
@@ -87,7 +89,7 @@ def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfi
         )
         if other != config and space.contains(other):
             yield other
-    for block_n in BLOCKS:
-        other = msgspec.structs.replace(config, block_n=block_n)
+    for pack, block_n in itertools.product(axes["pack"], BLOCKS):
+        other = msgspec.structs.replace(config, pack=pack, block_n=block_n)
         if other != config and space.contains(other):
             yield other

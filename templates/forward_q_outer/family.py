@@ -10,7 +10,7 @@ from flashtune.kernel import Alignment, Argument, Specialization, Step
 from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.span import portable_span
+from flashtune.templates.common.span import portable_span, resident_programs
 from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
@@ -166,6 +166,15 @@ class ForwardQOuter:
             longest_first=config.long_first,
             heads_inner=config.heads_inner,
             descriptors=config.loads is Loads.DESCRIPTOR,
+            resident=resident_programs(
+                problem,
+                config.block_m,
+                config.block_n,
+                config.num_warps,
+                config.num_stages,
+                config.max_registers,
+                target,
+            ),
         )
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:

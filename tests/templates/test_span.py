@@ -214,4 +214,4 @@ def test_what_a_tile_of_the_hopper_family_takes_more() -> None:
         hopper.span(longer, msgspec.structs.replace(usual, section=4, order=Order.ALTERNATE, even=even), H200)
         for even in (True, False)
     )
-    assert 1.01 < even / all_of_them < 1.05
+    assert 1.03 < even / all_of_them < 1.07

@@ -1,12 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_e4m3_d128_h64x8_b16_q2048_k2048_bottom_right  1.4236 ms measured
+#   nvidia-h200  forward_e4m3_d128_h64x8_b16_q2048_k2048_bottom_right  1.3871 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
 Computes     e4m3, head dim 128, value head dim 128, causal: bottom_right
-Config       2 groups of 64 rows, block_n 128, 2 stages, 2 of queries, halved False, ping_pong True, late_wait True,
-             lazy_rescale True, decomposed False, pack 1, section 4, long_first True, alternate True, even True
+Config       3 groups of 64 rows, block_n 128, 3 stages, 2 of queries, halved False, ping_pong True, late_wait True,
+             lazy_rescale True, p_stages 1, decomposed False, pack 1, section 0, long_first False, alternate False, even True
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper aa9bf404279a
 
@@ -47,23 +47,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-GROUPS = gl.constexpr(2)
+GROUPS = gl.constexpr(3)
 ROWS = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
 Q_STAGES = gl.constexpr(2)
 PACK = gl.constexpr(1)
 # Positions of a group's rows, and of all groups' together.
 POSITIONS = gl.constexpr(64)
-TILE = gl.constexpr(128)
+TILE = gl.constexpr(192)
 HEAD_DIM = gl.constexpr(128)
 VALUE_HEAD_DIM = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Weights are kept in [0, 256], where eight bits resolve small ones best.
 WEIGHT_SHIFT = gl.constexpr(6.0)
-# Registers of four weights each, in which a thread keeps those of a block.
-WORDS = gl.constexpr(16)
 # A maximum may be outgrown by this much, in log2, before the accumulator is rescaled to a new one.
 SLACK = gl.constexpr(2.0)
 # Rows of a thread.
@@ -90,16 +88,10 @@ def locate(index, workers, total, tiles, section, all_packs, packs, packs_per_kv
     Heads come in sections, so that those that are worked on at a time share the L2 cache; within a
     section neighbours in order are different heads.
     """
-    # Every other round runs backwards: who had a long tile gets a short one.
-    turn = index // workers
-    backwards = (turn % 2 == 1) & ((turn + 1) * workers <= total)
-    index = gl.where(backwards, (2 * turn + 1) * workers - 1 - index, index)
     first_pack = index // (section * tiles) * section
     within = index % (section * tiles)
     width = gl.minimum(section, all_packs - first_pack)
     tile = within // width
-    # The last tiles see the most keys: started first, they do not end last.
-    tile = tiles - 1 - tile
     pack = first_pack + within % width
     batch = pack // packs
     kv_head = pack % packs // packs_per_kv
@@ -132,51 +124,17 @@ def operands(returned, kind, count):
     """Constraints of PTX that returns so many registers and takes `count` of a kind."""
     return ",".join(["=r"] * returned + [kind] * count)
 
-@gluon.constexpr_function
-def rounding(group, words):
-    """PTX that rounds a thread's weights to eight bits and keeps them. What it returns is of no use."""
-    lines = ["{ .reg .b16 low, high;"]
-    for word in range(words):
-        first, second, third, fourth = (f"${words + 4 * word + place}" for place in range(4))
-        lines += [
-            f"cvt.rn.satfinite.e4m3x2.f32 low, {second}, {first};",
-            f"cvt.rn.satfinite.e4m3x2.f32 high, {fourth}, {third};",
-            f"mov.b32 weights_{group}_{word}, {{low, high}};",
-            f"mov.b32 ${word}, 0;",
-        ]
-    return " ".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def recalling(group, words):
-    """PTX that returns the weights that were kept last."""
-    return " ".join(f"mov.b32 ${word}, weights_{group}_{word};" for word in range(words))
-
 
 @gluon.jit
-def declare_weights(GROUP: gl.constexpr):
-    """Registers that outlive a turn of the loop.
-
-    A loop carries tensors of eight-bit elements one by one, and packs them again in every turn: that
-    took half as many instructions as all the rest.
-    """
-    asm: gl.constexpr = f".reg .b32 weights_{GROUP}_<{WORDS}>; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def keep_weights(weights, GROUP: gl.constexpr):
-    asm: gl.constexpr = rounding(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "f", 4 * WORDS)
-    gl.inline_asm_elementwise(asm, kinds, [weights], gl.int8, False, 4 * WORDS)
-
-
-@gluon.jit
-def kept_weights(GROUP: gl.constexpr):
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.int8, WEIGHTS)
-    asm: gl.constexpr = recalling(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "r", WORDS)
-    return gl.inline_asm_elementwise(asm, kinds, [nothing], gl.float8e4nv, False, 4 * WORDS)
+def rounded(weights):
+    """Weights in eight bits, four of a thread at a time."""
+    asm: gl.constexpr = """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [weights], gl.float8e4nv, True, 4)
 
 
 @gluon.jit
@@ -252,9 +210,9 @@ def produce(
 @gluon.jit
 def consume(
     GROUP: gl.constexpr,
-    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-    q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
-    kv_heads, group_size, seqlen_q, seqlen_kv,
+    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc,
+    lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section, all_packs, packs,
+    packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
 ):
     """Attention of one group's rows of every tile, blocks of keys from the last to the first."""
     workers = gl.num_programs(0)
@@ -264,7 +222,6 @@ def consume(
     row_offsets = gl.arange(0, ROWS, SCORE_ROWS)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    declare_weights(GROUP)
     declare_growth(GROUP)
     if GROUP == GROUPS - 1:
         pass_turn(GROUP)
@@ -320,7 +277,9 @@ def consume(
         # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
         # sixteen, and so do the keys of the transposed values.
         exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-        keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
+        in_fours = gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS)
+        p_tiles.index(GROUP).store(rounded(in_fours))
+        fence_async_shared()
         accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
 
         for earlier in range(block - 1, -1, -1):
@@ -330,7 +289,7 @@ def consume(
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            weights = kept_weights(GROUP)
+            weights = p_tiles.index(GROUP)
             v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
             accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
             pass_turn(GROUP)
@@ -365,12 +324,14 @@ def consume(
             # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
             # sixteen, and so do the keys of the transposed values.
             exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-            keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
+            in_fours = gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS)
+            p_tiles.index(GROUP).store(rounded(in_fours))
+            fence_async_shared()
 
         mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        weights = kept_weights(GROUP)
+        weights = p_tiles.index(GROUP)
         v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
         accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         # What comes next is worked out beside the last product: divisions take long.
@@ -441,6 +402,9 @@ def forward_hopper(
     o_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
     )
+    p_tiles = gl.allocate_shared_memory(
+        gl.float8e4nv, [GROUPS, ROWS, BLOCK_N], gl.NVMMASharedLayout(128, 8, 2)
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     for slot in gl.static_range(Q_STAGES * GROUPS):
@@ -472,18 +436,27 @@ def forward_hopper(
                 consume,
                 (
                     0,
-                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
                 consume,
                 (
                     1,
-                    q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                ),
+            ),
+            (
+                consume,
+                (
+                    2,
+                    q_tiles, k_tiles, v_tiles, o_tiles, p_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles,
+                    section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -495,8 +468,8 @@ def forward_hopper(
                 ),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1],
+        [160, 160, 24],
     )
 
 
@@ -576,11 +549,11 @@ def launch_plan(q, k, v, out):
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
-    tiles = triton.cdiv(seqlen_q, 128) * packs
+    tiles = triton.cdiv(seqlen_q, 192) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     # As few as finish in as many rounds.
     grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
-    section = min(packs, 4)
+    section = packs
     # Whole groups of sixteen keys of one byte, counted in float32.
     workspaces = ((batch, kv_heads, 128, triton.cdiv(seqlen_kv, 16) * 4),)
     return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, section)
@@ -616,6 +589,6 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
         max(scale, 1e-30),
         *integers,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
     return out, lse

@@ -1,11 +1,13 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_e4m3_d128_h64x8_b16_q2048_k2048_none  2.5038 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k4096_bottom_right  0.0977 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q256_k256_bottom_right  0.0191 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b8_q768_k768_bottom_right  0.0502 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
-Computes     e4m3, head dim 128, value head dim 128, causal: none
-Config       2 groups of 64 rows, block_n 128, 2 stages, 2 of queries, halved False, ping_pong True, late_wait True,
+Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
+Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, halved True, ping_pong False, late_wait True,
              lazy_rescale True, decomposed False, pack 1, section 4, long_first False, alternate False, even True
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper aa9bf404279a
@@ -31,7 +33,6 @@ Tunables
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,29 +50,25 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 GROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-BLOCK_N = gl.constexpr(128)
+BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-Q_STAGES = gl.constexpr(2)
+Q_STAGES = gl.constexpr(1)
 PACK = gl.constexpr(1)
 # Positions of a group's rows, and of all groups' together.
 POSITIONS = gl.constexpr(64)
 TILE = gl.constexpr(128)
-HEAD_DIM = gl.constexpr(128)
-VALUE_HEAD_DIM = gl.constexpr(128)
+HEAD_DIM = gl.constexpr(256)
+VALUE_HEAD_DIM = gl.constexpr(256)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Weights are kept in [0, 256], where eight bits resolve small ones best.
-WEIGHT_SHIFT = gl.constexpr(6.0)
-# Registers of four weights each, in which a thread keeps those of a block.
-WORDS = gl.constexpr(16)
 # A maximum may be outgrown by this much, in log2, before the accumulator is rescaled to a new one.
-SLACK = gl.constexpr(2.0)
+SLACK = gl.constexpr(8.0)
 # Rows of a thread.
 FLAGS = gl.constexpr(2)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 4))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
@@ -103,74 +100,14 @@ def locate(index, workers, total, tiles, section, all_packs, packs, packs_per_kv
 @gluon.jit
 def count_blocks(first, positions, seqlen_q, seqlen_kv):
     """Blocks of keys that some query of a tile may see, and at least one."""
-    last_key = seqlen_kv
+    last_key = gl.minimum(first + positions + seqlen_kv - seqlen_q, seqlen_kv)
     return gl.maximum((last_key + BLOCK_N - 1) // BLOCK_N, 1)
-
-
-@gluon.jit
-def take_turn(GROUP: gl.constexpr):
-    """Waits until the group before has issued its products: while one multiplies, the other weighs."""
-    asm: gl.constexpr = f"bar.sync {GROUP + 8}, 256; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def pass_turn(GROUP: gl.constexpr):
-    """Lets the group after this one go ahead."""
-    asm: gl.constexpr = f"bar.arrive {(GROUP + 1) % GROUPS + 8}, 256; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.constexpr_function
 def operands(returned, kind, count):
     """Constraints of PTX that returns so many registers and takes `count` of a kind."""
     return ",".join(["=r"] * returned + [kind] * count)
-
-@gluon.constexpr_function
-def rounding(group, words):
-    """PTX that rounds a thread's weights to eight bits and keeps them. What it returns is of no use."""
-    lines = ["{ .reg .b16 low, high;"]
-    for word in range(words):
-        first, second, third, fourth = (f"${words + 4 * word + place}" for place in range(4))
-        lines += [
-            f"cvt.rn.satfinite.e4m3x2.f32 low, {second}, {first};",
-            f"cvt.rn.satfinite.e4m3x2.f32 high, {fourth}, {third};",
-            f"mov.b32 weights_{group}_{word}, {{low, high}};",
-            f"mov.b32 ${word}, 0;",
-        ]
-    return " ".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def recalling(group, words):
-    """PTX that returns the weights that were kept last."""
-    return " ".join(f"mov.b32 ${word}, weights_{group}_{word};" for word in range(words))
-
-
-@gluon.jit
-def declare_weights(GROUP: gl.constexpr):
-    """Registers that outlive a turn of the loop.
-
-    A loop carries tensors of eight-bit elements one by one, and packs them again in every turn: that
-    took half as many instructions as all the rest.
-    """
-    asm: gl.constexpr = f".reg .b32 weights_{GROUP}_<{WORDS}>; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def keep_weights(weights, GROUP: gl.constexpr):
-    asm: gl.constexpr = rounding(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "f", 4 * WORDS)
-    gl.inline_asm_elementwise(asm, kinds, [weights], gl.int8, False, 4 * WORDS)
-
-
-@gluon.jit
-def kept_weights(GROUP: gl.constexpr):
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.int8, WEIGHTS)
-    asm: gl.constexpr = recalling(GROUP, WORDS)
-    kinds: gl.constexpr = operands(WORDS, "r", WORDS)
-    return gl.inline_asm_elementwise(asm, kinds, [nothing], gl.float8e4nv, False, 4 * WORDS)
 
 
 @gluon.jit
@@ -217,7 +154,7 @@ def produce(
         for group in gl.static_range(GROUPS):
             slot = q_stage * GROUPS + group
             mbarrier.wait(q_empty.index(slot), q_phase)
-            mbarrier.expect(q_full.index(slot), 8192)
+            mbarrier.expect(q_full.index(slot), 32768)
             position = tile * TILE + group * POSITIONS
             q_tile = q_tiles.index(slot)
             copy_in(q_desc, [batch, kv_head, head, position, 0], q_full.index(slot), q_tile)
@@ -230,16 +167,16 @@ def produce(
             if step <= last:
                 key = (last - step) * BLOCK_N
                 mbarrier.wait(k_empty.index(k_stage), k_phase)
-                mbarrier.expect(k_full.index(k_stage), 16384)
+                mbarrier.expect(k_full.index(k_stage), 32768)
                 k_tile = k_tiles.index(k_stage)
                 copy_in(k_desc, [this_batch, this_kv_head, key, 0], k_full.index(k_stage), k_tile)
                 k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
             if step > 0:
                 key = (last - step + 1) * BLOCK_N
                 mbarrier.wait(v_empty.index(v_stage), v_phase)
-                mbarrier.expect(v_full.index(v_stage), 16384)
+                mbarrier.expect(v_full.index(v_stage), 32768)
                 v_tile = v_tiles.index(v_stage)
-                copy_in(v_desc, [this_batch, this_kv_head, 0, key], v_full.index(v_stage), v_tile)
+                copy_in(v_desc, [this_batch, this_kv_head, key, 0], v_full.index(v_stage), v_tile)
                 v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
 
 
@@ -247,79 +184,85 @@ def produce(
 def consume(
     GROUP: gl.constexpr,
     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-    q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
-    kv_heads, group_size, seqlen_q, seqlen_kv,
+    scale_log2, total, tiles, section, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
+    seqlen_kv,
 ):
     """Attention of one group's rows of every tile, blocks of keys from the last to the first."""
     workers = gl.num_programs(0)
     q_stage, q_phase = 0, 0
     k_stage, k_phase = 0, 0
     v_stage, v_phase = 0, 0
+    row_offsets = gl.arange(0, ROWS, SCORE_ROWS)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    declare_weights(GROUP)
     declare_growth(GROUP)
-    if GROUP == GROUPS - 1:
-        pass_turn(GROUP)
 
     tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
+    # Blocks that only later groups see pass by.
     block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+    hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
+    for _ in range(hidden):
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        mbarrier.arrive(k_empty.index(k_stage))
+        k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        mbarrier.arrive(v_empty.index(v_stage))
+        v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
     mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)
     mbarrier.wait(k_full.index(k_stage), k_phase)
-    q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
-    k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
+    q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
+    k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     for index in range(gl.program_id(0), total, workers):
         this_first, this_batch, this_kv_head, this_head = first, batch, kv_head, head
-        group = this_batch * kv_heads + this_kv_head
-        query_scale = gl.load(q_scale + group * group_size + this_head)
-        scale_log2 = common_scale_log2 * query_scale * gl.load(k_scale + group)
-        # Of zero scores none would be masked: -inf * 0 is NaN.
-        scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
-        value_scale = gl.load(v_scale + group)
+        positions = first + row_offsets % POSITIONS
+        # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
+        diagonal = seqlen_kv - seqlen_q
+        visible_end = gl.minimum(positions + diagonal + 1, seqlen_kv)
+        open_blocks = gl.maximum(gl.minimum(first + diagonal + 1, seqlen_kv), 0) // BLOCK_N
 
         # The first block stands alone: its scores were issued while the tile before was finished.
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(k_stage))
         k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
-        if seqlen_kv % BLOCK_N != 0:
+        if block >= open_blocks:
             # Columns of a thread differ by constants: one subtraction serves them all.
-            limits = seqlen_kv - block * BLOCK_N - (key_offsets & 6)[None, :]
+            limits = visible_end[:, None] - block * BLOCK_N - (key_offsets & 6)[None, :]
             scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
         row_max = gl.max(scores, 1) * scale_log2
-        shift = row_max - WEIGHT_SHIFT
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
         exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
         # Each thread sums its own columns; rows are summed over threads once, at the end.
         block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
         running_sum = block_sum
-        # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
-        # sixteen, and so do the keys of the transposed values.
-        exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-        keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
-        accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
+        weights = gl.convert_layout(exponentials.to(gl.bfloat16), WEIGHTS)
+        accumulator = gl.zeros([ROWS, 256], gl.float32, OUTPUT)
 
-        for _ in range(block - 1, -1, -1):
+        for earlier in range(block - 1, -1, -1):
             mbarrier.wait(k_full.index(k_stage), k_phase)
-            take_turn(GROUP)
-            q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
-            k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
+            q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
+            k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            weights = kept_weights(GROUP)
-            v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
+            v_tile = v_tiles.index(v_stage).reshape([BLOCK_N, 256])
             accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
-            pass_turn(GROUP)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(k_stage))
             k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+            if earlier >= open_blocks:
+                # Columns of a thread differ by constants: one subtraction serves them all.
+                limits = visible_end[:, None] - earlier * BLOCK_N - (key_offsets & 6)[None, :]
+                scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
             block_max = gl.max(scores, 1) * scale_log2
             grows = block_max > row_max + SLACK
             note_growth(grows.to(gl.int32), GROUP)
             new_max = gl.where(grows, block_max, row_max)
-            rescale = gl.exp2(row_max - new_max)
+            rescale = gl.exp2(row_max - gl.where(new_max == float("-inf"), 0.0, new_max))
             row_max = new_max
-            shift = row_max - WEIGHT_SHIFT
+            # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+            shift = gl.where(row_max == float("-inf"), 0.0, row_max)
             exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
             # Each thread sums its own columns; rows are summed over threads once, at the end.
             block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
@@ -333,16 +276,12 @@ def consume(
             v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
             if has_grown(GROUP):
                 accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-            # A thread holds pairs of columns and the product wants fours: columns trade places within groups of
-            # sixteen, and so do the keys of the transposed values.
-            exchanged = exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
-            keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)
+            weights = gl.convert_layout(exponentials.to(gl.bfloat16), WEIGHTS)
 
         mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        weights = kept_weights(GROUP)
-        v_tile = v_tiles.index(v_stage).reshape([128, BLOCK_N]).permute((1, 0))
+        v_tile = v_tiles.index(v_stage).reshape([BLOCK_N, 256])
         accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         # What comes next is worked out beside the last product: divisions take long.
         more = index + workers < total
@@ -352,21 +291,37 @@ def consume(
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
         first = tile * TILE + GROUP * POSITIONS
+        # Blocks that only later groups see pass by.
         block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+        hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
+        for _ in range(gl.where(more, hidden, 0)):
+            mbarrier.wait(k_full.index(k_stage), k_phase)
+            mbarrier.arrive(k_empty.index(k_stage))
+            k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            mbarrier.arrive(v_empty.index(v_stage))
+            v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
         mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)
         mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)
-        q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
-        k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
+        q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
+        k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
         # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), SCORE_ROWS)
-        factor = value_scale / gl.where(row_sum == 0.0, 1.0, row_sum)
+        factor = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
         o_tile = (accumulator * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]).to(gl.bfloat16)
+        # In two halves through one half's room.
+        left, right = o_tile.reshape([ROWS, 2, 128]).permute(0, 2, 1).split()
+        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
         tma.store_wait(0)
-        o_tiles.index(GROUP).reshape([ROWS, 128]).store(o_tile)
+        o_tiles.index(GROUP).reshape([ROWS, 128]).store(gl.convert_layout(left, HALF))
         fence_async_shared()
         copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 0], o_tiles.index(GROUP))
+        tma.store_wait(0)
+        o_tiles.index(GROUP).reshape([ROWS, 128]).store(gl.convert_layout(right, HALF))
+        fence_async_shared()
+        copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 128], o_tiles.index(GROUP))
     warpgroup_mma_wait(0, deps=[scores])
     tma.store_wait(0)
 
@@ -378,9 +333,6 @@ def forward_hopper(
     v_desc,
     o_desc,
     lse,
-    q_scale,
-    k_scale,
-    v_scale,
     scale,
     heads,
     group_size,
@@ -390,13 +342,13 @@ def forward_hopper(
     section,
 ):
     q_tiles = gl.allocate_shared_memory(
-        gl.float8e4nv, [Q_STAGES * GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 8, 5)
+        gl.bfloat16, [Q_STAGES * GROUPS, 1, 1, PACK, POSITIONS, 256], gl.NVMMASharedLayout(128, 16, 5)
     )
     k_tiles = gl.allocate_shared_memory(
-        gl.float8e4nv, [STAGES, 1, 1, BLOCK_N, 128], gl.NVMMASharedLayout(128, 8, 4)
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
     )
     v_tiles = gl.allocate_shared_memory(
-        gl.float8e4nv, [STAGES, 1, 1, 128, BLOCK_N], gl.NVMMASharedLayout(128, 8, 4)
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 256], gl.NVMMASharedLayout(128, 16, 4)
     )
     o_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
@@ -425,7 +377,7 @@ def forward_hopper(
     all_packs = all_heads // heads * packs
     tiles = (seqlen_q + TILE - 1) // TILE
     total = tiles * all_packs
-    common_scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2_E
     gl.warp_specialize(
         [
             (
@@ -433,8 +385,8 @@ def forward_hopper(
                 (
                     0,
                     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
+                    kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -442,8 +394,8 @@ def forward_hopper(
                 (
                     1,
                     q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    o_desc, lse, q_scale, k_scale, v_scale, common_scale_log2, total, tiles, section,
-                    all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q, seqlen_kv,
+                    o_desc, lse, scale_log2, total, tiles, section, all_packs, packs, packs_per_kv,
+                    kv_heads, group_size, seqlen_q, seqlen_kv,
                 ),
             ),
             (
@@ -460,43 +412,8 @@ def forward_hopper(
     )
 
 
-KEYS = tl.constexpr(64)
-
-
-@triton.jit
-def transpose_values(v, transposed, stride_vb, stride_vh, stride_vs, kv_heads, seqlen_kv):
-    """Writes V as [batch, kv_heads, value_head_dim, keys], keys in the order in which weights come."""
-    head = tl.program_id(1)
-    places = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    columns = tl.arange(0, 128)
-    # Place 16a + 4t + 2b + c of a row holds key 16a + 8b + 2t + c.
-    low = places % 16
-    sources = places - low + low // 2 % 2 * 8 + low // 4 * 2 + low % 2
-    v_base = v + (head // kv_heads).to(tl.int64) * stride_vb + (head % kv_heads).to(tl.int64) * stride_vh
-    exists = (columns < 128)[None, :]
-    # [KEYS, columns]; what lies past the sequence is zero, so that no weight of zero meets a NaN
-    tile = tl.load(
-        v_base + sources.to(tl.int64)[:, None] * stride_vs + columns[None, :],
-        mask=exists & (sources < seqlen_kv)[:, None],
-        other=0.0,
-    )
-    keys = (seqlen_kv + 15) // 16 * 16
-    rows = (head.to(tl.int64) * 128 + columns)[:, None] * keys
-    tl.store(transposed + rows + places[None, :], tile.T, mask=exists.T & (places < keys)[None, :])
-
-
-def prologue_plan(q, k, v, out):
-    """Grid of `transpose_values`, and its arguments from `stride_vb` on."""
-    batch, kv_heads, seqlen_kv, _ = v.shape
-    grid = (triton.cdiv(seqlen_kv, 64), batch * kv_heads)
-    return grid, (*(v.stride(axis) for axis in (0, 1, 2)), kv_heads, seqlen_kv)
-
-
 def descriptors(q, k, v, out):
-    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing.
-
-    `v` is what `transpose_values` wrote, [batch, kv_heads, value_head_dim, keys].
-    """
+    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
     kv_heads = k.shape[1]
 
     def by_groups(tensor):
@@ -510,17 +427,17 @@ def descriptors(q, k, v, out):
     return (
         (
             TensorDescriptor(
-                q, *by_groups(q), [1, 1, 1, 64, 128], gl.NVMMASharedLayout(128, 8, 5)
+                q, *by_groups(q), [1, 1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
             TensorDescriptor(
-                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 8, 4)
+                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
             TensorDescriptor(
-                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 8, 4)
+                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
@@ -541,38 +458,29 @@ def launch_plan(q, k, v, out):
     # As few as finish in as many rounds.
     grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
     section = min(packs, 4)
-    # Whole groups of sixteen keys of one byte, counted in float32.
-    workspaces = ((batch, kv_heads, 128, triton.cdiv(seqlen_kv, 16) * 4),)
+    workspaces = ()
     return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, section)
 
 
-def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
+def attention(q, k, v, scale=None):
     """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
-
-    Scales are contiguous float32, [batch, heads] for q and [batch, kv_heads] for k and v; 1 by default.
 
     Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
-        q, scale = (-q.float()).to(q.dtype), -scale
+        q, scale = -q, -scale
     batch, heads, seqlen_q, _ = q.shape
-    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=torch.bfloat16, device=q.device)
+    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspaces, integers = launch_plan(q, k, v, out)
-    transposed = torch.empty(workspaces[0], dtype=torch.float32, device=v.device).view(v.dtype)
-    first_grid, first_integers = prologue_plan(q, k, v, out)
-    transpose_values[first_grid](v, transposed, *first_integers)
-    ones = torch.ones(batch * heads, dtype=torch.float32, device=q.device)
-    scales = [ones if factor is None else factor for factor in (q_scale, k_scale, v_scale)]
-    tensors = (q, k, transposed, out)
+    grid, _, integers = launch_plan(q, k, v, out)
+    tensors = (q, k, v, out)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,
-        *scales,
         max(scale, 1e-30),
         *integers,
         num_warps=4,
