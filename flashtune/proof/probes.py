@@ -230,10 +230,15 @@ def _rising(values: Values, scale: float, direction: Tensor) -> Values:
 
 
 def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Up or down and how steep, for a few rows here and there, and zero for the others."""
+    """Up or down and how steep, for a few rows here and there, and zero for the others.
+
+    The last rows of the first and of the last head are as steep as they come, one each way.
+    """
     here, power, way = (torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(3))
     steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
-    return (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
+    some = (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
+    some[0, 0, -1], some[-1, -1, -1] = 2.0**MOST_STEEP, -(2.0**MOST_STEEP)
+    return some
 
 
 def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.Generator) -> Values:

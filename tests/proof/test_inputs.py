@@ -141,6 +141,17 @@ def test_steep_rows_stand_alone_and_climb_by_little_or_by_much() -> None:
     assert ((climb.abs() > 3.0) & (climb.abs() < 10.0)).any()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_of_few_rows_one_is_steep_each_way(seed: int) -> None:
+    problem = msgspec.structs.replace(make_problem(head_dim=64), batch=1, heads=5, kv_heads=1, seqlen_q=2)
+    problem = msgspec.structs.replace(problem, seqlen_kv=192)
+    values = make_values(Probe.STEEP, problem, 0.125, 64, torch.Generator().manual_seed(seed))
+    scores = 0.125 * values.q @ values.k.mT
+    climb = scores[..., -64:].mean(-1) - scores[..., :64].mean(-1)
+    assert climb.max() > 88.0
+    assert climb.min() < -88.0
+
+
 def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() -> None:
     problem = make_problem()
     random, needle = main_cases(problem)
