@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from flashtune.backward import bind_backward
 from flashtune.config import Config
-from flashtune.kernel import Kernel
+from flashtune.kernel import Kernel, Specialization
 from flashtune.launch import bind, compile_binary
 from flashtune.problem import Problem
 from flashtune.proof import cases
@@ -35,6 +35,8 @@ OF_ONE_PROGRAM = {"dk", "dv"}
 ELEMENT, ROW = 2.0**-7, 2.0**-14
 
 Written = dict[str, Tensor]
+# Launches a kernel so many times on the tensors of one case.
+Write = Callable[[Kernel, int], Iterator[Written]]
 
 
 def cases_of(kernel: Kernel, target: Target, problem: Problem, config: Config, seed: int) -> Iterator[Case]:
@@ -69,9 +71,9 @@ def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int,
         launches: Of the broken kernel: other values in any of them tell it from the right one.
     """
     loose = case.problem.is_backward and not case.problem.deterministic
-    write = _gradients if case.problem.is_backward else _outputs
-    expected = list(write(right, target, case, seed, UNORDERED_LAUNCHES if loose else 1))
-    for written in write(broken, target, case, seed, launches):
+    write = (_gradients if case.problem.is_backward else _outputs)(case, seed, right.specialization, target)
+    expected = list(write(right, UNORDERED_LAUNCHES if loose else 1))
+    for written in write(broken, launches):
         for name, one in written.items():
             meant = [other[name] for other in expected]
             alike = _near if loose and name not in OF_ONE_PROGRAM else _same
@@ -96,25 +98,32 @@ def _near(one: Tensor, meant: list[Tensor]) -> bool:
     return bool((unwritten | ((one.double() - several[0]).abs() <= allowed)).all())
 
 
-def _outputs(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[Written]:
-    prepared = prepare(case, kernel.specialization.alignment, DEVICE, seed)
+def _outputs(case: Case, seed: int, specialization: Specialization, target: Target) -> Write:
+    prepared = prepare(case, specialization.alignment, DEVICE, seed)
     q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.given if kernel.specialization.lse else None
-    launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compile_binary(kernel, target))
-    for _ in range(launches):
-        poison(prepared.out)
-        poison(prepared.lse)
-        launch(q, k, v, out, lse, case.scale, prepared.side)
-        yield {"out": out.clone()} | ({} if lse is None else {"lse": lse.clone()})
+    lse = prepared.lse.given if specialization.lse else None
+
+    def write(kernel: Kernel, launches: int) -> Iterator[Written]:
+        launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compile_binary(kernel, target))
+        for _ in range(launches):
+            poison(prepared.out)
+            poison(prepared.lse)
+            launch(q, k, v, out, lse, case.scale, prepared.side)
+            yield {"out": out.clone()} | ({} if lse is None else {"lse": lse.clone()})
+
+    return write
 
 
-def _gradients(kernel: Kernel, target: Target, case: Case, seed: int, launches: int) -> Iterator[Written]:
-    specialization = kernel.specialization
+def _gradients(case: Case, seed: int, specialization: Specialization, target: Target) -> Write:
     prepared = gradients.prepare(case, specialization.alignment, DEVICE, seed, specialization.lse)
     tensors, side = prepared.tensors, prepared.side
-    launch = bind_backward(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
-    for _ in range(launches):
-        for one in prepared.written.values():
-            poison(one)
-        launch(tensors, case.scale, side)
-        yield {name: one.view.clone() for name, one in prepared.written.items()}
+
+    def write(kernel: Kernel, launches: int) -> Iterator[Written]:
+        launch = bind_backward(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
+        for _ in range(launches):
+            for one in prepared.written.values():
+                poison(one)
+            launch(tensors, case.scale, side)
+            yield {name: one.view.clone() for name, one in prepared.written.items()}
+
+    return write

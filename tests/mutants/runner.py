@@ -26,8 +26,8 @@ from tests.mutants.pools import (
 )
 from tests.mutants.results import Control, Fate, Found, found_of
 
-# Alone on the GPU, what takes so many times as long as the kernel that nobody broke does not end.
-PATIENCE = 4.0
+# What takes, alone on the GPU, so many times as long as a right kernel of the family beside others does not end.
+PATIENCE = 2.0
 LEAST_SECONDS = 6.0
 # Checks of a kernel that is wrong by a race, each with inputs of its own.
 RACY_CHECKS = 5
@@ -60,15 +60,21 @@ def run_mutants(
                 if found.fate is not Fate.HUNG:
                     fates[mutant.id] = found
                     report(found)
-        limits = {
-            subject: max(LEAST_SECONDS, PATIENCE * control.seconds)
-            for subject, control in zip(subjects, controls, strict=True)
-        }
+        limits = _limits(subjects, controls)
         rest = [mutant for mutant in mutants if mutant.id not in fates]
         for mutant, found in _alone(rest, compiled, plan, limits):
             fates[mutant.id] = found
             report(found)
     return controls, tuple(fates[mutant.id] for mutant in mutants)
+
+
+def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[str, float]:
+    """Seconds that a check may take, by family: a process that makes its references first takes the longest."""
+    limits: dict[str, float] = {}
+    for subject, control in zip(subjects, controls, strict=True):
+        known = limits.get(subject.family, LEAST_SECONDS)
+        limits[subject.family] = max(known, PATIENCE * control.seconds)
+    return limits
 
 
 def verify_controls(
@@ -122,7 +128,7 @@ def _shared(
 
 
 def _alone(
-    mutants: Iterable[Mutant], compiled: Compiling, plan: Plan, limits: dict[Subject, float]
+    mutants: Iterable[Mutant], compiled: Compiling, plan: Plan, limits: dict[str, float]
 ) -> Iterator[tuple[Mutant, Found]]:
     """Verifies mutants one by one; after a hang or a death the next process starts first."""
     with on_the_gpu(1) as pool:
@@ -131,11 +137,11 @@ def _alone(
             take_gpu(pool)
 
 
-def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[Subject, float]) -> Found:
+def _repeatedly(pool: ProcessPool, mutant: Mutant, plan: Plan, limits: dict[str, float]) -> Found:
     """Verifies a mutant until it is caught: several times where it is wrong by a race."""
     seconds = 0.0
     for seed in range(plan.seed, plan.seed + (RACY_CHECKS if mutant.racy else 1)):
-        job = checking(pool, mutant.subject, broken(mutant), seed, limits[mutant.subject])
+        job = checking(pool, mutant.subject, broken(mutant), seed, limits[mutant.subject.family])
         caught = _caught(mutant, job)
         if caught:
             return caught

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,12 +40,12 @@ def test_a_launch_s_bits_decide_but_where_sums_have_no_order(monkeypatch: pytest
 
     def found(name: str, change: float, subject: Subject) -> str:
         broken = right | {name: right[name] + torch.tensor([[0.0, change, 0.0]]).bfloat16()}
-        launches = iter((right, broken))
+        written = iter((right, broken))
 
-        def write(kernel: object, target: object, case: object, seed: int, count: int) -> Iterator[Any]:
-            return iter([next(launches)] * count)
+        def prepared(*_: object) -> alike.Write:
+            return lambda kernel, launches: iter([next(written)] * launches)
 
-        monkeypatch.setattr(alike, "_gradients", write)
+        monkeypatch.setattr(alike, "_gradients", prepared)
         case = cases_of(subject)[0]
         kernel = rendered(subject)
         return alike.unlike(kernel, kernel, H200, case, 1, 2)
