@@ -26,7 +26,7 @@ from tests.mutants.pools import (
 )
 from tests.mutants.results import Control, Fate, Found, found_of
 
-# What takes, alone on the GPU, so many times as long as a right kernel of the family beside others does not end.
+# Alone on the GPU, what takes so many times as long as a right kernel beside others does not end.
 PATIENCE = 2.0
 LEAST_SECONDS = 6.0
 # Checks of a kernel that is wrong by a race, each with inputs of its own.
@@ -69,7 +69,7 @@ def run_mutants(
 
 
 def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[str, float]:
-    """Seconds that a check may take, by family: a process that makes its references first takes the longest."""
+    """Seconds that a check may take, by family: a process that has to make references takes the longest."""
     limits: dict[str, float] = {}
     for subject, control in zip(subjects, controls, strict=True):
         known = limits.get(subject.family, LEAST_SECONDS)
