@@ -105,8 +105,10 @@ def _examined(options: argparse.Namespace) -> SanitizerReport:
     report = SanitizerReport(target.name, _version(sanitizer), triton.__version__, ())
     if path.exists():
         before = read_report(path, SanitizerReport)
-        if msgspec.structs.replace(before, findings=(), asked=()) != report:
-            raise UsageError(f"{path} is of another GPU, sanitizer or Triton: name another file by --out")
+        if msgspec.structs.replace(before, findings=(), asked=()) != report or not before.asked:
+            raise UsageError(
+                f"{path} is of another GPU, sanitizer, Triton or script than this one: name another by --out"
+            )
         report = before
     tools = options.tool or [MEMCHECK, RACECHECK]
     for number, tool in enumerate(tools):

@@ -98,6 +98,16 @@ def _asked(tool: str, sanitizer: str, listed: Sequence[Subject]) -> tuple[Asked,
     return tuple(asked)
 
 
+def _unasked(report: SanitizerReport) -> Iterator[Asked]:
+    """What reports hold that were made before they said what was asked for: all of it was run."""
+    asked = {(one.tool, one.family) for one in report.asked}
+    found: dict[tuple[str, str], list[bool]] = {}
+    for one in report.findings:
+        if (one.tool, one.family) not in asked:
+            found.setdefault((one.tool, one.family), []).append(one.shipped)
+    return (Asked(*named, len(shipped), sum(shipped)) for named, shipped in found.items())
+
+
 def report_lines(report: SanitizerReport) -> Iterator[str]:
     """The report in Markdown: a table, what was left out, what was found first."""
     yield f"On an {report.target}, Triton {report.triton}, compute-sanitizer {report.sanitizer}:"
@@ -107,7 +117,7 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
         "| did not compile | not run |"
     )
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for one in sorted(report.asked, key=lambda one: (one.tool, one.family)):
+    for one in sorted((*report.asked, *_unasked(report)), key=lambda one: (one.tool, one.family)):
         outcomes = [
             finding.outcome
             for finding in report.findings

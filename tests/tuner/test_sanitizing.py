@@ -352,6 +352,11 @@ def test_the_table_tells_what_was_not_run() -> None:
     assert lines[-1] == "- Invalid read"
 
 
+def test_a_report_that_does_not_say_what_was_asked_for_has_a_table_too() -> None:
+    lines = list(report_lines(SanitizerReport("nvidia-h200", OLD, "3.6.0", (FOUND,))))
+    assert "| memcheck | forward_hopper | 1 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |" in lines
+
+
 @pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: data[:10] + b"\xff" + data[11:]])
 def test_damaged_reports_are_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "report.json.gz"
