@@ -1,14 +1,12 @@
 """What a kernel that is unproven here costs before it serves, beyond compiling: its self-check.
 
-    python benchmarks/first_use.py                                       # prints the table, in Markdown
     python benchmarks/first_use.py --out first-use.json.gz --write docs/dispatch.md
 
 Kernels are compiled on all cores first. Each is then called for the first time with an empty database, in
-this process (`here`); and some of them each in a process of its own, once with an empty database and once
-with the same one again: the difference (`fresh process`) is all that the check costs it, what it imports and
-the first use of torch's own kernels included. It has multiplied two small matrices before, as every model
-does: what that took (`start of cuBLAS`) a process that does nothing else pays on top. Exits with 1 where a
-check is over the limit.
+this process (`here`), and some each in a process of its own, once with an empty database and once with the
+same one again: the difference (`fresh process`) is all that the check costs it. It has multiplied two small
+matrices before: what that took (`start of cuBLAS`) a process that does nothing else pays on top. Fails where
+a check is over the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from flashtune.calls import forget_servers
 from flashtune.decision import needed_specialization
 from flashtune.dispatch import select
 from flashtune.dtypes import TORCH_DTYPES
-from flashtune.errors import FlashtuneError
 from flashtune.options import CausalOption
 from flashtune.problem import Problem
 from flashtune.request import read_request
@@ -49,6 +46,8 @@ from flashtune.tuner.shapes import parse_shape
 from flashtune.versions import driver_version
 
 LIMIT_MS = 300.0
+# What a case may take, at most: here, and in processes of its own.
+HERE_SECONDS, FRESH_SECONDS = 3.0, 15.0
 SEED = 3
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
@@ -111,49 +110,49 @@ def main() -> None:
     """Measures, prints and writes."""
     options = _options()
     if options.one is not None:
-        product_ms = _first_product()
-        print(_first_call(CASES[options.one])[0], product_ms)
+        print(_first_product(), _first_call(CASES[options.one])[0])
         return
     if not torch.cuda.is_available():
         sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
-    started = time.perf_counter()
-    try:
-        rows = measure(CASES, options.seconds)
-    except FlashtuneError as error:
-        sys.exit(f"error: {error}")
-    text = "\n".join(_lines(rows))
-    print(text, f"\n\n{time.perf_counter() - started:.0f} s", flush=True)
+    until = time.monotonic() + options.seconds
+    print(_head(), flush=True)
+    rows: list[Row] = []
+    for row in measure(CASES, until):
+        rows.append(row)
+        print(_line(row), flush=True)
+    print(_longest(rows), f"\n\n{until - time.monotonic():.0f} s are left", flush=True)
     if options.out:
         options.out.write_bytes(gzip.compress(msgspec.json.encode(rows), mtime=0))
     if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
-    if max(max(row.here_ms, row.fresh.check_ms if row.fresh else 0.0) for row in rows) > LIMIT_MS:
+        text = "\n".join((_head(), *map(_line, rows), _longest(rows)))
+        page = filled(options.write.read_text(encoding="utf-8"), BEGIN, END, text)
+        options.write.write_text(page, encoding="utf-8")
+    if any(max(row.here_ms, row.fresh.check_ms if row.fresh else 0.0) > LIMIT_MS for row in rows):
         sys.exit(f"over the limit of {LIMIT_MS:.0f} ms")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of self-checks.")
-    parser.add_argument("--seconds", type=float, default=150.0, help="after which no process is started")
+    parser.add_argument("--seconds", type=float, default=150.0, help="what is not done by then is left out")
     parser.add_argument("--out", type=Path, help="write the rows there, as compressed JSON")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measure(cases: Sequence[Case], seconds: float) -> list[Row]:
-    """A row for each case; those of fresh processes as far as time allows."""
-    until = time.monotonic() + seconds
+def measure(cases: Sequence[Case], until: float) -> Iterator[Row]:
+    """A row for each case, as far as time allows, until a moment by `time.monotonic`."""
     families = _compiled(cases, device_target(torch.cuda.current_device()))
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         # What torch makes at its first use in a process is no check's.
         _first_call(cases[0], Path(folder) / "unused.sqlite")
         for number, (case, family) in enumerate(zip(cases, families, strict=True)):
+            if time.monotonic() > until - HERE_SECONDS:
+                return
             _, check_ms = _first_call(case, Path(folder) / f"{number}.sqlite")
-            fresh = _fresh(number, Path(folder)) if case.fresh and time.monotonic() < until else None
-            rows.append(Row(case.problem.key, family, case.odd, check_ms, fresh))
-    return rows
+            time_left = time.monotonic() < until - FRESH_SECONDS
+            fresh = _fresh(number, Path(folder)) if case.fresh and time_left else None
+            yield Row(case.problem.key, family, case.odd, check_ms, fresh)
 
 
 def _compiled(cases: Sequence[Case], target: Target) -> list[str]:
@@ -188,10 +187,7 @@ def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_call(case: Case, database: Path | None = None) -> tuple[float, float]:
-    """What a first call takes and what its check took, in ms; 0 where nothing was checked.
-
-    A call that wants the log-sum-exp is of a kernel that no receipt covers.
-    """
+    """What a first call takes and its check, in ms: it wants the log-sum-exp, which no receipt covers."""
     if database is not None:
         os.environ["FLASHTUNE_DB"] = str(database)
         forget_servers()
@@ -224,26 +220,30 @@ def _fresh(number: int, folder: Path) -> Fresh:
     command = [sys.executable, str(Path(__file__).resolve()), "--one", str(number)]
 
     runs = [subprocess.check_output(command, env=environment, text=True).split() for _ in range(2)]
-    (unproven, cublas_ms), (proven, _) = (map(float, words) for words in runs)
+    (cublas_ms, unproven), (_, proven) = (map(float, words) for words in runs)
     return Fresh(unproven - proven, cublas_ms)
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
-    yield (
+def _head() -> str:
+    return (
         f"On an {torch.cuda.get_device_name()} (torch {torch.__version__}, Triton {triton.__version__}, "
-        f"driver {driver_version()}), in ms:"
+        f"driver {driver_version()}), in ms:\n\n"
+        "| shape | family | here | fresh process | start of cuBLAS |\n"
+        "| --- | --- | ---: | ---: | ---: |"
     )
-    yield ""
-    yield "| shape | family | here | fresh process | start of cuBLAS |"
-    yield "| --- | --- | ---: | ---: | ---: |"
-    for row in rows:
-        fresh = f"{row.fresh.check_ms:.0f} | {row.fresh.cublas_ms:.0f}" if row.fresh else " | "
-        name = f"{row.problem}{', odd strides' if row.odd else ''}"
-        yield f"| {name} | {row.family} | {row.here_ms:.0f} | {fresh} |"
+
+
+def _line(row: Row) -> str:
+    fresh = f"{row.fresh.check_ms:.0f} | {row.fresh.cublas_ms:.0f}" if row.fresh else " | "
+    odd = ", odd strides" if row.odd else ""
+    return f"| {row.problem}{odd} | {row.family} | {row.here_ms:.0f} | {fresh} |"
+
+
+def _longest(rows: Sequence[Row]) -> str:
     found = [row.fresh for row in rows if row.fresh] or [Fresh(0.0, 0.0)]
-    check_ms = max(fresh.check_ms for fresh in found)
-    cublas_ms = max(fresh.cublas_ms for fresh in found)
-    yield f"| the longest | | {max(row.here_ms for row in rows):.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
+    here_ms = max((row.here_ms for row in rows), default=0.0)
+    check_ms, cublas_ms = max(one.check_ms for one in found), max(one.cublas_ms for one in found)
+    return f"| the longest | | {here_ms:.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
 
 
 if __name__ == "__main__":
