@@ -27,7 +27,7 @@ from flashtune.tuner.pages import table, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
-PARTS = ("bench", "gqa-fp8", "backward")
+PARTS = ("bench", "gqa-fp8", "fp8", "backward")
 RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS)
 MARKED = ("README.md", "docs/hopper.md", "docs/training.md", "benchmarks/results/README.md")
 PAGES = tuple(ROOT / page for page in MARKED)
