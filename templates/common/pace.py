@@ -1,8 +1,8 @@
 """What attention costs by the units of a GPU, in microseconds: a model for ratios, not for absolute times.
 
 `Family.span` is built from it, and dispatch uses that for one thing: what a config that was measured at one
-shape may take at another, in relation to other configs there. Shares below were fitted to the
-times of some 15 configs at each of 60 shapes on an H200, and judged at 60 others: docs/dispatch.md.
+shape may take at another, in relation to other configs there. Shares below were fitted to the times of
+configs at random shapes on an H200, and judged at others: docs/dispatch.md.
 """
 
 from __future__ import annotations
