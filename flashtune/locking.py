@@ -36,23 +36,31 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
             yield
         return
 
-    def holds(file: int) -> bool:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        # Who releases a lock may remove its file: then this one keeps nobody out.
-        return os.fstat(file).st_nlink > 0
-
-    until = time.monotonic() + seconds
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = _held(path, time.monotonic() + seconds)
     try:
-        while not holds(file):
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process holds {path}")
-            time.sleep(POLL_SECONDS)
-            os.close(file)
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         yield
     finally:
+        # A process that was forked meanwhile has the file open as well, and would go on holding it.
+        fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
+
+
+def _held(path: Path, until: float) -> int:
+    """The open file, once no other process holds it."""
+    import fcntl
+
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Who releases a lock may remove its file: then this one keeps nobody out.
+                if os.fstat(file).st_nlink:
+                    return file
+            if time.monotonic() > until:
+                raise TimeoutError(f"another process holds {path}")
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+        time.sleep(POLL_SECONDS)

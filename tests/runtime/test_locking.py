@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,17 @@ from flashtune.locking import alone_with
 with alone_with(Path(sys.argv[1]), 5.0):
     print("held", flush=True)
     time.sleep(60.0)
+"""
+FORK = """
+import os, sys, time
+from pathlib import Path
+from flashtune.locking import alone_with
+with alone_with(Path(sys.argv[1]), 5.0):
+    child = os.fork()
+    if not child:
+        time.sleep(60.0)
+        os._exit(0)
+print(child, flush=True)
 """
 
 
@@ -54,6 +67,18 @@ def test_another_process_is_waited_for_and_one_that_died_is_not(tmp_path: Path) 
         holder.kill()
     with alone_with(path, 5.0):
         pass
+
+
+def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", FORK, str(path)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            with alone_with(path, 1.0):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_file_that_its_holder_removes_keeps_nobody_out(tmp_path: Path) -> None:
