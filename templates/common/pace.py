@@ -33,7 +33,6 @@ class Pace(msgspec.Struct, frozen=True):
         hidden: Share of the shorter of products and exponentials that runs beside the longer; under zero
             where even the longer one is held up.
         exposed: Time of a tile's transfers that nothing else runs beside, over that of the transfers alone.
-        masked: What a block that the mask cuts through takes more than others, over what they take.
     """
 
     launch: float
@@ -41,7 +40,6 @@ class Pace(msgspec.Struct, frozen=True):
     tile: float
     hidden: float
     exposed: float
-    masked: float
 
 
 def block_us(problem: Problem, pairs: int, pace: Pace, target: Target) -> float:

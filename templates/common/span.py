@@ -9,14 +9,15 @@ from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, traffic_us
 from flashtune.templates.common.schedule import RESIDENT, Cost, Tiling, are_alike, coming_and_going, extremes
 
-PACE = Pace(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55, masked=0.5)
+PACE = Pace(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
+# What a block that the mask cuts through takes more than others, over what they take.
+MASKED = 0.5
 # A program of a short tile that has a multiprocessor to itself leaves some of its units idle.
 LONE_SHORT = 1.81
 SHORT_TILE = 64
 # What descriptors take that programs make, in µs.
 DESCRIPTORS = 4.5
-# Registers of a multiprocessor, the most that a thread may have, and those that hold no sums or scores.
-REGISTERS = 2**16
+# The most registers that a thread may have, and those that hold no sums or scores.
 MOST_REGISTERS = 255
 OTHER_REGISTERS = 50
 
@@ -49,7 +50,7 @@ def portable_span(
         return PACE.launch / 1e3
     block = block_us(problem, block_m * block_n, PACE, target)
     cut = 0 if are_alike(problem) else math.ceil(block_m / block_n)
-    cost = Cost(block, tile_us(problem, block_m, PACE, target) + cut * PACE.masked * block)
+    cost = Cost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
     lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
     busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone, resident)
     programs = min(tiling.total, resident * target.sm_count)
@@ -79,4 +80,4 @@ def resident_programs(
     registers = min(wanted, max_registers or MOST_REGISTERS, MOST_REGISTERS)
     keys = stages * block_n * (problem.head_dim + problem.value_head_dim)
     size = (keys + block_m * problem.head_dim) * problem.kv_itemsize
-    return max(1, min(int(REGISTERS / (threads * registers)), target.sram_per_sm // size))
+    return max(1, min(int(target.registers_per_sm / (threads * registers)), target.sram_per_sm // size))

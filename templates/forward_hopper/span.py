@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import msgspec
@@ -18,9 +17,9 @@ from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
 PACES = {
-    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5, masked=0.0),
-    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5, masked=0.0),
-    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5, masked=0.0),
+    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
+    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
+    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
 }
 MOST_GROUPS = max(PACES)
 # More heads at a time than these won nowhere: docs/hopper.md.
@@ -41,10 +40,10 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
     pace = PACES[min(config.groups, MOST_GROUPS)]
     if not tiling.total or not problem.seqlen_kv:
         return pace.launch / 1e3
-    block = block_us(problem, config.block_m * config.block_n, pace, target)
-    cut = 0 if are_alike(problem) else math.ceil(tiling.rows / config.block_n)
-    between = _between(config) + cut * pace.masked * block
-    cost = Cost(block, tile_us(problem, config.block_m, pace, target) + between)
+    cost = Cost(
+        block_us(problem, config.block_m * config.block_n, pace, target),
+        tile_us(problem, config.block_m, pace, target) + _between(config),
+    )
     workers = staying(tiling.total, config.even, target.sm_count)
     busy = busiest(tiling, workers, config.section, config.order.value, cost)
     streamed = extremes(tiling).mean * tiling.total * config.block_n
