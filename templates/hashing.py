@@ -9,13 +9,13 @@ from importlib import resources
 
 ROOM = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
-# How templates name what they import from; always literally.
-IMPORT = re.compile(r'{%-? from "([a-z_/.]+)" import')
+# How templates name what they import from or include; always literally.
+IMPORT = re.compile(r'{%-? (?:from|include) "([a-z_/.]+)"')
 
 
 @functools.cache
 def template_hash(family_name: str) -> str:
-    """Hash of a family's template and of the files of macros that it imports, 32 hex digits."""
+    """Hash of a family's template and of all files that it imports from or includes, 32 hex digits."""
     digest = hashlib.sha256()
     first = f"{family_name}/{TEMPLATE}"
     for name in (first, *sorted(_imported(first) - {first})):
@@ -24,7 +24,7 @@ def template_hash(family_name: str) -> str:
 
 
 def _imported(name: str) -> set[str]:
-    """A template and all that it imports macros from, and these in turn."""
+    """A template and all that it imports from or includes, and these in turn."""
     return {name}.union(*(_imported(other) for other in IMPORT.findall(_read(name))))
 
 

@@ -5,7 +5,7 @@ Sequences    packed, one behind the other
 Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, halved False, ping_pong False, late_wait False,
              lazy_rescale True, decomposed False, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper aa9bf404279a
+Template     forward_hopper 3b427fba23f0
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's

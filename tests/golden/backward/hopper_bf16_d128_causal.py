@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right, gradi
 Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager True, late_wait True,
              product_first True, init True, delay True, rotate False, in turns
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 88be56e79187
+Template     backward_hopper 027206b5c56b
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
