@@ -7,8 +7,9 @@ import contextlib
 import msgspec
 import pytest
 
+from flashtune.kernel import Kernel
 from flashtune.proof.cases import splits_of
-from tests.mutants.core import Mutant, broken
+from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.gluon import gluon_mutants
 from tests.played_parts import Stuck
 from tests.templates import test_backward_hopper_played, test_latent_played
@@ -53,29 +54,44 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.played_parts.PATIENCE_S", 4.0)
 
 
+def subjects(family: str, names: tuple[str, ...]) -> list[Subject]:
+    return list(dict.fromkeys(MUTANTS[f"{family}: {name}"].subject for name in names))
+
+
+def played_backward(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = (kernel, subject.config)
+    monkeypatch.setattr(test_backward_hopper_played, "kernel_of", lambda *_, **__: made)
+    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": 190}
+    test_backward_hopper_played.played(msgspec.structs.replace(subject.problem, **lengths), 2)
+
+
+@pytest.mark.parametrize("subject", subjects("backward_hopper", BACKWARD), ids=lambda one: one.label)
+def test_gradients_of_the_right_kernels_are_right(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_backward(rendered(subject), subject, monkeypatch)
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_of_a_broken_kernel_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[f"backward_hopper: {name}"]
-    made = (broken(mutant), mutant.subject.config)
-    monkeypatch.setattr(test_backward_hopper_played, "kernel_of", lambda *_, **__: made)
-    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": 190}
-    problem = msgspec.structs.replace(mutant.subject.problem, **lengths)
     with pytest.raises((AssertionError, Stuck, IndexError)):
-        test_backward_hopper_played.played(problem, 2)
+        played_backward(broken(mutant), mutant.subject, monkeypatch)
 
 
-def worst_of_latent(mutant: Mutant) -> float:
-    problem = mutant.subject.problem
+def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
+    problem = subject.problem
     lengths = (63, 1, 320, 197, 0) if problem.page_size else ()
     shape = {"heads": 40, "seqlen_q": 3, "batch": len(lengths) or 2, "seqlen_kv": 384 if lengths else 129}
     shaped = msgspec.structs.replace(problem, **shape)
-    return test_latent_played.worst_error(
-        broken(mutant), shaped, lengths, splits_of(mutant.subject.config) or 1
-    )
+    return test_latent_played.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
+
+
+@pytest.mark.parametrize("subject", subjects("decode_latent_hopper", LATENT), ids=lambda one: one.label)
+def test_outputs_of_the_right_kernels_are_right(subject: Subject) -> None:
+    assert worst_of_latent(rendered(subject), subject) < 1e-6
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_outputs_of_a_broken_kernel_are_wrong(name: str) -> None:
     mutant = MUTANTS[f"decode_latent_hopper: {name}"]
     with contextlib.suppress(Stuck, IndexError):
-        assert not worst_of_latent(mutant) < 1e-6
+        assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
