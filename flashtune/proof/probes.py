@@ -169,12 +169,9 @@ def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch
     """
 
     def sizes(heads: int, least: int, largest: int) -> Tensor:
-        shape = (problem.batch, heads, 1, 1)
-        power = torch.randint(least, largest + 1, shape, generator=generator)
-        return 2.0**power
+        return 2.0 ** torch.randint(least, largest + 1, (problem.batch, heads, 1, 1), generator=generator)
 
-    k_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
-    v_size = sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER)
+    k_size, v_size = (sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER) for _ in range(2))
     q_size = (1 / k_size).repeat_interleave(problem.group_size, dim=1)
     q_size = q_size * sizes(problem.heads, 0, 1) if grow else q_size
     each = zip((q_size, k_size, v_size), values, strict=True)
@@ -192,12 +189,10 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     batch, kv_heads, keys, width = values.v.shape
     blocks = -(-keys // block)
     start = torch.arange(blocks) * block
-    if probe is Probe.FIRST:
-        offset = torch.zeros(batch, kv_heads, blocks, dtype=torch.int64)
-    elif probe is Probe.LAST:
-        offset = torch.full((batch, kv_heads, blocks), block - 1)
-    else:
+    if probe is Probe.NEEDLE:
         offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator)
+    else:
+        offset = torch.full((batch, kv_heads, blocks), 0 if probe is Probe.FIRST else block - 1)
     key = (start + offset).clamp_max(keys - 1)
     # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
     column = torch.arange(blocks) * 7 % width
