@@ -21,7 +21,6 @@ from tests.mutants.hopper import only
 ELEMENT = "gl.bfloat16"
 OF_DK = "dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)"
 OF_DV = "dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)"
-OF_DQ = "sums = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, sums, use_acc=turn > 0, is_async=True)"
 
 
 def statistics() -> tuple[Mutant, ...]:

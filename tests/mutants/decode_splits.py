@@ -15,7 +15,6 @@ TOTAL = "tl.where(total == 0.0, 1.0, total)"
 LSE = "(shift + tl.log2(total)) * LN_2"
 LAST_PLACE = "last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1)"
 COMBINE = Part("def combine(", "def launch_plan(")
-SPLITTING = Part("def decode_split_kv(", "def combine(")
 
 
 def parts(size: Size) -> tuple[Mutant, ...]:

@@ -22,8 +22,8 @@ class Fate(enum.StrEnum):
     hung          It did not end within its time, or its process had to be ended.
     died          It took its process or the GPU's context down.
     equivalent    It was accepted, and gave the same bits as the unbroken kernel on every probe and on random
-                  problems.
-    survived      It was accepted, and gave other bits somewhere.
+                  problems; of sums without an order what another order may give.
+    survived      It was accepted, and gave something else somewhere.
     not_compiled  It is no kernel, and so no mutant.
     not_run       Time was up, or the check itself failed.
     """

@@ -162,7 +162,7 @@ def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
 
 
 def _accepted(pool: ProcessPool, mutant: Mutant, plan: Plan, seconds: float) -> Found:
-    """Holds what was accepted against the right kernel, bit by bit."""
+    """Holds what was accepted against the right kernel."""
     problem, config = mutant.subject.problem, mutant.subject.config
     arguments = (rendered(mutant.subject), broken(mutant), problem, config, plan.seed, mutant.racy)
     job = pool.schedule(jobs.differ, args=arguments, timeout=START_SECONDS)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 
 import jinja2
 import msgspec
 import pytest
 
+from flashtune import templates
 from flashtune.config import Config
 from flashtune.errors import KernelError, TableError
 from flashtune.kernel import Alignment, Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.templates.common.tiles import Chunk, columns, head_chunks
 from flashtune.templates.family import Context, Family
-from flashtune.templates.hashing import template_hash
+from flashtune.templates.hashing import TEMPLATE, _imported, template_hash
 from flashtune.templates.registry import families, family_names, find_family
 from flashtune.templates.rendering import _environment, render
 
@@ -139,6 +141,12 @@ def test_the_template_hash_differs_by_family_and_stands_in_the_header() -> None:
     assert len(set(hashes.values())) == len(FORWARD)
     for family in FORWARD:
         assert hashes[family.name][:12] in rendered(family).source
+
+
+def test_every_template_is_in_some_familys_hash() -> None:
+    hashed = set[str]().union(*(_imported(f"{name}/{TEMPLATE}") for name in family_names()))
+    folder = Path(templates.__file__).parent
+    assert hashed == {path.relative_to(folder).as_posix() for path in folder.glob("**/*.jinja")}
 
 
 def test_the_registry_knows_every_folder() -> None:
