@@ -22,6 +22,7 @@ from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_fla
 from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, Memory, placed
 from flashtune.proof.placing import Places, put, query_places
+from flashtune.proof.prepared import ROWS_BEHIND
 from flashtune.proof.probes import aside, make_values
 from flashtune.proof.reference import sample
 from flashtune.side import NO_SIDE, Side
@@ -78,13 +79,13 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     given = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
     expected = expect_gradients(problem, given, chosen)
-    frame = Frame(alignment, case.layout, case.far)
+    frame = Frame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
     came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
     written = written_to(problem, memory, frame)
     read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
-    views = {name: one.view for name, one in (*came.items(), *written.items())}
-    tensors = BackwardTensors(memory.q.view, memory.k.view, memory.v.view, **views)
+    taken = {name: one.given for name, one in (*came.items(), *written.items())}
+    tensors = BackwardTensors(memory.q.given, memory.k.given, memory.v.given, **taken)
     return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
 
 
@@ -127,7 +128,8 @@ def came_back(
     }
     values = {"out": results[0], "dout": given.dout, "lse": results[1]}
     if given.dlse is not None:
-        came["dlse"] = guarded_flat(tuple(memory.lse.view.shape), given.dout.device, Role.INPUT)
+        shape = tuple(memory.lse.given.shape)
+        came["dlse"] = guarded_flat(shape, given.dout.device, Role.INPUT).without(memory.lse.behind)
         values["dlse"] = given.dlse
     for name, one in came.items():
         poison(one)
@@ -153,10 +155,11 @@ def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guar
 
 def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:
     """A tensor of the same shape, with rows of another width; far if `number` of q, k, v, out is."""
-    return guarded(
-        tuple(one.view.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
+    tensor = guarded(
+        tuple(one.given.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
         spare=spare, far=frame.far == number,
     )  # fmt: skip
+    return tensor.without(one.behind)
 
 
 def _fill(view: Tensor, values: Tensor, places: Places) -> None:

@@ -23,6 +23,7 @@ from flashtune.proof.gradients.shapes import tiles_of
 from flashtune.proof.gradients.values import make_dout
 from flashtune.proof.gradients.weights import Given
 from flashtune.proof.lengths import Lengths, equal_lengths
+from flashtune.proof.prepared import ROWS_BEHIND
 from flashtune.proof.probes import Probe
 from flashtune.side import NO_SIDE, Side
 from tests.proof.gradients.checking import CPU, H200, a_kernel, a_problem, failures
@@ -127,6 +128,19 @@ def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.M
     problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
     case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)))
     assert found(monkeypatch, case, lambda *_: None) == set()
+
+
+def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
+    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)))
+
+    def spoil(_: int, tensors: BackwardTensors, __: object) -> None:
+        for tensor in (tensors.q, tensors.dout, tensors.lse, tensors.dq):
+            assert tensor.shape[2] == 9 + ROWS_BEHIND
+        tensors.dq[0, 0, 9, 0] = 0.0
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"writes around dq"}
 
 
 def test_problems_lie_around_all_sides_of_both_kernels() -> None:
