@@ -162,7 +162,9 @@ def _lines(found: Sequence[Stability]) -> Iterator[str]:
     yield "| problem | picks of the searches | cost | of the halves | cost | over the shipped | seconds |"
     yield "| --- | --- | ---: | --- | ---: | ---: | --- |"
     for entry in found:
-        picks, halves = (" ".join("ABCDEFGH"[one] for one in some) for some in (entry.picks, entry.halves))
+        picks, halves = (
+            " ".join(chr(ord("A") + one) for one in some) for some in (entry.picks, entry.halves)
+        )
         share = "" if entry.share is None else f"{entry.share:.3f}"
         yield (
             f"| {entry.problem} | {picks} | {entry.cost(entry.picks):.2%} "

@@ -7,6 +7,7 @@ and one that writes there is caught by its traces.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +33,8 @@ GUARD_ROWS = 256
 GRANULE = 64
 # Around a log-sum-exp or a workspace: as much as the tensor itself, up to a large tile.
 MAX_FLAT_GUARD = 2**16
+# Elements that are looked through at a time.
+PART_ELEMENTS = 2**28
 
 
 class Role(enum.IntEnum):
@@ -180,8 +183,10 @@ def poison(tensor: Guarded) -> None:
 def stray_writes(tensor: Guarded) -> Tensor:
     """How many elements around a tensor were written, a scalar. Poisons the tensor itself."""
     bits_of(tensor.view).fill_(tensor.poison)
-    # Differences of integers wrap around, and are zero of equal ones alone.
-    return nonzero(tensor.bits - tensor.poison)
+    # Differences of integers wrap around, and are zero of equal ones alone. They take as much memory again,
+    # so that tensors beyond 2^31 elements are gone through in parts.
+    parts = tensor.bits.split(PART_ELEMENTS)
+    return functools.reduce(torch.add, (nonzero(part - tensor.poison) for part in parts))
 
 
 def checksum(tensors: Iterable[Guarded]) -> Tensor:

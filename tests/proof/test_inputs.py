@@ -11,7 +11,7 @@ import torch
 from flashtune.config import Config
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof import probes
+from flashtune.proof import inputs, probes
 from flashtune.proof.cases import Case, Level, companions, far_cases, lengths_of, main_cases, tile_of
 from flashtune.proof.inputs import Layout, Role, checksum, guarded, guarded_flat, poison, stray_writes
 from flashtune.proof.prepared import dense_values, prepare
@@ -71,6 +71,13 @@ def test_a_nan_of_the_inputs_is_no_poison_of_the_output() -> None:
     outside = guarded_flat((4, 5), CPU, Role.OUTPUT)
     outside.buffer[0] = inside.buffer[0]
     assert stray_writes(outside) == 1
+
+
+def test_large_tensors_are_looked_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "PART_ELEMENTS", 7)
+    tensor = guarded_flat((4, 5), CPU, Role.OUTPUT)
+    tensor.buffer[0] = tensor.buffer[-1] = 0.0
+    assert stray_writes(tensor) == 2
 
 
 def test_seeds_decide_all_values() -> None:
