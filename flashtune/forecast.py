@@ -128,24 +128,30 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
 
 
 class _Known(NamedTuple):
-    """A tuned shape: its winner, how far away it is, and what it took over its schedule (a logarithm)."""
+    """A tuned shape: its winner, how far away it is, and what it took over its schedule (a logarithm).
+
+    `longer` is None where nobody timed the winner.
+    """
 
     record: Record
     distance: float
-    longer: float
+    longer: float | None
 
 
 def _known(record: Record, problem: Problem, target: Target) -> _Known:
     won = _span_there(record, record.config, target)
-    return _Known(record, distance(record.problem, problem), math.log((record.ms or won) / won))
+    longer = math.log(record.ms / won) if record.ms else None
+    return _Known(record, distance(record.problem, problem), longer)
 
 
 def _longer(known: Sequence[_Known]) -> float:
     """How much longer a family's launches take than their schedules: a logarithm."""
-    mean = sum(one.longer for one in known) / len(known)
-    weights = [_weight(one.distance, REACH) for one in known]
-    others = sum(weight * (one.longer - mean) for weight, one in zip(weights, known, strict=True))
-    return mean + others / (sum(weights) + PRIOR)
+    timed = [(one.longer, _weight(one.distance, REACH)) for one in known if one.longer is not None]
+    if not timed:
+        return 0.0
+    mean = sum(longer for longer, _ in timed) / len(timed)
+    others = sum(weight * (longer - mean) for longer, weight in timed)
+    return mean + others / (sum(weight for _, weight in timed) + PRIOR)
 
 
 def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
