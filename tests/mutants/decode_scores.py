@@ -82,7 +82,7 @@ def changed(size: Size) -> tuple[Mutant, ...]:
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
                "score_factor = scale / softcap", "score_factor = scale"),
         change("slope of the group's first head", "Query heads of a group have one slope.",
-               SLOPE, SLOPE.replace("+ head", "+ kv_head * group_size")),
+               SLOPE, SLOPE.replace("+ head", "+ (kv_head * group_size + 0 * head)")),
         change("slope of the first sequence", "All sequences have the slopes of one.",
                SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
         change("slope of the wrong sign", "Far keys gain what they should lose.",
