@@ -16,6 +16,7 @@ import msgspec
 
 from flashtune.errors import UsageError
 from flashtune.kernel import Specialization
+from flashtune.locking import alone_with
 from flashtune.problem import Problem
 
 # Of problems beyond these the least called are left out: a few megabytes.
@@ -104,14 +105,12 @@ def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
     Raises:
         UsageError: There is a file that holds no recorded calls, or none can be written there.
     """
-    from filelock import FileLock, Timeout
-
-    known_counts(path)  # a lock would make the folder
+    known_counts(path)  # says what to do where there is no folder for a lock
     try:
-        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+        with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
             lines = (_encoder.encode(count) + b"\n" for count in merged((*known_counts(path), *counts)))
             _replace(path, b"".join(lines))
-    except Timeout as error:
+    except TimeoutError as error:
         raise UsageError(f"another process holds {path}.lock: wait for it, or record elsewhere") from error
     except OSError as error:
         raise UsageError(f"cannot write the recorded calls {path}: {error.strerror}") from error

@@ -99,10 +99,11 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
 
     known = sorted((_known(record, problem, target) for record in records), key=order)
     longer = _longer(known)
+    # Several starts have the same configs beside them.
+    span = functools.cache(lambda config: family.span(here, config, target))
 
     def expected(config: Config) -> float:
-        span = family.span(here, config, target)
-        return span * math.exp(longer + _held_up(config, known[:ASKED], target))
+        return span(config) * math.exp(longer + _held_up(config, known[:ASKED], target))
 
     doubt = PORTABLE_DOUBT * known[0].distance if family.interpreted else 0.0
     tuned: dict[Config, _Candidate] = {}
@@ -118,35 +119,37 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     # It has another tile where queries are few.
     default = family.default(here, target)
     for start in dict.fromkeys((*best, anchor.config)):
-        usual = family.span(here, start, target)
         for config in (default, *family.spread_otherwise(here, start, target)):
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
             # Its span at the tuned shapes could only speak against it.
-            if config not in tuned and family.span(here, config, target) * (1 + more) < usual:
+            if config not in tuned and span(config) * (1 + more) < span(start):
                 record = _untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
 
 
 class _Known(NamedTuple):
-    """A tuned shape: its winner, how far away it is, and what it took over its schedule (a logarithm).
-
-    `longer` is None where nobody timed the winner.
-    """
+    """A tuned shape: its winner, how far away it is, and what the winner's schedule takes there, in ms."""
 
     record: Record
     distance: float
-    longer: float | None
+    won: float
+
+    @property
+    def longer(self) -> float | None:
+        """What the winner took over its schedule, a logarithm; None where nobody timed it."""
+        return math.log(self.record.ms / self.won) if self.record.ms else None
 
 
 def _known(record: Record, problem: Problem, target: Target) -> _Known:
-    won = _span_there(record, record.config, target)
-    longer = math.log(record.ms / won) if record.ms else None
-    return _Known(record, distance(record.problem, problem), longer)
+    assert record.config is not None
+    won = _span(record.family, record.problem, record.config, target)
+    return _Known(record, distance(record.problem, problem), won)
 
 
 def _longer(known: Sequence[_Known]) -> float:
     """How much longer a family's launches take than their schedules: a logarithm."""
-    timed = [(one.longer, _weight(one.distance, REACH)) for one in known if one.longer is not None]
+    pairs = ((one.longer, _weight(one.distance, REACH)) for one in known)
+    timed = [(longer, weight) for longer, weight in pairs if longer is not None]
     if not timed:
         return 0.0
     mean = sum(longer for longer, _ in timed) / len(timed)
@@ -156,27 +159,22 @@ def _longer(known: Sequence[_Known]) -> float:
 
 def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
     """How much longer a config takes than others by what its schedule does not know: a logarithm."""
-    weights = [_weight(one.distance, HELD_REACH) for one in near]
-    held = 0.0
-    for weight, one in zip(weights, near, strict=True):
-        won = _span_there(one.record, one.record.config, target)
-        ahead = math.log(won / _span_there(one.record, config, target))
+    held = total = 0.0
+    for one in near:
+        weight = _weight(one.distance, HELD_REACH)
+        ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
         held += weight * min(MOST_HELD, max(0.0, ahead))
-    return held / (sum(weights) + PRIOR)
+        total += weight
+    return held / (total + PRIOR)
 
 
 def _weight(steps: float, reach: float) -> float:
     return math.exp(-0.5 * (steps / reach) ** 2)
 
 
-def _span_there(record: Record, config: Config | None, target: Target) -> float:
-    """What a config's schedule takes at a tuned shape, in ms."""
-    assert config is not None
-    return _span(record.family, record.problem, config, target)
-
-
 @functools.lru_cache(maxsize=8192)
 def _span(family: str, problem: Problem, config: Config, target: Target) -> float:
+    """What a config's schedule takes at a tuned shape, in ms."""
     return find_family(family).span(problem, config, target)
 
 
