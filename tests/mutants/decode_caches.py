@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashtune.features import KvDtype, KvScale
 from flashtune.problem import Dtype
 from tests.mutants.core import Mutant
+from tests.mutants.head_factors import HEAD_SCALED, head_factors
 from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Size, change, mutants_of
 
 TABLE = "block_table + sequence.to(tl.int64) * stride_table"
@@ -12,13 +13,18 @@ SLOTS = "slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE"
 NEXT_PAGE = "tl.minimum(start + BLOCK_N, seqlen_kv - 1)"
 NEXT_PAGES = "tl.maximum(tl.minimum(key_offsets + (start + BLOCK_N), seqlen_kv - 1), 0)"
 FIRST_PAGE = "tl.minimum(first, seqlen_kv - 1)"
-OUTPUT = "accumulator / divisor[:, None] * v_factor"
 KEYS_END = "tl.load(cu_seqlens_kv + sequence + 1) - first_key"
 
 
 def caches(size: Size) -> tuple[Mutant, ...]:
     """All that run anywhere."""
-    return (*packed(size), *paged(size), *latent(size), *factors(size), *page_factors(size))
+    return (
+        *packed(size),
+        *paged(size),
+        *latent(size),
+        *head_factors(size.decoding(**HEAD_SCALED)),
+        *page_factors(size),
+    )
 
 
 def packed(size: Size) -> tuple[Mutant, ...]:
@@ -116,25 +122,6 @@ def latent(size: Size) -> tuple[Mutant, ...]:
         latent=True, page_size=SMALL_PAGE, heads=8, kv_heads=1, head_dim=2 * values, value_head_dim=values,
     )  # fmt: skip
     return mutants_of(subject, changes)
-
-
-def factors(size: Size) -> tuple[Mutant, ...]:
-    """Keys and values of 8 bits, with a scale for each head."""
-    k_factor, v_factor = (f"kv_head * stride_{letter}_scale_h" for letter in "kv")
-    changes = (
-        change("k_scale missing", "Keys count as their 8 bits say.",
-               "scale * k_factor * LOG2_E", "scale * LOG2_E"),
-        change("k_scale twice", "Keys are scaled twice.",
-               "scale * k_factor *", "scale * k_factor * k_factor *"),
-        change("k_scale of the first head", "Keys of all heads have one scale.", k_factor, f"0 * {k_factor}"),
-        change("v_scale missing", "Values count as their 8 bits say.",
-               OUTPUT, OUTPUT.removesuffix(" * v_factor")),
-        change("v_scale of the keys", "Values have the scale of their head's keys.",
-               OUTPUT, OUTPUT.replace("v_factor", "k_factor")),
-        change("v_scale of the first head", "Values of all heads have one scale.",
-               v_factor, f"0 * {v_factor}"),
-    )  # fmt: skip
-    return mutants_of(size.decoding(kv_dtype=KvDtype.INT8, kv_scale=KvScale.HEAD), changes)
 
 
 def page_factors(size: Size) -> tuple[Mutant, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashtune.features import KvDtype, KvScale
 from flashtune.problem import Causal
 from tests.mutants.core import Mutant, Part, Patch
+from tests.mutants.head_factors import HEAD_SCALED, head_factors
 from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Change, Size, change, mutants_of
 
 LOOPS = 2
@@ -16,13 +17,19 @@ TABLE = "block_table + sequence.to(tl.int64) * stride_table"
 SLOTS = "slots = start - start // PAGE_SIZE * PAGE_SIZE + key_offsets"
 NEXT_PAGE = "tl.minimum(start + BLOCK_N, seqlen_kv - 1)"
 NEXT_PAGES = "tl.maximum(tl.minimum(keys + BLOCK_N, seqlen_kv - 1), 0)"
-OUTPUT = "accumulator / divisor[:, None] * v_factor"
 OPEN = Part("for start in tl.range(0, open_stop", "page = next_page")
 
 
 def places(size: Size) -> tuple[Mutant, ...]:
     """All of them."""
-    return (*packed(size), *lengths(size), *rows(size), *paged(size), *factors(size), *page_factors(size))
+    return (
+        *packed(size),
+        *lengths(size),
+        *rows(size),
+        *paged(size),
+        *head_factors(size.masked(**HEAD_SCALED)),
+        *page_factors(size),
+    )
 
 
 def packed(size: Size) -> tuple[Mutant, ...]:
@@ -129,26 +136,6 @@ def paged(size: Size) -> tuple[Mutant, ...]:
                "k_base = k + kv_head * stride_kh", "k_base = k"),
     )  # fmt: skip
     return mutants_of(size.masked(page_size=size.page), changes)
-
-
-def factors(size: Size) -> tuple[Mutant, ...]:
-    """Keys and values of 8 bits, with a scale for each head."""
-    k_factor, v_factor = (f"kv_head * stride_{letter}_scale_h" for letter in "kv")
-    changes = (
-        change("k_scale missing", "Keys count as their 8 bits say.",
-               "scale * k_factor * LOG2_E", "scale * LOG2_E"),
-        change("k_scale twice", "Keys are scaled twice.",
-               "scale * k_factor *", "scale * k_factor * k_factor *"),
-        change("k_scale of the first head", "Keys of all heads have one scale.", k_factor, f"0 * {k_factor}"),
-        change("v_scale missing", "Values count as their 8 bits say.",
-               OUTPUT, OUTPUT.removesuffix(" * v_factor")),
-        change("v_scale of the keys", "Values have the scale of their head's keys.",
-               OUTPUT, OUTPUT.replace("v_factor", "k_factor")),
-        change("v_scale of the first head", "Values of all heads have one scale.",
-               v_factor, f"0 * {v_factor}"),
-    )  # fmt: skip
-    subject = size.masked(kv_dtype=KvDtype.INT8, kv_scale=KvScale.HEAD)
-    return mutants_of(subject, changes)
 
 
 def page_factors(size: Size) -> tuple[Mutant, ...]:
