@@ -1,14 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right  0.1902 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_bottom_right  0.4518 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q1024_k1024_bottom_right  0.0381 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_bottom_right  0.2020 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_bottom_right  0.2883 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_bottom_right  1.4616 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_bottom_right  0.2155 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_bottom_right  0.7900 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x4_b1_q4096_k4096_bottom_right  0.1066 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_bottom_right  0.0758 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_bottom_right  0.1324 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q128_k128_bottom_right  0.0185 ms measured

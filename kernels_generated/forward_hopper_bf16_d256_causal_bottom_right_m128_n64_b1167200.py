@@ -1,10 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_bottom_right  0.1801 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q16384_k16384_bottom_right  5.5601 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q256_k16384_bottom_right  0.3044 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b2_q8192_k8192_bottom_right  2.8523 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b4_q256_k256_bottom_right  0.0239 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q2048_k2048_bottom_right  0.0529 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k512_bottom_right  0.0250 ms measured
 

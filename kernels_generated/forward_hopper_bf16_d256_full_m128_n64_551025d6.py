@@ -1,26 +1,18 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
+#   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_none  0.1946 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_none  0.7556 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q1024_k1024_none  0.0558 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b1_q16384_k16384_none  10.8743 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_none  0.3640 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_none  0.4331 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q256_k256_none  0.0272 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b4_q4096_k4096_none  2.7891 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_none  0.2760 ms measured
-#   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_none  1.4331 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b128_q128_k128_none  0.0767 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_none  0.1989 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q128_k128_none  0.0184 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b1_q2048_k2048_none  0.0531 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b2_q1024_k1024_none  0.0333 ms measured
+#   nvidia-h200  forward_bf16_d256_h8x8_b1_q4096_k4096_none  0.1780 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_none  0.1210 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_none  0.1851 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_none  0.7006 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k4096_none  0.0964 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k512_none  0.0229 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_none  0.0826 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b64_q64_k64_none  0.0292 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q1024_k1024_none  0.1058 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_none  0.3595 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q256_k256_none  0.0189 ms measured

@@ -1,12 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h32x8_b64_q64_k64_none  0.0525 ms measured
+#   nvidia-h200  forward_bf16_d256_h32x8_b2_q2048_k2048_bottom_right  0.2025 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
-Computes     bf16, head dim 256, value head dim 256, causal: none
+Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
 Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, halved True, ping_pong False, late_wait True,
-             lazy_rescale True, decomposed False, pack 2, section 4, long_first False, alternate False, even True
+             lazy_rescale True, decomposed False, pack 1, section 0, long_first True, alternate True, even True
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper 3b427fba23f0
 
@@ -51,10 +51,10 @@ ROWS = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 Q_STAGES = gl.constexpr(1)
-PACK = gl.constexpr(2)
+PACK = gl.constexpr(1)
 # Positions of a group's rows, and of all groups' together.
-POSITIONS = gl.constexpr(32)
-TILE = gl.constexpr(64)
+POSITIONS = gl.constexpr(64)
+TILE = gl.constexpr(128)
 HEAD_DIM = gl.constexpr(256)
 VALUE_HEAD_DIM = gl.constexpr(256)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -85,10 +85,16 @@ def locate(index, workers, total, tiles, section, all_packs, packs, packs_per_kv
     Heads come in sections, so that those that are worked on at a time share the L2 cache; within a
     section neighbours in order are different heads.
     """
+    # Every other round runs backwards: who had a long tile gets a short one.
+    turn = index // workers
+    backwards = (turn % 2 == 1) & ((turn + 1) * workers <= total)
+    index = gl.where(backwards, (2 * turn + 1) * workers - 1 - index, index)
     first_pack = index // (section * tiles) * section
     within = index % (section * tiles)
     width = gl.minimum(section, all_packs - first_pack)
     tile = within // width
+    # The last tiles see the most keys: started first, they do not end last.
+    tile = tiles - 1 - tile
     pack = first_pack + within % width
     batch = pack // packs
     kv_head = pack % packs // packs_per_kv
@@ -98,7 +104,7 @@ def locate(index, workers, total, tiles, section, all_packs, packs, packs_per_kv
 @gluon.jit
 def count_blocks(first, positions, seqlen_q, seqlen_kv):
     """Blocks of keys that some query of a tile may see, and at least one."""
-    last_key = seqlen_kv
+    last_key = gl.minimum(first + positions + seqlen_kv - seqlen_q, seqlen_kv)
     return gl.maximum((last_key + BLOCK_N - 1) // BLOCK_N, 1)
 
 
@@ -190,13 +196,23 @@ def consume(
     q_stage, q_phase = 0, 0
     k_stage, k_phase = 0, 0
     v_stage, v_phase = 0, 0
+    row_offsets = gl.arange(0, ROWS, SCORE_ROWS)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     declare_growth(GROUP)
 
     tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
+    # Blocks that only later groups see pass by.
     block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+    hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
+    for _ in range(hidden):
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        mbarrier.arrive(k_empty.index(k_stage))
+        k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        mbarrier.arrive(v_empty.index(v_stage))
+        v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
     mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)
     mbarrier.wait(k_full.index(k_stage), k_phase)
     q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
@@ -204,17 +220,23 @@ def consume(
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     for index in range(gl.program_id(0), total, workers):
         this_first, this_batch, this_kv_head, this_head = first, batch, kv_head, head
+        positions = first + row_offsets % POSITIONS
+        # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
+        diagonal = seqlen_kv - seqlen_q
+        visible_end = gl.minimum(positions + diagonal + 1, seqlen_kv)
+        open_blocks = gl.maximum(gl.minimum(first + diagonal + 1, seqlen_kv), 0) // BLOCK_N
 
         # The first block stands alone: its scores were issued while the tile before was finished.
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(k_stage))
         k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
-        if seqlen_kv % BLOCK_N != 0:
+        if block >= open_blocks:
             # Columns of a thread differ by constants: one subtraction serves them all.
-            limits = seqlen_kv - block * BLOCK_N - (key_offsets & 6)[None, :]
+            limits = visible_end[:, None] - block * BLOCK_N - (key_offsets & 6)[None, :]
             scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
         row_max = gl.max(scores, 1) * scale_log2
-        shift = row_max
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
         exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
         # Each thread sums its own columns; rows are summed over threads once, at the end.
         block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
@@ -222,7 +244,7 @@ def consume(
         weights = gl.convert_layout(exponentials.to(gl.bfloat16), WEIGHTS)
         accumulator = gl.zeros([ROWS, 256], gl.float32, OUTPUT)
 
-        for _ in range(block - 1, -1, -1):
+        for earlier in range(block - 1, -1, -1):
             mbarrier.wait(k_full.index(k_stage), k_phase)
             q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 256])
@@ -233,13 +255,18 @@ def consume(
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(k_stage))
             k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+            if earlier >= open_blocks:
+                # Columns of a thread differ by constants: one subtraction serves them all.
+                limits = visible_end[:, None] - earlier * BLOCK_N - (key_offsets & 6)[None, :]
+                scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
             block_max = gl.max(scores, 1) * scale_log2
             grows = block_max > row_max + SLACK
             note_growth(grows.to(gl.int32), GROUP)
             new_max = gl.where(grows, block_max, row_max)
-            rescale = gl.exp2(row_max - new_max)
+            rescale = gl.exp2(row_max - gl.where(new_max == float("-inf"), 0.0, new_max))
             row_max = new_max
-            shift = row_max
+            # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+            shift = gl.where(row_max == float("-inf"), 0.0, row_max)
             exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
             # Each thread sums its own columns; rows are summed over threads once, at the end.
             block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
@@ -268,7 +295,16 @@ def consume(
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
         first = tile * TILE + GROUP * POSITIONS
+        # Blocks that only later groups see pass by.
         block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+        hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
+        for _ in range(gl.where(more, hidden, 0)):
+            mbarrier.wait(k_full.index(k_stage), k_phase)
+            mbarrier.arrive(k_empty.index(k_stage))
+            k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            mbarrier.arrive(v_empty.index(v_stage))
+            v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
         mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)
         mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)
         q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 256])
@@ -395,7 +431,7 @@ def descriptors(q, k, v, out):
     return (
         (
             TensorDescriptor(
-                q, *by_groups(q), [1, 1, 2, 32, 256], gl.NVMMASharedLayout(128, 16, 5)
+                q, *by_groups(q), [1, 1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
@@ -410,7 +446,7 @@ def descriptors(q, k, v, out):
         ),
         (
             TensorDescriptor(
-                out, *by_groups(out), [1, 1, 2, 32, 128], gl.NVMMASharedLayout(128, 16, 5)
+                out, *by_groups(out), [1, 1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
     )
@@ -420,12 +456,12 @@ def launch_plan(q, k, v, out):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `heads` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 2)
-    tiles = triton.cdiv(seqlen_q, 64) * packs
+    packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
+    tiles = triton.cdiv(seqlen_q, 128) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     # As few as finish in as many rounds.
     grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
-    section = min(packs, 4)
+    section = packs
     workspaces = ()
     return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, section)
 
