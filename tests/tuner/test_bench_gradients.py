@@ -124,7 +124,6 @@ def test_flex_keeps_what_a_second_backward_pass_reads(
 ) -> None:
     import torch._functorch.config as compiling
 
-    monkeypatch.setattr(compiling, "donated_buffer", True)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: object) -> Tensor:
@@ -132,8 +131,10 @@ def test_flex_keeps_what_a_second_backward_pass_reads(
 
     # The real one has no backward pass on the CPU.
     monkeypatch.setattr(bench_peers, "flex_attention", attend)
-    (_, flex) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
-    assert compiling.donated_buffer is False
+    # A setting that monkeypatch put back would be gone for all later tests.
+    with compiling.patch(donated_buffer=True):
+        (_, flex) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
+        assert compiling.donated_buffer is False
     assert isinstance(flex, Admitted), flex
 
 
