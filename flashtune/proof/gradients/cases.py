@@ -12,12 +12,19 @@ from flashtune.features import Feature
 from flashtune.problem import Problem
 from flashtune.proof import cases as forward
 from flashtune.proof.cases import FEW_HEADS, HEADS, SCALES, Case, Level, cases_of
-from flashtune.proof.gradients.shapes import Tiles, gradient_shapes, mask_squares, tiles_of, turns_of
+from flashtune.proof.gradients.shapes import (
+    Tiles,
+    gradient_shapes,
+    many_tiles,
+    mask_squares,
+    tiles_of,
+    turns_of,
+)
 from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import BATCHES, Posed, beside_plain, even_lengths, with_lengths
 from flashtune.proof.serving_shapes import HEADS as POSED_HEADS
-from flashtune.proof.shapes import ROUNDS, Shape, Tile, rounds_of
+from flashtune.proof.shapes import ROUNDS, Shape, Tile
 
 # Pairs of queries and keys, of two KV heads, that the tuned shape's reference may have: heads that share
 # keys are thinned out beyond it, since all of them are needed at once.
@@ -37,7 +44,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     quick = level is Level.QUICK
     shapes = tuple(gradient_shapes(tiles, problem, quick=quick))
     tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
-    rounds = () if reduced else tuple(rounds_of(tile, quick=quick))
+    rounds = () if reduced else tuple(many_tiles(tile, quick=quick))
     if problem.deterministic and level is not Level.QUICK and not reduced:
         rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:

@@ -68,6 +68,8 @@ BF16_KEYS_FACTOR = 3.0
 LEAST_NORMAL = 2.0**-126
 # Roundoffs of a log-sum-exp's magnitude: it is rounded, made powers of two, and taken off.
 LSE_STEPS = 4.0
+# Of what a row of a 16-bit gradient may be off by, the part that the order of float32 sums may change.
+ORDER_SHARE = 2.0**-6
 
 
 class QueryErrors(NamedTuple):
@@ -201,3 +203,24 @@ def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype
     least = LEAST_ROUNDING[stored] + LEAST_NORMAL
     allowed = factor * torch.maximum(plain, typical) + largest * relative + least
     return allowed.masked_fill(terms == 0, 0.0)
+
+
+def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dtype) -> Tensor:
+    """By how much two launches are farther apart than sums in another order take them: a scalar, not above 0.
+
+    An element may be rounded to the number beside. What float32 sums differ by before is a small share
+    of what a row may be off by, most of which is roundings of 16 bits that all launches make alike; of
+    float32 results it is all of it, for each of the two.
+
+    Args:
+        first: Rows as one launch wrote them, [..., rows, columns].
+        later: As another did.
+        allowed: The largest error of each row, [..., rows] in float64.
+        stored: The type in which they were written.
+    """
+    numbers = torch.finfo(stored)
+    wide = numbers.bits > 16
+    step, share = (0.0, 2.0) if wide else (numbers.eps, ORDER_SHARE)
+    one = first.double()
+    room = step * (one.abs() + numbers.tiny) + share * allowed[..., None]
+    return ((one - later.double()).abs() - room).amax()

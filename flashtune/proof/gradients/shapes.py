@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from flashtune.config import Config
 from flashtune.problem import Causal, Problem
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import FARTHEST_REDUCED, FARTHEST_SQUARE
-from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, ROUNDS, SMALL_REPEATS, Shape, Tile
+from flashtune.proof.shapes import LONGEST, MAX_BLOCKS, ROUNDS, SMALL_REPEATS, Shape, Tile, rounds_of
 
 # Names of a tile's sides in configs: of the first kernel, and of another that goes over the scores once more.
 QUERY_SIDES, KEY_SIDES = ("block_m", "dq_block_m"), ("block_n", "dq_block_n")
 STAGES = ("num_stages", "dq_stages")
 DEFAULT_SIDE = 128
+# Launches of what has many tiles: some races are lost once in thousands of steps.
+RACE_REPEATS = 24
 
 
 class Tiles(NamedTuple):
@@ -58,6 +62,12 @@ def gradient_shapes(tiles: Tiles, problem: Problem, *, quick: bool) -> Iterator[
     yield from _quick(tiles, problem)
     if not quick:
         yield from _full(tiles, problem)
+
+
+def many_tiles(tile: Tile, *, quick: bool) -> Iterator[Shape]:
+    """More tiles than a GPU works on at once, launched again and again but for a self-check."""
+    for shape in rounds_of(tile, quick=quick):
+        yield shape if quick else msgspec.structs.replace(shape, repeats=RACE_REPEATS)
 
 
 def turns_of(tile: Tile) -> Iterator[Shape]:
