@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Measurement
 from flashtune.standard import score_bytes
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
@@ -62,6 +65,43 @@ def test_launches_of_the_finals_are_given_the_scales(monkeypatch: pytest.MonkeyP
     finals.kernel_run(problem, candidate, Specialization(), target, tensors)()
     assert given[0][0] is tensors.q
     assert given[0][-1] is tensors.side
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float]) -> list[Measurement]:
+    """Finals of candidates that take so long each, beside a peer, and again those of them that run on."""
+    asked: list[tuple[int, int]] = []
+
+    def measure(runs: list[object], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+        times = [*first, 9.0] if not asked else again
+        asked.append((len(runs), rounds))
+        return tuple(Measurement(ms, ms, ms, rounds) for ms in times)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(finals, "measure_interleaved", measure)
+    monkeypatch.setattr(finals, "kernel_run", lambda *_: None)
+    monkeypatch.setattr(finals, "peer_runs", lambda *_: [("peer", None)])
+    family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
+    candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
+    found = finals.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
+    assert asked[1:] == ([(len(again), found[0].samples)] if again else [])
+    assert all([(peer.name, peer.ms) for peer in one.peers] == [("peer", 9.0)] for one in found)
+    return list(found)
+
+
+def test_the_closest_are_told_apart_by_more_samples_at_the_clock_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The second and the first change places, at half the clock; the third was too far behind.
+    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.04, 2.0])
+    assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
+    assert (one.p20, other.p80) == pytest.approx((1.02, 1.0))
+    assert (one.samples, other.samples, third.samples) == (105, 105, 21)
+
+
+def test_who_is_alone_in_front_or_takes_long_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.samples for one in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
+    assert [one.samples for one in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
+    assert [one.samples for one in timed(monkeypatch, [30.0, 30.0], [30.0, 30.0])] == [50, 50]
 
 
 FEATURES: dict[str, dict[str, object]] = {
