@@ -5,7 +5,7 @@
 
 Each search has an empty database, a seed of its own, the default budget, and what the shipped table knows of
 other shapes; binaries are shared, so that later searches hardly wait for the compiler. The finalists of the
-first search are then timed once more, twice with about half as many samples as a search takes: what is
+first search are then timed once more, twice with half as many samples as a search takes: what is
 selected by one half or the other is what a table would hold that was made from it. At last all picks of a
 shape are timed in turn with what the table ships for it, the winner of searches many times as long, and each
 is held against the fastest of them. Needs a GPU.

@@ -32,8 +32,8 @@ from flashtune.tuner.passes import forward_of
 from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 21
-# Candidates so near the fastest, in as many times its rounds and milliseconds of the GPU at the most, run on
-# among themselves: in 21 rounds medians of a hot GPU are off by a percent.
+# Candidates so near the fastest run on among themselves, for so many times its rounds and at most so many
+# milliseconds: medians of 21 rounds on a hot GPU are off by a percent.
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
@@ -238,7 +238,8 @@ def _told_apart(
     clock = before / sum(one.ms for one in again)
     found = list(measured)
     for number, one in zip(close, again, strict=True):
+        throttled = one.throttled or measured[number].throttled
         found[number] = msgspec.structs.replace(
-            one, ms=one.ms * clock, p20=one.p20 * clock, p80=one.p80 * clock
+            one, ms=one.ms * clock, p20=one.p20 * clock, p80=one.p80 * clock, throttled=throttled
         )
     return tuple(found)

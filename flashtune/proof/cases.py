@@ -54,7 +54,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         block: Keys of the tile that the probe is made for.
         scale: Softmax scale.
         layout: Order of heads and positions in memory.
-        repeats: Launches that must agree bit for bit.
+        repeats: Launches that must agree: bit for bit, but for gradients whose sums may take any order.
         far: Which of q, k, v, out spans more than 2^31 elements, if any.
         lengths: Of each sequence, where they differ.
         faulty: Whether looking up a block table where a sequence has no page ends the process.

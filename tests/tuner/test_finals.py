@@ -67,14 +67,20 @@ def test_launches_of_the_finals_are_given_the_scales(monkeypatch: pytest.MonkeyP
     assert given[0][-1] is tensors.side
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float]) -> list[Measurement]:
-    """Finals of candidates that take so long each, beside a peer, and again those of them that run on."""
+def timed(
+    monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float], *, throttled: bool = False
+) -> list[Measurement]:
+    """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
+
+    `throttled` is whether the clock was held down in the common run.
+    """
     asked: list[tuple[int, int]] = []
 
     def measure(runs: list[object], _: object, *, rounds: int) -> tuple[Measurement, ...]:
         times = [*first, 9.0] if not asked else again
         asked.append((len(runs), rounds))
-        return tuple(Measurement(ms, ms, ms, rounds) for ms in times)
+        held_down = throttled and len(asked) == 1
+        return tuple(Measurement(ms, ms, ms, rounds, held_down) for ms in times)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(finals, "measure_interleaved", measure)
@@ -96,6 +102,10 @@ def test_the_closest_are_told_apart_by_more_samples_at_the_clock_of_all(
     assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
     assert (one.p20, other.p80) == pytest.approx((1.02, 1.0))
     assert (one.samples, other.samples, third.samples) == (105, 105, 21)
+
+
+def test_a_clock_that_was_held_down_in_the_common_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(one.throttled for one in timed(monkeypatch, [1.0, 1.0], [1.0, 1.0], throttled=True))
 
 
 def test_who_is_alone_in_front_or_takes_long_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

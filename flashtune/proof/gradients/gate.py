@@ -209,18 +209,15 @@ def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dt
     """By how much two launches are farther apart than sums in another order take them: a scalar, not above 0.
 
     An element may be rounded to the number beside. What float32 sums differ by before is a small share
-    of what a row may be off by, most of which is roundings of 16 bits that all launches make alike; of
-    float32 results it is all of it, for each of the two.
+    of what a row may be off by, most of which is roundings of 16 bits that all launches make alike.
 
     Args:
         first: Rows as one launch wrote them, [..., rows, columns].
         later: As another did.
         allowed: The largest error of each row, [..., rows] in float64.
-        stored: The type in which they were written.
+        stored: The type of 16 bits in which they were written.
     """
     numbers = torch.finfo(stored)
-    wide = numbers.bits > 16
-    step, share = (0.0, 2.0) if wide else (numbers.eps, ORDER_SHARE)
     one = first.double()
-    room = step * (one.abs() + numbers.tiny) + share * allowed[..., None]
+    room = numbers.eps * (one.abs() + numbers.tiny) + ORDER_SHARE * allowed[..., None]
     return ((one - later.double()).abs() - room).amax()

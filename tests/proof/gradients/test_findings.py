@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from flashtune.backward import BackwardTensors
+from flashtune.features import Bias
 from flashtune.kernel import Alignment
 from flashtune.problem import Causal, Dtype
 from flashtune.proof.cases import Case, Level
@@ -20,18 +21,22 @@ from flashtune.proof.gradients.cases import companions, main_cases
 from flashtune.proof.gradients.pairs import pieces, sample_pairs
 from flashtune.proof.gradients.prepared import prepare
 from flashtune.proof.gradients.reference import Chosen, expect_gradients
-from flashtune.proof.gradients.shapes import tiles_of
+from flashtune.proof.gradients.shapes import RACE_REPEATS, tiles_of
 from flashtune.proof.gradients.values import make_dout
 from flashtune.proof.gradients.weights import Given
 from flashtune.proof.inputs import bits_of
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.prepared import ROWS_BEHIND
 from flashtune.proof.probes import Probe
+from flashtune.proof.shapes import ROUNDS
 from flashtune.side import NO_SIDE, Side
 from tests.proof.gradients.checking import CPU, H200, a_kernel, a_problem, failures
 from tests.proof.gradients.plain_kernel import TwoTiles, differentiate
 
 Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
+
+
+OTHERWISE = "elements of {} farther from an earlier launch's than another order of sums"
 
 
 def a_case(*, deterministic: bool = False) -> Case:
@@ -96,15 +101,17 @@ def test_zeros_of_another_sign_are_other_bits(monkeypatch: pytest.MonkeyPatch) -
     assert found(monkeypatch, a_causal_case(deterministic=True), spoil) == {unlike}
 
 
+@pytest.mark.parametrize("launch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_the_first_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def spoil(_: int, tensors: BackwardTensors, __: object) -> None:
-        getattr(tensors, name)[0, 1, 3] *= 1.1
+def test_each_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == launch:
+            getattr(tensors, name)[0, 1, 3] *= 1.1
 
-    assert found(monkeypatch, a_case(), spoil) == {f"row errors of {name}"}
+    assert found(monkeypatch, a_case(), spoil) == {f"row errors of {name}", OTHERWISE.format(name)}
 
 
-@pytest.mark.parametrize("launch", [1, 2])
+@pytest.mark.parametrize("launch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 def test_each_launch_must_be_like_the_first(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
@@ -113,7 +120,7 @@ def test_each_launch_must_be_like_the_first(monkeypatch: pytest.MonkeyPatch, nam
             row = getattr(tensors, name)[0, 1, 3]
             row[row.abs().argmin()] += 2.0**-7 * row.abs().max()
 
-    assert found(monkeypatch, a_case(), spoil) == {f"{name} beyond what another order makes of a launch's"}
+    assert found(monkeypatch, a_case(), spoil) == {OTHERWISE.format(name)}
 
 
 @pytest.mark.parametrize("launch", [0, 1])
@@ -122,7 +129,35 @@ def test_a_launch_that_is_no_number_is_unlike(monkeypatch: pytest.MonkeyPatch, l
         if number == launch:
             tensors.dk[0, 1, 3] = math.nan
 
-    assert "dk beyond what another order makes of a launch's" in found(monkeypatch, a_case(), spoil)
+    assert OTHERWISE.format("dk") in found(monkeypatch, a_case(), spoil)
+
+
+def test_float32_launches_are_right_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = a_case()
+    case = replace(case, problem=replace(case.problem, dtype=Dtype.FP32))
+
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            tensors.dk[0, 1, 3] *= 1 + 2.0**-12
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"row errors of dk"}
+
+
+def test_gradients_of_what_is_added_to_scores_are_held_to_the_first_launch_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = a_case()
+    case = replace(case, problem=replace(case.problem, bias=Bias.ADDITIVE, alibi=True))
+
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            assert tensors.dbias is not None
+            row = tensors.dbias[0, 1, 3]
+            row[row.abs().argmax()] *= 1.1
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"row errors of dbias", OTHERWISE.format("dbias")}
 
 
 @pytest.mark.parametrize(
@@ -148,13 +183,17 @@ def test_what_is_written_elsewhere_is_named(
 
 def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
-    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)))
+    case = Case(
+        problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)), repeats=3
+    )
     assert found(monkeypatch, case, lambda *_: None) == set()
 
 
 def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
-    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)))
+    case = Case(
+        problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)), repeats=3
+    )
 
     def spoil(_: int, tensors: BackwardTensors, __: object) -> None:
         for tensor in (tensors.q, tensors.dout, tensors.lse, tensors.dq):
@@ -179,6 +218,19 @@ def test_problems_lie_around_all_sides_of_both_kernels() -> None:
     quick = companions(a_problem(), config, Level.QUICK, reduced=False)
     assert len(quick) < 20
     assert {case.probe for case in quick} == {case.probe for case in cases} - {Probe.FIRST}
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_what_has_many_tiles_is_launched_often_but_in_a_self_check(alibi: bool) -> None:
+    config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
+    full, quick = (
+        companions(a_problem(alibi=alibi), config, level, reduced=False)
+        for level in (Level.FULL, Level.QUICK)
+    )
+    often = [case for case in full if case.repeats == RACE_REPEATS]
+    assert len(often) == 2 * len(ROUNDS)
+    assert all(case.problem.batch * case.problem.heads >= 65 for case in often)
+    assert max(case.repeats for case in quick) < RACE_REPEATS
 
 
 @pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])

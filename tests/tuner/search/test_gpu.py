@@ -22,7 +22,7 @@ from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner import worker
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.finals import peer_runs, run_finals
+from flashtune.tuner.finals import MORE_ROUNDS, peer_runs, run_finals
 from flashtune.tuner.measurement import measure, measure_interleaved
 from flashtune.tuner.request import Budget, SearchRequest
 from flashtune.tuner.search import run_search
@@ -183,6 +183,7 @@ def test_finals_time_every_candidate_beside_the_peers(device: torch.device) -> N
     candidates = (Candidate(FAMILY, a_config()), Candidate(FAMILY, a_config(block_m=128)))
     run = functools.partial(run_finals, problem, candidates, Specialization(), device_target(0), device)
     measured = run(rounds=5)
-    assert [measurement.samples for measurement in measured] == [5, 5]
+    # They run on where they are close.
+    assert [measurement.samples for measurement in measured] in ([5, 5], [5 * MORE_ROUNDS] * 2)
     assert measured[0].peers == measured[1].peers
     assert {"standard", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}
