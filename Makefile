@@ -13,7 +13,7 @@ CONSTRAINTS ?= constraints/torch-2.13.txt
 WORKERS ?= 2
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
-BY_TRITON := tests/templates tests/golden tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_queueing.py
+BY_TRITON := tests/templates tests/golden tests/tuner/test_unwritten.py tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_queueing.py
 
 VENV := .venv
 BIN := $(VENV)/bin

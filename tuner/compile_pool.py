@@ -117,8 +117,8 @@ def compile_candidate(
 
 def _misfit(part: Part, target: Target) -> str:
     """What rules a compiled kernel out before it is launched, empty if nothing does."""
-    resources, options = part
-    over = overflow(resources, target)
+    resources, options, flaw = part
+    over = overflow(resources, target) or flaw
     if over:
         return over
     resident = occupancy(resources, options, target)

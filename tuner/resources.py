@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from flashtune.config import LaunchOptions
 from flashtune.errors import KernelError
 from flashtune.record import Resources
 from flashtune.target import KIB, Target
+from flashtune.tuner.compiler_tools import dump, run_tool
+from flashtune.tuner.unwritten import unwritten
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -33,7 +34,6 @@ SRAM_GRANULE = 128
 # Registers are handed out per warp, in pieces of this many per thread.
 REGISTER_GRANULE = 8
 TENSOR_MEMORY_GRANULE = 32
-TOOL_SECONDS = 120
 HOPPER = 90
 # ptxas says C7510 to C7519 where it has to wait after each asynchronous matrix instruction; but C7517 tells
 # of one wait that it put in, which costs nothing where another follows.
@@ -56,10 +56,17 @@ class Occupancy(msgspec.Struct, frozen=True):
 
 
 class Part(NamedTuple):
-    """What the compiler says of one of the kernels that a launch runs, and what it was told of it."""
+    """What the compiler says of one of the kernels that a launch runs, and what it was told of it.
+
+    Attributes:
+        resources: What it takes.
+        options: What the compiler was told.
+        flaw: What makes its machine code wrong, whatever was written in the kernel; empty if nothing does.
+    """
 
     resources: Resources
     options: LaunchOptions
+    flaw: str = ""
 
 
 def read_resources(kernel: Kernel, target: Target) -> Resources:
@@ -78,7 +85,7 @@ def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
         KernelError: As `read_resources`.
     """
     kernels = filter(None, (kernel, kernel.first, kernel.last))
-    return tuple(Part(_read(part, target), part.options) for part in kernels)
+    return tuple(_read(part, target) for part in kernels)
 
 
 def largest(parts: tuple[Part, ...]) -> Resources:
@@ -98,13 +105,13 @@ def largest(parts: tuple[Part, ...]) -> Resources:
     )
 
 
-def _read(kernel: Kernel, target: Target) -> Resources:
+def _read(kernel: Kernel, target: Target) -> Part:
     start = time.perf_counter()
     compiled, remarks = _compile(kernel, target)
     seconds = time.perf_counter() - start
     usage = _nvidia_usage(compiled) if target.is_nvidia else _amd_usage(compiled)
     specialized = compiled.metadata.num_warps != kernel.options.num_warps
-    return Resources(
+    resources = Resources(
         sram_bytes=compiled.metadata.shared,
         tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         registers=usage.registers,
@@ -113,6 +120,17 @@ def _read(kernel: Kernel, target: Target) -> Resources:
         compile_seconds=seconds,
         warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
     )
+    return Part(resources, kernel.options, _flaw(compiled) if _multiplies_by_warpgroups(compiled) else "")
+
+
+def _flaw(compiled: CompiledKernel) -> str:
+    """What is wrong with machine code; looked for where ptxas was seen to be wrong."""
+    reader = unwritten(dump(compiled.asm["cubin"], "--dump-sass"))
+    return f"ptxas reads a register that nothing wrote ({reader})" if reader else ""
+
+
+def _multiplies_by_warpgroups(compiled: CompiledKernel) -> bool:
+    return WARPGROUP_INSTRUCTION in compiled.asm.get("ptx", "")
 
 
 def overflow(resources: Resources, target: Target) -> str | None:
@@ -154,10 +172,7 @@ def _rounded(amount: int, granule: int) -> int:
 
 
 def _nvidia_usage(compiled: CompiledKernel) -> _Usage:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        report = run_tool(tool_path("cuobjdump"), "--dump-resource-usage", file.name)
+    report = dump(compiled.asm["cubin"], "--dump-resource-usage")
     fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
     if "REG" not in fields:
         raise KernelError("cuobjdump named no registers for this kernel: reinstall triton")
@@ -191,7 +206,7 @@ def _is_serialized(compiled: CompiledKernel, remarks: str, suspect: bool) -> boo
     It does so for want of registers, and then it mostly spills as well, but for warps that trade
     registers at run time. Of such suspects it is asked once more where its remarks are lost.
     """
-    if WARPGROUP_INSTRUCTION not in compiled.asm.get("ptx", ""):
+    if not _multiplies_by_warpgroups(compiled):
         return False
     if not remarks and suspect:
         remarks = _assemble_again(compiled.asm["ptx"])
@@ -211,25 +226,3 @@ def _assembler() -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     return str(get_ptxas(HOPPER).path)
-
-
-def tool_path(name: str) -> str:
-    """Where one of the tools that Triton brings along lies."""
-    from triton import knobs
-
-    return str(getattr(knobs.nvidia, name).path)
-
-
-def run_tool(*command: str) -> str:
-    """The standard output and error of one of the compiler's tools.
-
-    Raises:
-        KernelError: It cannot be run, or failed.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise KernelError(
-            f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
-        ) from error
-    return done.stdout + done.stderr

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import functools
-import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
-from flashtune.tuner.resources import run_tool, tool_path
+from flashtune.tuner.compiler_tools import dump
+from flashtune.tuner.disassembly import Instruction, blocks_of, parse, successors_of
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(max_length=16)]
 
-# An instruction's address, an optional predicate, its name with modifiers, its operands, its low word.
-LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)([^;]*);")
-# The next line has nothing but the high word.
-HIGH_WORD = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
-TARGET = re.compile(r"0x([0-9a-f]+)")
-# Where an instruction's high word says for how many cycles the next one of its warp waits.
-STALL_SHIFT, STALL_MASK = 41, 0xF
-# After these nothing goes on, unless they have a condition.
-ENDS = frozenset({"EXIT", "RET", "BRX", "JMX", "JMP", "KILL"})
 # What multiplies matrices on Volta and later, by warps and by groups of warps.
 MATRIX = frozenset({"HMMA", "HGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA"})
 
@@ -41,32 +31,20 @@ class Loop(msgspec.Struct, frozen=True, array_like=True):
     cycles: Count
 
 
-class _Instruction(NamedTuple):
-    """One instruction: where it may jump to, whether it may also go on, its wait in clock cycles."""
-
-    name: str
-    target: int | None
-    goes_on: bool
-    stall: int
-
-
 def read_loop(cubin: bytes) -> Loop | None:
     """The inner loop of a binary; None where no loop holds matrix products.
 
     Raises:
         KernelError: The tool that lists machine code failed.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return find_loop(run_tool(tool_path("cuobjdump"), "--dump-sass", file.name))
+    return find_loop(dump(cubin, "--dump-sass"))
 
 
 def find_loop(listing: str) -> Loop | None:
     """The inner loop in a listing of machine code."""
-    code = dict(_parse(listing.splitlines()))
-    blocks = _blocks(code)
-    bodies = [body for body in loops(_successors(code, blocks)) if _products(code, blocks, body)]
+    code = dict(parse(listing.splitlines()))
+    blocks = blocks_of(code)
+    bodies = [body for body in loops(successors_of(code, blocks)) if _products(code, blocks, body)]
     inner = [body for body in bodies if not any(other < body for other in bodies)]
     if not inner:
         return None
@@ -129,52 +107,5 @@ def _reaching(block: int, head: int, predecessors: Sequence[Sequence[int]]) -> s
     return body
 
 
-def _parse(lines: Iterable[str]) -> Iterator[tuple[int, _Instruction]]:
-    """The instructions of the first function, by address."""
-    pending: tuple[int, _Instruction] | None = None
-    for line in lines:
-        found = LINE.search(line)
-        if found:
-            address, predicate, name, _, operands = found.groups()
-            if pending:
-                yield pending
-                if int(address, 16) <= pending[0]:
-                    return
-            targets = TARGET.findall(operands) if name == "BRA" else []
-            # A branch may name its condition as a predicate in front or among its operands.
-            certain = predicate is None and (name in ENDS or (name == "BRA" and "," not in operands))
-            target = int(targets[-1], 16) if targets else None
-            pending = int(address, 16), _Instruction(name, target, not certain, 1)
-        elif pending and (high := HIGH_WORD.match(line)):
-            stall = int(high.group(1), 16) >> STALL_SHIFT & STALL_MASK
-            pending = pending[0], pending[1]._replace(stall=stall)
-    if pending:
-        yield pending
-
-
-def _blocks(code: dict[int, _Instruction]) -> list[list[int]]:
-    """Addresses of each run of instructions that is entered at its start and left at its end."""
-    starts = {instruction.target for instruction in code.values()}
-    blocks: list[list[int]] = [[]]
-    for address, instruction in code.items():
-        if address in starts and blocks[-1]:
-            blocks.append([])
-        blocks[-1].append(address)
-        if instruction.target is not None or not instruction.goes_on:
-            blocks.append([])
-    return [block for block in blocks if block]
-
-
-def _successors(code: dict[int, _Instruction], blocks: list[list[int]]) -> list[list[int]]:
-    places = {block[0]: place for place, block in enumerate(blocks)}
-    successors = []
-    for place, block in enumerate(blocks):
-        last = code[block[-1]]
-        after = [place + 1] if last.goes_on and place + 1 < len(blocks) else []
-        jumps = [places[last.target]] if last.target in places else []
-        successors.append(after + jumps)
-    return successors
-
-
-def _products(code: dict[int, _Instruction], blocks: list[list[int]], body: frozenset[int]) -> int:
+def _products(code: dict[int, Instruction], blocks: list[list[int]], body: frozenset[int]) -> int:
     return sum(code[address].name in MATRIX for block in body for address in blocks[block])

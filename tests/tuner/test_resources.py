@@ -16,6 +16,7 @@ from flashtune.target import find_target
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner import compiler_tools
 from flashtune.tuner import resources as room
 from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts, read_resources
 from flashtune.tuner.shapes import parse_shape
@@ -67,7 +68,7 @@ def test_an_amd_kernel() -> None:
 
 
 def test_a_tool_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "tool_path", lambda name: f"/nowhere/{name}")
+    monkeypatch.setattr(compiler_tools, "tool_path", lambda name: f"/nowhere/{name}")
     with pytest.raises(KernelError, match="cuobjdump failed"):
         read_resources(a_kernel(), find_target("a100"))
 

@@ -7,17 +7,8 @@ from flashtune.target import find_target
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.sass import find_loop, loops
 from flashtune.tuner.truth_jobs import describe_candidate
+from tests.tuner.listings import listed
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem
-
-
-def listed(*lines: str) -> str:
-    """A listing as cuobjdump prints it; each line is an instruction and the cycles that it waits."""
-    text = []
-    for number, line in enumerate(lines):
-        words, _, stall = line.partition("|")
-        text.append(f"        /*{16 * number:04x}*/  {words.strip()} ;  /* 0x0000000000007918 */")
-        text.append(f"                                    /* 0x{int(stall or 1) << 41:016x} */")
-    return "\n".join(text)
 
 
 def test_the_inner_loop_with_its_instructions_and_waits() -> None:

@@ -1,0 +1,114 @@
+"""Uniform registers that nothing can have written before they are read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import triton
+
+from flashtune.config import Config
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Outcome
+from flashtune.target import find_target
+from flashtune.templates.forward_q_outer.space import QOuterConfig
+from flashtune.templates.registry import families, find_family
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.compile_pool import compile_candidate
+from flashtune.tuner.unwritten import unwritten
+from tests.tuner.listings import listed
+
+H200 = find_target("h200")
+PLAIN = Problem(
+    dtype=Dtype.BF16,
+    head_dim=128,
+    value_head_dim=128,
+    heads=8,
+    kv_heads=8,
+    batch=4,
+    seqlen_q=1024,
+    seqlen_kv=1024,
+)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("UMOV UR4, URZ", "UIADD3 UR5, UP0, UR4, 0x2, URZ", "EXIT"),
+        ("ULDC.64 UR4, c[0x0][0x218]", "MOV R2, UR5", "EXIT"),
+        ("UIMAD.WIDE.U32 UR4, UR63, 0x2, URZ", "EXIT"),
+        ("ULDC.128 UR4, c[0x0][0x218]", "MOV R2, UR7", "EXIT"),
+        ("R2UR UR4, R2", "LDG.E R3, desc[UR4][R2.64]", "EXIT"),
+        # Behind a predicate comes what is written.
+        ("ULOP3.LUT UP1, UR4, URZ, 0x4, URZ, 0xc0, !UPT", "MOV R2, UR4", "EXIT"),
+        ("@UP0 UMOV UR4, URZ", "MOV R2, UR4", "EXIT"),
+        # One of two ways is enough.
+        ("@P0 BRA 0x20", "UMOV UR4, URZ", "MOV R2, UR4", "EXIT"),
+        # Written at the end of a loop, read at its start.
+        ("NOP", "MOV R2, UR4", "UMOV UR4, URZ", "@P0 BRA 0x10", "EXIT"),
+        # Nothing comes here.
+        ("EXIT", "MOV R2, UR4", "EXIT"),
+        # A table leads anywhere, also past what is in between.
+        ("UMOV UR4, URZ", "@P0 BRX R2", "EXIT", "MOV R2, UR4", "EXIT"),
+        # A subroutine's registers are written where it is called from, or by another.
+        ("BRA 0x20", "RET.REL.NODEC R2 0x0", "UMOV UR4, URZ", "CALL.REL.NOINC 0x40", "MOV R2, UR4", "RET R2"),
+        # The first half of the four is not read where the first factor is in registers.
+        ("HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24", "EXIT"),
+    ],
+)
+def test_what_may_have_been_written(lines: tuple[str, ...]) -> None:
+    lines = tuple(line.replace("UR63", "URZ") for line in lines)
+    assert unwritten(listed(*lines)) == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "reader"),
+    [
+        (("UIADD3 UR4, UP0, UR4, 0x2, URZ", "EXIT"), "UIADD3 UR4, UP0, UR4, 0x2, URZ at 0x0"),
+        (("UMOV UR4, URZ", "MOV R2, UR5", "EXIT"), "MOV R2, UR5 at 0x10"),
+        (("ULDC.64 UR4, c[0x0][0x218]", "MOV R2, UR6", "EXIT"), "MOV R2, UR6 at 0x10"),
+        # A comparison writes a predicate.
+        (("UISETP.LT.AND UP0, UPT, UR4, 0x2, UPT", "EXIT"), "UISETP.LT.AND UP0, UPT, UR4, 0x2, UPT at 0x0"),
+        (("LDG.E R3, desc[UR4][R2.64]", "EXIT"), "LDG.E R3, desc[UR4][R2.64] at 0x0"),
+        # Written on the way that does not come here.
+        (("@P0 BRA 0x30", "UMOV UR4, URZ", "EXIT", "MOV R2, UR4", "EXIT"), "MOV R2, UR4 at 0x30"),
+        # Written later.
+        (("MOV R2, UR4", "UMOV UR4, URZ", "EXIT"), "MOV R2, UR4 at 0x0"),
+    ],
+)  # fmt: skip
+def test_what_nothing_can_have_written(lines: tuple[str, ...], reader: str) -> None:
+    assert unwritten(listed(*lines)) == reader
+
+
+@pytest.mark.skipif(triton.__version__ != "3.6.0", reason="its ptxas is the one that loses an address here")
+def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
+    problem = msgspec.structs.replace(
+        PLAIN, dtype=Dtype.FP16, head_dim=80, value_head_dim=80, causal=Causal.TOP_LEFT, seqlen_q=1
+    )
+    config = QOuterConfig(
+        num_warps=4,
+        num_stages=2,
+        block_m=64,
+        block_n=128,
+        decomposed=True,
+        two_phases=False,
+        long_first=False,
+    )
+    found = compile_candidate(
+        problem, Candidate("forward_q_outer", config), Specialization(alignment=Alignment.ANY), H200
+    )
+    assert found.outcome is Outcome.INFEASIBLE
+    assert found.message.startswith("ptxas reads a register that nothing wrote (UIADD3 UR26")
+
+
+def defaults() -> list[tuple[str, Problem, Config]]:
+    """Each forward family of plain problems with its default config."""
+    named = (family.name for family in families())
+    plain = [name for name in named if find_family(name).supports(PLAIN, H200) is None]
+    return [(name, PLAIN, find_family(name).default(PLAIN, H200)) for name in plain]
+
+
+@pytest.mark.parametrize(("name", "problem", "config"), defaults(), ids=lambda value: str(value)[:20])
+def test_what_is_right_is_launched(name: str, problem: Problem, config: Config) -> None:
+    found = compile_candidate(problem, Candidate(name, config), Specialization(), H200)
+    assert (found.outcome, found.message) == (Outcome.OK, "")

@@ -1,0 +1,85 @@
+"""Uniform registers that machine code reads and nothing can have written: mistakes of the assembler.
+
+The ptxas 12.8 that Triton 3.6 brings makes addresses of tiles of such registers in some kernels for Hopper:
+the tile is then whatever lies where a warp of another kernel left the register.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Iterable, Sequence
+
+from flashtune.tuner.disassembly import Instruction, blocks_of, parse, successors_of
+
+REGISTER = re.compile(r"\bUR(\d+)\b")
+PREDICATE = re.compile(r"!?U?P(\d|T)")
+# Registers that one instruction writes, by its modifiers.
+WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
+# Where they lead is in no listing: roles of warps begin at addresses out of a table. It may be anywhere.
+INDIRECT = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP", "RET", "CALL"})
+
+
+def unwritten(listing: str) -> str:
+    """The first instruction that reads a uniform register which none before it can have written, or nothing.
+
+    Any way through the code that passes a write is enough, whether or not it is ever taken. Matrix products
+    are left out: the half of their four registers that is for a factor in shared memory counts only if
+    that factor lies there.
+
+    Args:
+        listing: Machine code of one kernel, as `cuobjdump --dump-sass` prints it.
+    """
+    code = dict(parse(listing.splitlines()))
+    blocks = blocks_of(code)
+    for place, written in sorted(_arriving(code, blocks).items()):
+        for address in blocks[place]:
+            instruction = code[address]
+            read, wrote = _uses(instruction)
+            if read & ~written:
+                words = ".".join((instruction.name, *instruction.modifiers))
+                return f"{words} {', '.join(instruction.operands)} at {address:#x}"
+            written |= wrote  # noqa: PLW2901 - what later instructions find
+    return ""
+
+
+def _arriving(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> dict[int, int]:
+    """For each block that is ever reached the registers, as bits, that were written on some way to it."""
+    successors = successors_of(code, blocks)
+    for place, block in enumerate(blocks):
+        if any(code[address].name in INDIRECT for address in block):
+            successors[place] = list(range(len(blocks)))
+    arriving = {0: 0} if blocks else {}
+    waiting = list(arriving)
+    while waiting:
+        place = waiting.pop()
+        leaving = arriving[place] | _union(_uses(code[address])[1] for address in blocks[place])
+        for other in successors[place]:
+            if other not in arriving or leaving & ~arriving[other]:
+                arriving[other] = arriving.get(other, 0) | leaving
+                waiting.append(other)
+    return arriving
+
+
+def _uses(instruction: Instruction) -> tuple[int, int]:
+    """The uniform registers that an instruction reads and those that it writes, as bits."""
+    if instruction.name.endswith("GMMA"):
+        return 0, 0
+    operands = list(instruction.operands)
+    while operands and PREDICATE.fullmatch(operands[0]):
+        operands.pop(0)
+    written = 0
+    # Comparisons write predicates alone.
+    if operands and not instruction.name.endswith("SETP"):
+        found = REGISTER.fullmatch(operands[0])
+        if found:
+            width = max(WIDTHS.get(modifier, 1) for modifier in ("", *instruction.modifiers))
+            written = ((1 << width) - 1) << int(found[1])
+            operands.pop(0)
+    named = (REGISTER.findall(operand) for operand in operands)
+    return _union(1 << int(number) for numbers in named for number in numbers), written
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
