@@ -72,6 +72,8 @@ class Part(NamedTuple):
 def read_resources(kernel: Kernel, target: Target) -> Resources:
     """Compiles a kernel for a target, with its prologue and epilogue, and reads what they take at most.
 
+    Whether the machine code is what was asked for `read_parts` says.
+
     Raises:
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
@@ -120,13 +122,15 @@ def _read(kernel: Kernel, target: Target) -> Part:
         compile_seconds=seconds,
         warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
     )
-    return Part(resources, kernel.options, _flaw(compiled) if _multiplies_by_warpgroups(compiled) else "")
+    # What is serialised is not launched anyway.
+    suspect = _multiplies_by_warpgroups(compiled) and not resources.serialized_wgmma
+    return Part(resources, kernel.options, _flaw(compiled) if suspect else "")
 
 
 def _flaw(compiled: CompiledKernel) -> str:
     """What is wrong with machine code; looked for where ptxas was seen to be wrong."""
     reader = unwritten(dump(compiled.asm["cubin"], "--dump-sass"))
-    return f"ptxas reads a register that nothing wrote ({reader})" if reader else ""
+    return f"ptxas made code that reads a register which nothing wrote ({reader})" if reader else ""
 
 
 def _multiplies_by_warpgroups(compiled: CompiledKernel) -> bool:

@@ -1,7 +1,7 @@
 """Uniform registers that machine code reads and nothing can have written: mistakes of the assembler.
 
-The ptxas 12.8 that Triton 3.6 brings makes addresses of tiles of such registers in some kernels for Hopper:
-the tile is then whatever lies where a warp of another kernel left the register.
+The ptxas 12.8 that Triton 3.6 and 3.7 bring makes addresses of tiles of such registers in some kernels for
+Hopper: the tile is then whatever lies where a warp of another kernel left the register.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ REGISTER = re.compile(r"\bUR(\d+)\b")
 PREDICATE = re.compile(r"!?U?P(\d|T)")
 # Registers that one instruction writes, by its modifiers.
 WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
+# Whose reads count. Copies and operations on bits may read what counts for nothing: half of the registers of
+# a matrix product, bits that are cleared before they are set.
+ARITHMETIC = frozenset({"UIADD3", "UIMAD", "ULEA"})
 # Where they lead is in no listing: roles of warps begin at addresses out of a table. It may be anywhere.
 INDIRECT = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP", "RET", "CALL"})
 
 
 def unwritten(listing: str) -> str:
-    """The first instruction that reads a uniform register which none before it can have written, or nothing.
+    """The first arithmetic on a uniform register which no instruction before can have written, or nothing.
 
-    Any way through the code that passes a write is enough, whether or not it is ever taken. Matrix products
-    are left out: the half of their four registers that is for a factor in shared memory counts only if
-    that factor lies there.
+    Any way through the code that passes a write is enough, whether or not it is ever taken.
 
     Args:
         listing: Machine code of one kernel, as `cuobjdump --dump-sass` prints it.
@@ -63,9 +64,7 @@ def _arriving(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> 
 
 
 def _uses(instruction: Instruction) -> tuple[int, int]:
-    """The uniform registers that an instruction reads and those that it writes, as bits."""
-    if instruction.name.endswith("GMMA"):
-        return 0, 0
+    """The uniform registers that an instruction's arithmetic reads and those that it writes, as bits."""
     operands = list(instruction.operands)
     while operands and PREDICATE.fullmatch(operands[0]):
         operands.pop(0)
@@ -74,9 +73,11 @@ def _uses(instruction: Instruction) -> tuple[int, int]:
     if operands and not instruction.name.endswith("SETP"):
         found = REGISTER.fullmatch(operands[0])
         if found:
-            width = max(WIDTHS.get(modifier, 1) for modifier in ("", *instruction.modifiers))
+            width = max((WIDTHS.get(modifier, 1) for modifier in instruction.modifiers), default=1)
             written = ((1 << width) - 1) << int(found[1])
             operands.pop(0)
+    if instruction.name not in ARITHMETIC:
+        return 0, written
     named = (REGISTER.findall(operand) for operand in operands)
     return _union(1 << int(number) for numbers in named for number in numbers), written
 

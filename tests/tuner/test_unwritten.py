@@ -31,56 +31,65 @@ PLAIN = Problem(
 )
 
 
+READ_4, READ_5, READ_7 = (f"UIADD3 UR20, UP0, UR{number}, 0x2, URZ" for number in (4, 5, 7))
+
+
 @pytest.mark.parametrize(
     "lines",
     [
-        ("UMOV UR4, URZ", "UIADD3 UR5, UP0, UR4, 0x2, URZ", "EXIT"),
-        ("ULDC.64 UR4, c[0x0][0x218]", "MOV R2, UR5", "EXIT"),
-        ("UIMAD.WIDE.U32 UR4, UR63, 0x2, URZ", "EXIT"),
-        ("ULDC.128 UR4, c[0x0][0x218]", "MOV R2, UR7", "EXIT"),
-        ("R2UR UR4, R2", "LDG.E R3, desc[UR4][R2.64]", "EXIT"),
+        (),
+        ("UMOV UR4, URZ", READ_4, "EXIT"),
+        ("ULDC.64 UR4, c[0x0][0x218]", READ_5, "EXIT"),
+        ("UIMAD.WIDE.U32 UR4, URZ, 0x2, URZ", READ_5, "EXIT"),
+        ("ULDC.128 UR4, c[0x0][0x218]", READ_7, "EXIT"),
+        ("R2UR UR4, R2", READ_4, "EXIT"),
         # Behind a predicate comes what is written.
-        ("ULOP3.LUT UP1, UR4, URZ, 0x4, URZ, 0xc0, !UPT", "MOV R2, UR4", "EXIT"),
-        ("@UP0 UMOV UR4, URZ", "MOV R2, UR4", "EXIT"),
+        ("ULOP3.LUT UP1, UR4, URZ, 0x4, URZ, 0xc0, !UPT", READ_4, "EXIT"),
+        ("@UP0 UMOV UR4, URZ", READ_4, "EXIT"),
         # One of two ways is enough.
-        ("@P0 BRA 0x20", "UMOV UR4, URZ", "MOV R2, UR4", "EXIT"),
+        ("@P0 BRA 0x20", "UMOV UR4, URZ", READ_4, "EXIT"),
         # Written at the end of a loop, read at its start.
-        ("NOP", "MOV R2, UR4", "UMOV UR4, URZ", "@P0 BRA 0x10", "EXIT"),
+        ("NOP", READ_4, "UMOV UR4, URZ", "@P0 BRA 0x10", "EXIT"),
         # Nothing comes here.
-        ("EXIT", "MOV R2, UR4", "EXIT"),
+        ("EXIT", READ_4, "EXIT"),
         # A table leads anywhere, also past what is in between.
-        ("UMOV UR4, URZ", "@P0 BRX R2", "EXIT", "MOV R2, UR4", "EXIT"),
+        ("UMOV UR4, URZ", "@P0 BRX R2", "EXIT", READ_4, "EXIT"),
         # A subroutine's registers are written where it is called from, or by another.
-        ("BRA 0x20", "RET.REL.NODEC R2 0x0", "UMOV UR4, URZ", "CALL.REL.NOINC 0x40", "MOV R2, UR4", "RET R2"),
-        # The first half of the four is not read where the first factor is in registers.
+        ("BRA 0x20", "RET.REL.NODEC R2 0x0", "UMOV UR4, URZ", "CALL.REL.NOINC 0x40", READ_4, "RET R2"),
+        # Half of the four count for nothing where the first factor is in registers, so also in copies.
         ("HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24", "EXIT"),
+        ("UMOV UR4, UR8", "EXIT"),
+        # Bits that are cleared before they are set, and a half of a register.
+        ("ULOP3.LUT UR4, UR4, 0xdfffffff, URZ, 0xc0, !UPT", "EXIT"),
+        ("UPRMT UR4, UR4, 0x7610, UR6", "EXIT"),
     ],
 )
 def test_what_may_have_been_written(lines: tuple[str, ...]) -> None:
-    lines = tuple(line.replace("UR63", "URZ") for line in lines)
     assert unwritten(listed(*lines)) == ""
 
 
 @pytest.mark.parametrize(
-    ("lines", "reader"),
+    ("lines", "address"),
     [
-        (("UIADD3 UR4, UP0, UR4, 0x2, URZ", "EXIT"), "UIADD3 UR4, UP0, UR4, 0x2, URZ at 0x0"),
-        (("UMOV UR4, URZ", "MOV R2, UR5", "EXIT"), "MOV R2, UR5 at 0x10"),
-        (("ULDC.64 UR4, c[0x0][0x218]", "MOV R2, UR6", "EXIT"), "MOV R2, UR6 at 0x10"),
+        (("UIADD3 UR4, UP0, UR4, 0x2, URZ", "EXIT"), 0),
+        (("UMOV UR4, URZ", READ_5, "EXIT"), 0x10),
+        (("ULDC.64 UR4, c[0x0][0x218]", READ_7, "EXIT"), 0x10),
         # A comparison writes a predicate.
-        (("UISETP.LT.AND UP0, UPT, UR4, 0x2, UPT", "EXIT"), "UISETP.LT.AND UP0, UPT, UR4, 0x2, UPT at 0x0"),
-        (("LDG.E R3, desc[UR4][R2.64]", "EXIT"), "LDG.E R3, desc[UR4][R2.64] at 0x0"),
+        (("UISETP.LT.AND UP0, UPT, UR4, 0x2, UPT", READ_4, "EXIT"), 0x10),
         # Written on the way that does not come here.
-        (("@P0 BRA 0x30", "UMOV UR4, URZ", "EXIT", "MOV R2, UR4", "EXIT"), "MOV R2, UR4 at 0x30"),
+        (("@P0 BRA 0x30", "UMOV UR4, URZ", "EXIT", READ_4, "EXIT"), 0x30),
         # Written later.
-        (("MOV R2, UR4", "UMOV UR4, URZ", "EXIT"), "MOV R2, UR4 at 0x0"),
+        ((READ_4, "UMOV UR4, URZ", "EXIT"), 0),
     ],
-)  # fmt: skip
-def test_what_nothing_can_have_written(lines: tuple[str, ...], reader: str) -> None:
-    assert unwritten(listed(*lines)) == reader
+)
+def test_what_nothing_can_have_written(lines: tuple[str, ...], address: int) -> None:
+    assert unwritten(listed(*lines)) == f"{lines[address // 16]} at {address:#x}"
 
 
-@pytest.mark.skipif(triton.__version__ != "3.6.0", reason="its ptxas is the one that loses an address here")
+@pytest.mark.skipif(
+    not triton.__version__.startswith(("3.6.", "3.7.")),
+    reason="its ptxas is not the one that loses an address",
+)
 def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
     problem = msgspec.structs.replace(
         PLAIN, dtype=Dtype.FP16, head_dim=80, value_head_dim=80, causal=Causal.TOP_LEFT, seqlen_q=1
@@ -98,7 +107,7 @@ def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
         problem, Candidate("forward_q_outer", config), Specialization(alignment=Alignment.ANY), H200
     )
     assert found.outcome is Outcome.INFEASIBLE
-    assert found.message.startswith("ptxas reads a register that nothing wrote (UIADD3 UR26")
+    assert found.message.startswith("ptxas made code that reads a register which nothing wrote (UIADD3 UR")
 
 
 def defaults() -> list[tuple[str, Problem, Config]]:
