@@ -1,0 +1,177 @@
+"""`flashtune search` against Helion on attention as Helion's users write it: time to an answer, its quality.
+
+    python benchmarks/against_helion.py                       # Helion's quick autotuning
+    python benchmarks/against_helion.py --effort full --save helion.json
+
+Helion (PyTorch project, 2025) compiles a kernel in torch's own words to Triton and searches block sizes, loop
+orders, loads, warps and stages itself. Both begin with empty caches; the two answers are then timed in turn,
+and Helion's is held against the reference first. It knows no mask here, so the shape has none. Needs a GPU
+and `pip install helion`; `HELION_INTERPRET=1` runs Helion's kernel on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.db.store import open_store
+from flashtune.errors import FlashtuneError, UsageError
+from flashtune.problem import Causal, Problem
+from flashtune.standard import standard_attention
+from flashtune.target import Target, device_target
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.finals import kernel_run
+from flashtune.tuner.fitting import NOTHING
+from flashtune.tuner.measurement import measure_interleaved
+from flashtune.tuner.request import Experience, SearchRequest
+from flashtune.tuner.search import run_search
+from flashtune.tuner.selection import candidate_of
+from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.tensors import make_tensors
+
+try:
+    import helion
+    import helion.language as hl
+except ModuleNotFoundError:
+    sys.exit("Helion is not installed: pip install helion")
+
+SHAPE = "heads=16,seqlen=2048,head_dim=128,tokens=16384"
+ROUNDS = 61
+# Of elements about one in size, in 16 bits.
+TOLERANCE = 2e-2
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One shape by both.
+
+    Attributes:
+        problem: The problem's key.
+        effort: What Helion was told to spend.
+        helion: Its version.
+        search_seconds, helion_seconds: Wall clock until the answer.
+        search_ms, helion_ms: The answers, timed in turn.
+    """
+
+    problem: str
+    effort: str
+    helion: str
+    search_seconds: float
+    search_ms: float
+    helion_seconds: float
+    helion_ms: float
+
+
+@helion.kernel(static_shapes=True)  # type: ignore[untyped-decorator]
+def attend(q: Tensor, k: Tensor, v: Tensor, scale_log2: float) -> Tensor:
+    """Attention without a mask of q, k and v [heads, length, width]; tunes itself at its first call."""
+    width = hl.specialize(q.size(-1))
+    out = torch.empty_like(q)
+    columns = k.transpose(1, 2)
+    for head, row in hl.tile([q.size(0), q.size(1)]):
+        largest = hl.full([head, row], float("-inf"), dtype=torch.float32)
+        total = hl.zeros([head, row], dtype=torch.float32)
+        sums = hl.zeros([head, row, width], dtype=torch.float32)
+        queries = q[head, row, :]
+        for key in hl.tile(v.size(1)):
+            scores = hl.dot(queries, columns[head, :, key], out_dtype=torch.float32) * scale_log2
+            risen = torch.maximum(largest, torch.amax(scores, -1))
+            weights = torch.exp2(scores - risen[:, :, None])
+            kept = torch.exp2(largest - risen)
+            total = total * kept + torch.sum(weights, -1)
+            sums = hl.dot(weights.to(v.dtype), v[head, key, :], acc=sums * kept[:, :, None])
+            largest = risen
+        out[head, row, :] = (sums / total[:, :, None]).to(out.dtype)
+    return out
+
+
+def by_helion(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Its output for tensors [batch, heads, length, width]."""
+    flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    attended: Tensor = attend(*flat, math.log2(math.e) / math.sqrt(q.shape[-1]))
+    return attended.view_as(q)
+
+
+def by_search(problem: Problem, target: Target, device: int) -> tuple[Candidate, float]:
+    """The search's answer, which knows no other shape's, and the wall clock that it took."""
+    request = SearchRequest(problem=problem, target=target, device=device, experience=Experience((), NOTHING))
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        with open_store(str(Path(folder, "records.sqlite"))) as store:
+            best = run_search(request, store).best
+        if best is None:
+            raise FlashtuneError(f"a search of {problem.key} found nothing that works")
+        return candidate_of(best), time.monotonic() - started
+
+
+def compare(problem: Problem, device: torch.device, effort: str) -> Comparison:
+    """Both on one shape.
+
+    Raises:
+        FlashtuneError: A search found nothing, or Helion's kernel is wrong.
+    """
+    target = device_target(device.index or 0)
+    found, search_seconds = by_search(problem, target, device.index or 0)
+    tensors = make_tensors(problem, device)
+    started = time.monotonic()
+    output = by_helion(tensors.q, tensors.k, tensors.v)
+    torch.cuda.synchronize(device)
+    helion_seconds = time.monotonic() - started
+    expected, _ = standard_attention(tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=Causal.NONE)
+    if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE):
+        raise FlashtuneError("Helion's kernel is wrong: there is nothing to time")
+    ours = kernel_run(problem, found, contiguous_specialization(problem), target, tensors)
+    theirs = functools.partial(by_helion, tensors.q, tensors.k, tensors.v)
+    own, other = measure_interleaved((ours, theirs), device, rounds=ROUNDS)
+    return Comparison(
+        problem=problem.key,
+        effort=effort,
+        helion=helion.__version__,
+        search_seconds=round(search_seconds, 1),
+        search_ms=round(own.ms, 5),
+        helion_seconds=round(helion_seconds, 1),
+        helion_ms=round(other.ms, 5),
+    )
+
+
+def main() -> None:
+    """Compares one shape and prints a row."""
+    parser = argparse.ArgumentParser(description="flashtune search against Helion.")
+    parser.add_argument("--shape", default=SHAPE, help="as for flashtune search, without a mask")
+    parser.add_argument("--effort", default="quick", choices=("quick", "full"), help="of Helion's autotuning")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the figures, in JSON")
+    options = parser.parse_args()
+    os.environ["HELION_AUTOTUNE_EFFORT"] = options.effort
+    try:
+        (problem,) = parse_shape(options.shape)
+        if problem.causal is not Causal.NONE or problem.features or problem.heads != problem.kv_heads:
+            raise UsageError("Helion's kernel here knows neither masks nor shared KV heads: leave them out")
+        with tempfile.TemporaryDirectory() as folder:
+            # Neither finds what an earlier run has compiled.
+            os.environ["TRITON_CACHE_DIR"] = os.environ["HELION_CACHE_DIR"] = folder
+            found = compare(problem, torch.device("cuda", 0), options.effort)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    if options.save is not None:
+        options.save.write_bytes(msgspec.json.encode(found))
+    print("| shape | effort | Helion | search | time over its | speed over its |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    time_over, speed_over = found.search_seconds / found.helion_seconds, found.helion_ms / found.search_ms
+    print(
+        f"| {found.problem} | {found.effort} | {found.helion_seconds:.0f} s, {found.helion_ms:.4f} ms "
+        f"| {found.search_seconds:.0f} s, {found.search_ms:.4f} ms | {time_over:.2f} | {speed_over:.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
