@@ -34,29 +34,37 @@ def unwritten(listing: str) -> str:
     """
     code = dict(parse(listing.splitlines()))
     blocks = blocks_of(code)
-    for place, written in sorted(_arriving(code, blocks).items()):
+    uses = {address: _uses(instruction) for address, instruction in code.items()}
+    wrote = [_union(uses[address][1] for address in block) for block in blocks]
+    for place, arriving in sorted(_arriving(_followers(code, blocks), wrote).items()):
+        written = arriving
         for address in blocks[place]:
-            instruction = code[address]
-            read, wrote = _uses(instruction)
+            read, writes = uses[address]
             if read & ~written:
+                instruction = code[address]
                 words = ".".join((instruction.name, *instruction.modifiers))
                 return f"{words} {', '.join(instruction.operands)} at {address:#x}"
-            written |= wrote  # noqa: PLW2901 - what later instructions find
+            written |= writes
     return ""
 
 
-def _arriving(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> dict[int, int]:
+def _followers(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each block those that may come next; all, where nobody knows."""
+    anywhere = list(range(len(blocks)))
+    return [
+        anywhere if any(code[address].name in INDIRECT for address in block) else after
+        for block, after in zip(blocks, successors_of(code, blocks), strict=True)
+    ]
+
+
+def _arriving(followers: Sequence[Sequence[int]], wrote: Sequence[int]) -> dict[int, int]:
     """For each block that is ever reached the registers, as bits, that were written on some way to it."""
-    successors = successors_of(code, blocks)
-    for place, block in enumerate(blocks):
-        if any(code[address].name in INDIRECT for address in block):
-            successors[place] = list(range(len(blocks)))
-    arriving = {0: 0} if blocks else {}
+    arriving = {0: 0} if followers else {}
     waiting = list(arriving)
     while waiting:
         place = waiting.pop()
-        leaving = arriving[place] | _union(_uses(code[address])[1] for address in blocks[place])
-        for other in successors[place]:
+        leaving = arriving[place] | wrote[place]
+        for other in followers[place]:
             if other not in arriving or leaving & ~arriving[other]:
                 arriving[other] = arriving.get(other, 0) | leaving
                 waiting.append(other)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import triton
 
-from flashtune.config import Config
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Outcome
 from flashtune.target import find_target
+from flashtune.templates.family import Family
 from flashtune.templates.forward_q_outer.space import QOuterConfig
-from flashtune.templates.registry import families, find_family
+from flashtune.templates.registry import families
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import compile_candidate
 from flashtune.tuner.unwritten import unwritten
@@ -29,8 +29,6 @@ PLAIN = Problem(
     seqlen_q=1024,
     seqlen_kv=1024,
 )
-
-
 READ_4, READ_5, READ_7 = (f"UIADD3 UR20, UP0, UR{number}, 0x2, URZ" for number in (4, 5, 7))
 
 
@@ -110,14 +108,8 @@ def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
     assert found.message.startswith("ptxas made code that reads a register which nothing wrote (UIADD3 UR")
 
 
-def defaults() -> list[tuple[str, Problem, Config]]:
-    """Each forward family of plain problems with its default config."""
-    named = (family.name for family in families())
-    plain = [name for name in named if find_family(name).supports(PLAIN, H200) is None]
-    return [(name, PLAIN, find_family(name).default(PLAIN, H200)) for name in plain]
-
-
-@pytest.mark.parametrize(("name", "problem", "config"), defaults(), ids=lambda value: str(value)[:20])
-def test_what_is_right_is_launched(name: str, problem: Problem, config: Config) -> None:
-    found = compile_candidate(problem, Candidate(name, config), Specialization(), H200)
+@pytest.mark.parametrize("family", [one for one in families() if one.supports(PLAIN, H200) is None])
+def test_what_is_right_is_launched(family: Family) -> None:
+    candidate = Candidate(family.name, family.default(PLAIN, H200))
+    found = compile_candidate(PLAIN, candidate, Specialization(), H200)
     assert (found.outcome, found.message) == (Outcome.OK, "")

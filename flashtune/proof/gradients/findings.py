@@ -70,11 +70,13 @@ def gradient_findings(
         if repeat and cold:
             torch.empty(2 * cold, dtype=torch.uint8, device=tensors.q.device).zero_()
         launch(tensors, case.scale, side)
-        yield from _compare(case, prepared)
+        rows = {name: _rows(name, case, prepared) for name in prepared.written}
+        yield from _compare(case, prepared, rows)
+        held = _held(case, prepared, rows)
         if repeat:
-            yield from _unlike(case, prepared, first)
+            yield from _unlike(case, prepared, first, held)
         elif case.repeats > 1:
-            first = {name: _held(name, case, prepared).clone() for name in prepared.written}
+            first = {name: one.clone() for name, one in held.items()}
     for name, one in prepared.written.items():
         yield Finding(f"{case.label}: writes around {name}", stray_writes(one), 0.0)
     for workspace in workspaces:
@@ -83,35 +85,40 @@ def gradient_findings(
     yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
 
 
-def _compare(case: Case, prepared: Prepared) -> Iterator[Finding]:
+def _compare(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> Iterator[Finding]:
     for name, one in prepared.written.items():
         gradient = prepared.expected.gradients[name]
-        ratio = worst_ratio(_rows(name, case, prepared), gradient.exact, gradient.allowed)
+        ratio = worst_ratio(rows[name], gradient.exact, gradient.allowed)
         yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
         # Infinity times zero is NaN, and nothing else than zero comes of a number.
         lost = nonzero(_owned(name, case.problem, prepared, one.view) * 0)
         yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
 
 
-def _held(name: str, case: Case, prepared: Prepared) -> Tensor:
-    """What later launches are held against: all bits, or the rows that have a yardstick."""
+def _held(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What launches are held against each other: all bits, or rows of 16-bit results.
+
+    Of float32 results the order of sums may be all the error, and that is compared by itself.
+    """
+    views = {name: one.view for name, one in prepared.written.items()}
     if case.problem.deterministic:
-        return bits_of(prepared.written[name].view)
-    return _rows(name, case, prepared)
+        return {name: bits_of(view) for name, view in views.items()}
+    return {name: rows[name] for name, view in views.items() if view.dtype.itemsize == 2}
 
 
-def _unlike(case: Case, prepared: Prepared, first: dict[str, Tensor]) -> Iterator[Finding]:
+def _unlike(
+    case: Case, prepared: Prepared, first: dict[str, Tensor], held: dict[str, Tensor]
+) -> Iterator[Finding]:
     """How far a launch is from the first one."""
     for name, earlier in first.items():
-        later, stored = _held(name, case, prepared), prepared.written[name].view.dtype
         if case.problem.deterministic:
-            unlike = nonzero(earlier - later)
+            unlike = nonzero(earlier - held[name])
             yield Finding(f"{case.label}: elements of {name} unlike an earlier launch's", unlike, 0.0)
-        elif stored.itemsize == 2:
-            # Of float32 results the order may be all the error, and that was compared.
-            beyond = beyond_order(earlier, later, prepared.expected.gradients[name].allowed, stored)
-            what = f"elements of {name} farther from an earlier launch's than another order of sums"
-            yield Finding(f"{case.label}: {what}", beyond, 0.0)
+            continue
+        allowed, stored = prepared.expected.gradients[name].allowed, prepared.written[name].view.dtype
+        beyond = beyond_order(earlier, held[name], allowed, stored)
+        what = f"elements of {name} farther from an earlier launch's than another order of sums"
+        yield Finding(f"{case.label}: {what}", beyond, 0.0)
 
 
 def _rows(name: str, case: Case, prepared: Prepared) -> Tensor:

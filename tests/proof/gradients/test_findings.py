@@ -34,8 +34,6 @@ from tests.proof.gradients.checking import CPU, H200, a_kernel, a_problem, failu
 from tests.proof.gradients.plain_kernel import TwoTiles, differentiate
 
 Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
-
-
 OTHERWISE = "elements of {} farther from an earlier launch's than another order of sums"
 
 
