@@ -11,6 +11,8 @@ SHELL := /usr/bin/env bash
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/torch-2.13.txt
 WORKERS ?= 2
+# Processes that share a GPU in its tests: most of their time is the compiler's.
+GPU_WORKERS ?= 8
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
 BY_TRITON := tests/templates tests/golden tests/tuner/test_unwritten.py tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_queueing.py
@@ -106,7 +108,8 @@ $(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
 	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
 
 test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
-	$(PYTEST) -m gpu tests
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
+	$(PYTEST) -m 'gpu and alone' tests
 
 .PHONY: reference clean
 reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help

@@ -1,12 +1,12 @@
 """`flashtune search` against Helion on attention as Helion's users write it: time to an answer, its quality.
 
     python benchmarks/against_helion.py                       # Helion's quick autotuning
-    python benchmarks/against_helion.py --effort full --save helion.json
+    python benchmarks/against_helion.py --effort full --seconds 300 --save helion.json
 
 Helion (PyTorch project, 2025) compiles a kernel in torch's own words to Triton and searches block sizes, loop
 orders, loads, warps and stages itself. Both begin with empty caches; the two answers are then timed in turn,
 and Helion's is held against the reference first. It knows no mask here, so the shape has none. Needs a GPU
-and `pip install helion`; `HELION_INTERPRET=1` runs Helion's kernel on a CPU.
+and `pip install helion`; 1.5.1 imports what torch 2.11 does not have yet, and 1.5.0 does not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,7 @@ class Comparison(msgspec.Struct, frozen=True):
     Attributes:
         problem: The problem's key.
         effort: What Helion was told to spend.
+        budget: Seconds after which it had to answer; None for no limit.
         helion: Its version.
         search_seconds, helion_seconds: Wall clock until the answer.
         search_ms, helion_ms: The answers, timed in turn.
@@ -65,6 +67,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     problem: str
     effort: str
+    budget: int | None
     helion: str
     search_seconds: float
     search_ms: float
@@ -72,9 +75,8 @@ class Comparison(msgspec.Struct, frozen=True):
     helion_ms: float
 
 
-@helion.kernel(static_shapes=True)  # type: ignore[untyped-decorator]
 def attend(q: Tensor, k: Tensor, v: Tensor, scale_log2: float) -> Tensor:
-    """Attention without a mask of q, k and v [heads, length, width]; tunes itself at its first call."""
+    """Attention without a mask of q, k and v [heads, length, width], as Helion compiles it."""
     width = hl.specialize(q.size(-1))
     out = torch.empty_like(q)
     columns = k.transpose(1, 2)
@@ -95,11 +97,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale_log2: float) -> Tensor:
     return out
 
 
-def by_helion(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def tuned(effort: str, budget: int | None) -> Callable[..., Tensor]:
+    """The kernel, which tunes itself at its first call."""
+    # Read from the environment they would be those of the moment of the import.
+    limit = {} if budget is None else {"autotune_budget_seconds": budget}
+    kernel: Callable[..., Tensor] = helion.kernel(attend, static_shapes=True, autotune_effort=effort, **limit)
+    return kernel
+
+
+def by_helion(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Its output for tensors [batch, heads, length, width]."""
     flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    attended: Tensor = attend(*flat, math.log2(math.e) / math.sqrt(q.shape[-1]))
-    return attended.view_as(q)
+    return kernel(*flat, math.log2(math.e) / math.sqrt(q.shape[-1])).view_as(q)
 
 
 def by_search(problem: Problem, target: Target, device: int) -> tuple[Candidate, float]:
@@ -114,7 +123,7 @@ def by_search(problem: Problem, target: Target, device: int) -> tuple[Candidate,
         return candidate_of(best), time.monotonic() - started
 
 
-def compare(problem: Problem, device: torch.device, effort: str) -> Comparison:
+def compare(problem: Problem, device: torch.device, effort: str, budget: int | None) -> Comparison:
     """Both on one shape.
 
     Raises:
@@ -122,20 +131,21 @@ def compare(problem: Problem, device: torch.device, effort: str) -> Comparison:
     """
     target = device_target(device.index or 0)
     found, search_seconds = by_search(problem, target, device.index or 0)
-    tensors = make_tensors(problem, device)
+    tensors, kernel = make_tensors(problem, device), tuned(effort, budget)
     started = time.monotonic()
-    output = by_helion(tensors.q, tensors.k, tensors.v)
+    output = by_helion(kernel, tensors.q, tensors.k, tensors.v)
     torch.cuda.synchronize(device)
     helion_seconds = time.monotonic() - started
     expected, _ = standard_attention(tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=Causal.NONE)
     if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE):
         raise FlashtuneError("Helion's kernel is wrong: there is nothing to time")
     ours = kernel_run(problem, found, contiguous_specialization(problem), target, tensors)
-    theirs = functools.partial(by_helion, tensors.q, tensors.k, tensors.v)
+    theirs = functools.partial(by_helion, kernel, tensors.q, tensors.k, tensors.v)
     own, other = measure_interleaved((ours, theirs), device, rounds=ROUNDS)
     return Comparison(
         problem=problem.key,
         effort=effort,
+        budget=budget,
         helion=helion.__version__,
         search_seconds=round(search_seconds, 1),
         search_ms=round(own.ms, 5),
@@ -149,9 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="flashtune search against Helion.")
     parser.add_argument("--shape", default=SHAPE, help="as for flashtune search, without a mask")
     parser.add_argument("--effort", default="quick", choices=("quick", "full"), help="of Helion's autotuning")
+    parser.add_argument("--seconds", type=int, help="Helion answers with the best that it has by then")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the figures, in JSON")
     options = parser.parse_args()
-    os.environ["HELION_AUTOTUNE_EFFORT"] = options.effort
     try:
         (problem,) = parse_shape(options.shape)
         if problem.causal is not Causal.NONE or problem.features or problem.heads != problem.kv_heads:
@@ -159,7 +169,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             # Neither finds what an earlier run has compiled.
             os.environ["TRITON_CACHE_DIR"] = os.environ["HELION_CACHE_DIR"] = folder
-            found = compare(problem, torch.device("cuda", 0), options.effort)
+            found = compare(problem, torch.device("cuda", 0), options.effort, options.seconds)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
     if options.save is not None:

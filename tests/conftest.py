@@ -23,13 +23,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
-    without_gpu = pytest.mark.skip(reason="needs a CUDA GPU")
+    """Skips what needs a GPU where there is none, and what needs the machine to itself beside others."""
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        missing["alone"] = pytest.mark.skip(reason="needs the machine to itself")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(without_gpu)
+        for name, skip in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,6 +24,18 @@ PROBLEM = Problem(
     seqlen_q=1024,
     seqlen_kv=4096,
 )
+TAIL = 'tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T) * scale_log2, float("-inf"))'
+# What the source says, and what it says instead where it is wrong.
+MISTAKES = (
+    ("tl.load(q_scale + batch_head)", "tl.load(q_scale + kv_batch_head)"),
+    ("tl.load(k_scale + kv_batch_head)", "tl.load(k_scale)"),
+    ("tl.load(v_scale + kv_batch_head)", "1.0"),
+    ("(weights * WEIGHT_RANGE)", "(weights * WEIGHT_RANGE * 2.0)"),
+    (TAIL, "tl.dot(q_tile, k_tile.T) * scale_log2"),
+    ("keys[None, :], tile.T)", "keys[None, :] + 1, tile.T)"),
+    ("(batch_head % kv_heads) * stride_vh", "(batch_head % kv_heads) * stride_vs"),
+    ("accumulator * rescale[:, None]", "accumulator"),
+)
 
 
 def plain_e4m3(index_bits: int = 32) -> Kernel:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from flashtune.problem import Problem
     from flashtune.proof.lengths import Lengths
-    from flashtune.proof.scores import Rows
+    from flashtune.proof.visible import Rows
     from flashtune.side import Side
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.proof.visible import hidden_by_bias, visible_keys
+from flashtune.proof.visible import Rows, compared_on, visible_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,22 +37,24 @@ def at_edges(
     device, width = generator.device, problem.head_dim
     keys = problem.seqlen_kv
     shape = (problem.batch, problem.kv_heads, keys + 1, width)
-    words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
+    heads = problem.batch * problem.heads
+    where = compared_on(heads * problem.seqlen_q * (keys + 1), device)
+    words = torch.randint(2, shape, generator=generator, device=device).to(where) * 2.0 - 1.0
     if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
     step = max(1, CHUNK_PAIRS // max(1, problem.seqlen_q * (keys + 1)))
     parts = [
-        _neighbours(_seen(problem, lengths, side, some, device), generator)
-        for some in torch.arange(problem.batch * problem.heads).split(step)
+        _neighbours(_seen(problem, lengths, side, some, where), generator)
+        for some in torch.arange(heads).split(step)
     ]
     visible, hidden = (
         torch.cat(part).unflatten(0, (problem.batch, problem.heads)) for part in zip(*parts, strict=True)
     )
-    batch = torch.arange(problem.batch, device=device)[:, None, None]
-    head = (torch.arange(problem.heads, device=device) // problem.group_size)[None, :, None]
+    batch = torch.arange(problem.batch, device=where)[:, None, None]
+    head = (torch.arange(problem.heads, device=where) // problem.group_size)[None, :, None]
     asked = LAST_VISIBLE * words[batch, head, visible] + FIRST_HIDDEN * words[batch, head, hidden]
-    return asked * (1 / (scale * width)), words[:, :, :keys].clone()
+    return (asked * (1 / (scale * width))).to(device), words[:, :, :keys].clone().to(device)
 
 
 def _next(lengths: Lengths, sequence: int) -> int:
@@ -67,7 +69,7 @@ def _neighbours(seen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     before, after = seen.roll(1, -1), seen.roll(-1, -1)
     before[..., 0] = False
     border = ~seen & (before | after)
-    drawn = torch.rand(border.shape, generator=generator, device=seen.device)
+    drawn = torch.rand(border.shape, generator=generator, device=generator.device).to(seen.device)
     hidden = drawn.masked_fill_(~border, -1.0).argmax(-1)
     left = before.gather(-1, hidden[..., None])[..., 0]
     return torch.where(left, hidden - 1, (hidden + 1).clamp_max(seen.shape[-1] - 1)), hidden
@@ -75,12 +77,8 @@ def _neighbours(seen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 def _seen(problem: Problem, lengths: Lengths, side: Side, heads: Tensor, device: torch.device) -> Tensor:
     """What each row of some heads sees, [heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
-    rows = torch.arange(problem.seqlen_q)
-    batch, head = heads // problem.heads, heads % problem.heads
-    seen = visible_keys(problem, lengths, batch, rows, side, device)
-    taken = hidden_by_bias(problem, side, batch, head, rows)
-    if taken is not None:
-        seen = seen & ~taken
+    some = Rows(heads // problem.heads, heads % problem.heads, torch.arange(problem.seqlen_q))
+    seen = visible_pairs(problem, lengths, side, some, device)
     seen = seen.expand(len(heads), -1, -1)
     return torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
 

@@ -27,7 +27,8 @@ from flashtune.proof.chunks import chunked, widened
 from flashtune.proof.dropping import factors
 from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error, inverse
 from flashtune.proof.lengths import Lengths, equal_lengths
-from flashtune.proof.scores import Laid, Rows, Seen, laid_over, seen_by
+from flashtune.proof.scores import Laid, Seen, laid_over, seen_by
+from flashtune.proof.visible import Rows
 from flashtune.side import NO_SIDE, Side
 
 if TYPE_CHECKING:

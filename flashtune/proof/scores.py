@@ -8,7 +8,7 @@ import torch
 
 from flashtune.features import Bias, Feature
 from flashtune.problem import Causal, Problem
-from flashtune.proof.visible import hidden_by_bias, places, visible_keys
+from flashtune.proof.visible import Rows, compared_on, places, visible_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,22 +19,6 @@ if TYPE_CHECKING:
 # What changes scores or hides keys; without any of it a count says which keys a row sees.
 BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
-# Up to so many pairs of rows and keys are compared on the CPU, which loads no kernels for it.
-FEW_PAIRS = 2**20
-
-
-class Rows(NamedTuple):
-    """Some rows of some heads.
-
-    Attributes:
-        batch: The sequence of each head, [heads] in int64, on the CPU.
-        head: The head within its sequence, likewise.
-        rows: Queries, [rows] likewise.
-    """
-
-    batch: Tensor
-    head: Tensor
-    rows: Tensor
 
 
 class Seen(NamedTuple):
@@ -63,16 +47,15 @@ class Laid(NamedTuple):
 
 def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
     """Which keys some rows see."""
-    if not problem.features & OVER_SCORES:
+    counted = not problem.features & OVER_SCORES
+    heads = 1 if counted else len(some.batch)
+    where = compared_on(heads * len(some.rows) * problem.seqlen_kv, device)
+    if counted:
         visible = _visible_counts(problem, some.rows)
-        where = torch.device("cpu") if len(visible) * problem.seqlen_kv <= FEW_PAIRS else device
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
         return Seen(hidden.to(device), visible.double().to(device))
-    visible = visible_keys(problem, lengths, some.batch, some.rows, side, device)
-    taken = hidden_by_bias(problem, side, *some)
-    if taken is not None:
-        visible = visible & ~taken
-    return Seen(~visible, visible.sum(-1).double())
+    seen = visible_pairs(problem, lengths, side, some, where)
+    return Seen((~seen).to(device), seen.sum(-1).double().to(device))
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +14,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.side import Side
+
+# Up to so many pairs of rows and keys are compared on the CPU, which loads no kernels for it.
+FEW_PAIRS = 2**20
+
+
+class Rows(NamedTuple):
+    """Some rows of some heads.
+
+    Attributes:
+        batch: The sequence of each head, [heads] in int64, on the CPU.
+        head: The head within its sequence, likewise.
+        rows: Queries, [rows] likewise.
+    """
+
+    batch: Tensor
+    head: Tensor
+    rows: Tensor
+
+
+def compared_on(pairs: int, device: torch.device) -> torch.device:
+    """Where so many pairs of rows and keys are compared best."""
+    return torch.device("cpu") if pairs <= FEW_PAIRS else device
 
 
 def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -45,7 +67,7 @@ def visible_keys(
         lengths: Of each sequence.
         batch: The sequence of each head, [heads].
         rows: Queries, [rows].
-        side: Prefixes, where there are such.
+        side: Prefixes, where there are such, on any device.
         device: Where the result lies.
     """
     place = places(problem, lengths, batch, rows, device)
@@ -64,17 +86,18 @@ def visible_keys(
     elif problem.window_right is not None:
         seen = seen & (key <= place + problem.window_right)
     if side.prefix is not None:
-        prefix = side.prefix[batch.to(device)].to(torch.int64)
+        prefix = side.prefix[batch.to(side.prefix.device)].to(device, torch.int64)
         seen = seen | (key < prefix[:, None, None])
     return seen & (key < keys) & (rows[None, :, None].to(device) < queries)
 
 
-def hidden_by_bias(problem: Problem, side: Side, batch: Tensor, head: Tensor, rows: Tensor) -> Tensor | None:
-    """Which keys a bias takes from rows: [heads, rows, keys]; None where there is no bias."""
+def visible_pairs(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
+    """As `visible_keys`, with what a bias hides: [heads | 1, rows, keys]."""
+    seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
-        return None
-    picked = side.bias[batch, head][:, rows]
-    return ~picked if problem.bias is Bias.BOOLEAN else picked == float("-inf")
+        return seen
+    picked = side.bias[some.batch, some.head][:, some.rows].to(device)
+    return seen & (picked if problem.bias is Bias.BOOLEAN else picked != float("-inf"))
 
 
 def _lengths(lengths: Lengths, batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

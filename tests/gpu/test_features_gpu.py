@@ -98,7 +98,7 @@ def test_defaults_pass_in_full(name: str) -> None:
         assert verdict.passed, f"{family.name}: {verdict.failed}"
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a GPU that nobody else uses")
+@pytest.mark.alone
 @pytest.mark.parametrize("name", TUNED)
 def test_self_checks_are_short(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)

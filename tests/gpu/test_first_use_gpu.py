@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import subprocess
 import sys
@@ -103,7 +102,7 @@ def test_a_plan_checks_so_that_a_capture_need_not(monkeypatch: pytest.MonkeyPatc
     assert refusing.calls == 0
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a GPU that nobody else uses")
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "lengths"),
     [

@@ -1,4 +1,4 @@
-"""Hopper kernels on their GPU: sampled configs on random problems, and shipped winners again and again.
+"""Hopper kernels on their GPU: sampled configs and shipped winners on random problems, winners often.
 
 `FLASHTUNE_SAMPLES` says how many configs (24), `FLASHTUNE_SEED` which ones, `FLASHTUNE_REPEATS` how many
 launches of a winner must agree bit for bit (1,000).
@@ -34,6 +34,7 @@ from tests.hopper import FAMILY, H200, a_config, a_problem, sampled_configs
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
@@ -149,6 +150,16 @@ def test_a_sampled_config_is_right_on_random_problems(number: int, run: Run, ref
         hopper_jobs.check_random, sample.kernel, sample.problem, sample.config, PROBLEMS, 1000 * SEED + number
     )
     assert not wrong, f"{label}: {wrong}"
+
+
+@pytest.mark.parametrize("record", winners(), ids=lambda record: record.problem.key)
+def test_a_shipped_winner_is_right_on_random_problems(
+    record: Record, run: Run, refused: dict[str, str]
+) -> None:
+    kernel = kernel_of(record)
+    assert kernel.digest not in refused, refused[kernel.digest]
+    wrong = run(hopper_jobs.check_random, kernel, record.problem, record.config, PROBLEMS, SEED)
+    assert not wrong, wrong
 
 
 def shrunk(problem: Problem) -> Problem:

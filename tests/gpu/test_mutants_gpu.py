@@ -26,7 +26,7 @@ SEED = int(os.environ.get("FLASHTUNE_SEED", "7"))
 SECONDS = 900.0
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(int(SECONDS) + 300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(int(SECONDS) + 300)]
 
 
 @pytest.fixture(scope="module")

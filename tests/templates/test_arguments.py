@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flashtune.kernel import Alignment, Argument, Specialization
 from flashtune.launch import compile_binary
 from flashtune.problem import Dtype
 from flashtune.target import find_target
 from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
-from tests.plain_e4m3 import plain_e4m3
+from tests.plain_e4m3 import MISTAKES, plain_e4m3
 
 PLAIN = Specialization()
 
@@ -50,3 +52,10 @@ def test_both_kernels_of_a_source_compile_for_hopper() -> None:
     assert binary.prologue is not None
     assert "transpose_values" in str(binary.prologue.asm["ptx"])
     assert compile_binary(plain_e4m3(64), find_target("h200")).kernel.asm["cubin"]
+
+
+@pytest.mark.parametrize(("old", "new"), MISTAKES)
+def test_what_a_mistake_replaces_stands_in_the_plain_kernel_once(old: str, new: str) -> None:
+    # Without a GPU it is never launched, and its source may have moved on.
+    assert plain_e4m3().source.count(old) == 1
+    assert new != old

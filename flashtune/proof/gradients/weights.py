@@ -8,7 +8,8 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.proof.dropping import factors
-from flashtune.proof.scores import Rows, laid_over, seen_by
+from flashtune.proof.scores import laid_over, seen_by
+from flashtune.proof.visible import Rows
 from flashtune.side import Side
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
 
 import pytest
@@ -57,7 +56,7 @@ def test_a_search_selects_a_proven_kernel_with_its_peers(store: Store) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a machine that it has to itself")
+@pytest.mark.alone
 def test_one_shape_ends_within_a_minute(store: Store) -> None:
     problem = a_problem(
         dtype=Dtype.BF16,
