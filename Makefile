@@ -11,11 +11,12 @@ SHELL := /usr/bin/env bash
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/torch-2.13.txt
 WORKERS ?= 2
-# Processes that share a GPU in its tests: most of their time is the compiler's.
+# Processes that share a GPU in its tests: most of their time is the compiler's. More threads of theirs than
+# there are cores wait for each other for most of it.
 GPU_WORKERS ?= 8
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
-BY_TRITON := tests/templates tests/golden tests/tuner/test_unwritten.py tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_queueing.py
+BY_TRITON := tests/templates tests/golden tests/tuner/test_unwritten.py tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_descriptor_binding.py tests/runtime/test_queueing.py
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -44,8 +44,8 @@ from flashtune.tuner.tensors import make_tensors
 try:
     import helion
     import helion.language as hl
-except ModuleNotFoundError:
-    sys.exit("Helion is not installed: pip install helion")
+except ImportError as error:
+    sys.exit(f"Helion cannot be imported ({error}): pip install helion, or helion==1.5.0 under torch 2.11")
 
 SHAPE = "heads=16,seqlen=2048,head_dim=128,tokens=16384"
 ROUNDS = 61
@@ -174,11 +174,12 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if options.save is not None:
         options.save.write_bytes(msgspec.json.encode(found))
+    limit = "" if found.budget is None else f", at most {found.budget} s"
     print("| shape | effort | Helion | search | time over its | speed over its |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     time_over, speed_over = found.search_seconds / found.helion_seconds, found.helion_ms / found.search_ms
     print(
-        f"| {found.problem} | {found.effort} | {found.helion_seconds:.0f} s, {found.helion_ms:.4f} ms "
+        f"| {found.problem} | {found.effort}{limit} | {found.helion_seconds:.0f} s, {found.helion_ms:.4f} ms "
         f"| {found.search_seconds:.0f} s, {found.search_ms:.4f} ms | {time_over:.2f} | {speed_over:.2f} |"
     )
 

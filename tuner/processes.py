@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+import torch
 from pebble import ProcessExpired, ProcessPool
 
 # Nothing of this may touch a GPU when it is imported.
@@ -48,6 +49,8 @@ def _become_worker() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    # Other workers keep the cores busy, and what threads share waits for those that have none.
+    torch.set_num_threads(1)
     # A worker has nothing to tidy up, and a handler would wait for the compiler to come back.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()

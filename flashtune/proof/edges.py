@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.proof.visible import Rows, compared_on, visible_pairs
+from flashtune.proof.visible import COMPARISONS_OF_A_MASK, Rows, compared_on, unhidden_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,8 @@ def at_edges(
     keys = problem.seqlen_kv
     shape = (problem.batch, problem.kv_heads, keys + 1, width)
     heads = problem.batch * problem.heads
-    where = compared_on(heads * problem.seqlen_q * (keys + 1), device)
-    words = torch.randint(2, shape, generator=generator, device=device).to(where) * 2.0 - 1.0
+    where = compared_on(COMPARISONS_OF_A_MASK * heads * problem.seqlen_q * (keys + 1), device)
+    words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
     if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
@@ -53,8 +53,10 @@ def at_edges(
     )
     batch = torch.arange(problem.batch, device=where)[:, None, None]
     head = (torch.arange(problem.heads, device=where) // problem.group_size)[None, :, None]
-    asked = LAST_VISIBLE * words[batch, head, visible] + FIRST_HIDDEN * words[batch, head, hidden]
-    return (asked * (1 / (scale * width))).to(device), words[:, :, :keys].clone().to(device)
+    # Where queries are few keys are most of it, and signs travel as bytes.
+    signs = words.to(torch.int8).to(where)
+    asked = LAST_VISIBLE * signs[batch, head, visible] + FIRST_HIDDEN * signs[batch, head, hidden]
+    return (asked * (1 / (scale * width))).to(device), words[:, :, :keys].clone()
 
 
 def _next(lengths: Lengths, sequence: int) -> int:
@@ -78,7 +80,7 @@ def _neighbours(seen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
 def _seen(problem: Problem, lengths: Lengths, side: Side, heads: Tensor, device: torch.device) -> Tensor:
     """What each row of some heads sees, [heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
     some = Rows(heads // problem.heads, heads % problem.heads, torch.arange(problem.seqlen_q))
-    seen = visible_pairs(problem, lengths, side, some, device)
+    seen = unhidden_keys(problem, lengths, side, some, device)
     seen = seen.expand(len(heads), -1, -1)
     return torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
 

@@ -8,7 +8,14 @@ import torch
 
 from flashtune.features import Bias, Feature
 from flashtune.problem import Causal, Problem
-from flashtune.proof.visible import Rows, compared_on, places, visible_pairs
+from flashtune.proof.visible import (
+    COMPARISONS_OF_A_MASK,
+    Rows,
+    compared_on,
+    distinct_masks,
+    places,
+    unhidden_keys,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,13 +55,13 @@ class Laid(NamedTuple):
 def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
     """Which keys some rows see."""
     counted = not problem.features & OVER_SCORES
-    heads = 1 if counted else len(some.batch)
-    where = compared_on(heads * len(some.rows) * problem.seqlen_kv, device)
+    each = 1 if counted else COMPARISONS_OF_A_MASK * distinct_masks(lengths, side, some)
+    where = compared_on(each * len(some.rows) * problem.seqlen_kv, device)
     if counted:
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
         return Seen(hidden.to(device), visible.double().to(device))
-    seen = visible_pairs(problem, lengths, side, some, where)
+    seen = unhidden_keys(problem, lengths, side, some, where)
     return Seen((~seen).to(device), seen.sum(-1).double().to(device))
 
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
     from flashtune.side import Side
 
-# Up to so many pairs of rows and keys are compared on the CPU, which loads no kernels for it.
-FEW_PAIRS = 2**20
+# Up to so many comparisons of rows with keys are done on the CPU.
+FEW_COMPARISONS = 2**20
+# What a mask of features, or drawing a border of any mask, takes for each pair of a row and a key.
+COMPARISONS_OF_A_MASK = 8
 
 
 class Rows(NamedTuple):
@@ -33,9 +35,15 @@ class Rows(NamedTuple):
     rows: Tensor
 
 
-def compared_on(pairs: int, device: torch.device) -> torch.device:
-    """Where so many pairs of rows and keys are compared best."""
-    return torch.device("cpu") if pairs <= FEW_PAIRS else device
+def compared_on(comparisons: int, device: torch.device) -> torch.device:
+    """Where so many comparisons of rows with keys are done: the CPU loads no kernels for it, and is slow."""
+    return torch.device("cpu") if comparisons <= FEW_COMPARISONS else device
+
+
+def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> int:
+    """How many entries the masks of some heads have: one where all are alike."""
+    alike = not _differ(lengths) and side.prefix is None and side.bias is None
+    return 1 if alike else len(some.batch)
 
 
 def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -91,7 +99,7 @@ def visible_keys(
     return seen & (key < keys) & (rows[None, :, None].to(device) < queries)
 
 
-def visible_pairs(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
+def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
     """As `visible_keys`, with what a bias hides: [heads | 1, rows, keys]."""
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
@@ -102,6 +110,11 @@ def visible_pairs(problem: Problem, lengths: Lengths, side: Side, some: Rows, de
 
 def _lengths(lengths: Lengths, batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Queries and keys of the sequence of each head, [heads | 1, 1, 1]."""
-    some = batch if len(set(zip(*lengths, strict=True))) > 1 else batch[:1]
+    some = batch if _differ(lengths) else batch[:1]
     queries, keys = (torch.tensor(part)[some][:, None, None].to(device) for part in lengths)
     return queries, keys
+
+
+def _differ(lengths: Lengths) -> bool:
+    """Whether there are sequences of different lengths."""
+    return len(set(zip(*lengths, strict=True))) > 1

@@ -113,6 +113,7 @@ def test_misaligned_views(family: Family) -> None:
     check(family, problem, q, k, v)
 
 
+@pytest.mark.alone
 @BY_FAMILY
 def test_offsets_beyond_32_bits(family: Family) -> None:
     """Two sequences that lie more than 2^31 elements apart."""

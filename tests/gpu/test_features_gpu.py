@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from flashtune.features import Bias, KvDtype, KvScale
-from flashtune.kernel import Specialization
+from flashtune.kernel import Alignment, Specialization
 from flashtune.launch import compile_binary
 from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof import visible
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_rendered
+from flashtune.proof.passes import planned_cases
+from flashtune.proof.prepared import prepare
 from flashtune.target import device_target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families
@@ -50,6 +53,16 @@ TUNED: dict[str, dict[str, Any]] = {
         "kv_dtype": KvDtype.E4M3,
         "kv_scale": KvScale.PAGE,
     },
+    "decode window": {
+        "seqlen_q": 1,
+        "seqlen_kv": 8192,
+        "page_size": 16,
+        "batch": 16,
+        "head_dim": 256,
+        "value_head_dim": 256,
+        "window_left": 4095,
+        "softcap": True,
+    },
     "latent": {
         "seqlen_q": 1,
         "seqlen_kv": 4096,
@@ -78,6 +91,7 @@ def tuned(name: str) -> Problem:
     return Problem(**{**plain, **TUNED[name]})
 
 
+@pytest.mark.alone
 def test_random_problems_are_right() -> None:
     target = device_target()
     summary = check_all(list(trials(SAMPLES, SEED, target)), target, SEED, click.echo)
@@ -96,6 +110,24 @@ def test_defaults_pass_in_full(name: str) -> None:
         kernel = render(family, problem, config, specialization)
         verdict = check_rendered(kernel, problem, config, target, device, Level.FULL)
         assert verdict.passed, f"{family.name}: {verdict.failed}"
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_masks_are_the_same_wherever_pairs_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    family = next(one for one in families() if why_not(one, problem, target, Specialization()) is None)
+    config = family.default(problem, target)
+    kernel = render(family, problem, config, Specialization())
+    for case, seed in planned_cases(kernel, problem, config, Level.QUICK, 1):
+        made = []
+        for most in (0, 2**40):
+            monkeypatch.setattr(visible, "FEW_COMPARISONS", most)
+            made.append(prepare(case, Alignment.SIXTEEN, device, seed))
+        one, other = made
+        assert torch.equal(one.q.bits, other.q.bits), case.label
+        assert torch.equal(one.k.bits, other.k.bits), case.label
+        assert torch.equal(one.expected.out, other.expected.out), case.label
+        assert torch.equal(one.expected.allowed, other.expected.allowed), case.label
 
 
 @pytest.mark.alone

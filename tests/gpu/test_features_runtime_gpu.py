@@ -1,10 +1,8 @@
-"""Calls with features on a GPU: packed, in pages, captured, misaligned, of many lengths and large pools."""
+"""Calls with features on a GPU: masks of every form of call, misaligned and strided tensors, large pools."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,77 +11,31 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune import binaries
-from flashtune.api import dense_call
-from flashtune.options import Call
 from flashtune.paged import paged_call
-from flashtune.side import Side
-from flashtune.varlen import varlen_call
-from tests.features import Paged, expected, paged, starts
+from tests.features import expected, paged, starts
+from tests.gpu.feature_calls import (
+    GENERATED,
+    HEADS,
+    KEYS,
+    KV_HEADS,
+    QUERIES,
+    TOLERANCE,
+    WIDTH,
+    cache_of,
+    check_dense,
+    check_paged,
+    check_varlen,
+    normal,
+    on_cpu,
+    on_gpu,
+    packed,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("untuned"),
     pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
 ]
-
-HEADS, KV_HEADS, WIDTH = 8, 2, 64
-KEYS = (700, 0, 33, 256, 129)
-QUERIES = (300, 0, 33, 1, 128)
-GENERATED: Any = {"prefer": "generated", "return_lse": True}
-TOLERANCE = 2e-2
-
-
-def on_cpu(call: Call) -> Call:
-    """A call whose tensors are on the CPU."""
-    q, k, v = (tensor.cpu() for tensor in call[:3])
-    beside: list[Any] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in call.side]
-    side = Side(*beside)
-    return call._replace(q=q, k=k, v=k if call.v is call.k else v, side=side)
-
-
-def close(call: Call, result: Any) -> None:
-    out, lse = result
-    right, right_lse = expected(on_cpu(call))
-    torch.testing.assert_close(out.double().cpu(), right, atol=TOLERANCE, rtol=TOLERANCE)
-    torch.testing.assert_close(lse.double().cpu(), right_lse, atol=1e-3, rtol=1e-3)
-
-
-def check_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    result = flashtune.attention(q, k, v, **options | GENERATED)
-    close(dense_call(q, k, v, **options | GENERATED), result)
-
-
-def check_varlen(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_varlen(*given, **options | GENERATED)
-    close(varlen_call(*given, **options | GENERATED), result)
-
-
-def check_paged(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_paged(*given, **options | GENERATED)
-    close(paged_call(*given, **options | GENERATED), result)
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda").to(dtype)
-
-
-def on_gpu(cache: Paged, dtype: torch.dtype = torch.bfloat16) -> Paged:
-    return Paged(*(tensor.cuda() for tensor in (*(one.to(dtype) for one in cache[:2]), *cache[2:])))
-
-
-def cache_of(keys: tuple[int, ...] = KEYS, **shape: Any) -> Paged:
-    return on_gpu(paged(keys, kv_heads=KV_HEADS, widths=(WIDTH, WIDTH), **shape))
-
-
-def packed(queries: tuple[int, ...] = QUERIES, keys: tuple[int, ...] = KEYS) -> tuple[Any, ...]:
-    q, k, v = (
-        normal(sum(queries), HEADS, WIDTH),
-        normal(sum(keys), KV_HEADS, WIDTH),
-        normal(sum(keys), KV_HEADS, WIDTH),
-    )
-    return q, k, v, starts(queries).cuda(), starts(keys).cuda(), max(queries), max(keys)
-
 
 MASKS: list[dict[str, Any]] = [
     {"causal": True},
@@ -134,60 +86,6 @@ def test_packed_sequences_as_sdpa_has_them_one_by_one() -> None:
         torch.testing.assert_close(out[start:end], alone[0].transpose(0, 1), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_new_numbers_of_tokens_compile_nothing() -> None:
-    flashtune.attention_varlen(*packed(), causal=True, prefer="generated")
-    compiled = binaries._compiled.cache_info().currsize
-    for fewer in range(1, 20):
-        check_varlen(*packed((QUERIES[0] - fewer, *QUERIES[1:])), causal=True)
-    assert binaries._compiled.cache_info().currsize <= compiled + 1, "one more, that writes the log-sum-exp"
-
-
-def test_a_plan_is_replayed_while_lengths_and_pages_change() -> None:
-    cache, other = cache_of(), cache_of((40, 300, 16, 0, 700))
-    token = normal(len(KEYS), HEADS, WIDTH)
-    k, v = torch.cat([cache[0], other[0]]), torch.cat([cache[1], other[1]])
-    table, lengths = cache.block_table.clone(), cache.seqlens_k.clone()
-    plan = flashtune.plan_paged(token, k, v, table, lengths, **GENERATED)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = plan(token, k, v, table, lengths)
-    moved = torch.where(other.block_table < 0, other.block_table, other.block_table + len(cache[0]))
-    turns = (moved, other.seqlens_k), (cache.block_table, cache.seqlens_k), (moved, other.seqlens_k // 2)
-    for pages, counts in turns:
-        table.copy_(pages)
-        lengths.copy_(counts)
-        token.copy_(torch.randn_like(token))
-        graph.replay()
-        close(paged_call(token, k, v, table, lengths, **GENERATED), result)
-
-
-def test_a_packed_plan_is_replayed_while_lengths_change() -> None:
-    q, k, v, begins, ends, *longest = packed()
-    plan = flashtune.plan_varlen(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = plan(q, k, v, begins, ends)
-    for queries, keys in ((QUERIES[::-1], KEYS[::-1]), (QUERIES, KEYS)):
-        begins.copy_(starts(queries))
-        ends.copy_(starts(keys))
-        graph.replay()
-        call = varlen_call(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
-        close(call, result)
-
-
-def test_a_shared_prefix_in_a_graph() -> None:
-    k, v, table, lengths = cache_of((700, 600, 555))
-    table[1:, :32] = table[0, :32]
-    token = normal(3, HEADS, WIDTH)
-    plan = flashtune.plan_paged(token, k, v, table, lengths, shared_prefix=512, **GENERATED)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = plan(token, k, v, table, lengths)
-    lengths.sub_(20)
-    graph.replay()
-    close(paged_call(token, k, v, table, lengths, **GENERATED), result)
-
-
 def test_views_that_are_misaligned_or_strided() -> None:
     k, v, table, lengths = cache_of()
     token = normal(len(KEYS), HEADS, WIDTH)
@@ -232,37 +130,3 @@ def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
     near = torch.arange(16, dtype=torch.int32, device="cuda").view(2, 8)
     right, _ = expected(on_cpu(paged_call(token, few, few, near, lengths, **GENERATED)))
     torch.testing.assert_close(out.double().cpu(), right, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_compilers_see_one_operator() -> None:
-    torch._dynamo.reset()
-    token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
-
-    def model(token: Tensor, *cache: Tensor) -> Tensor:
-        return flashtune.attention_paged(token * 2, *cache, prefer="generated") + 1
-
-    eager = model(token, *cache)
-    inductor: Callable[..., Tensor] = torch.compile(model, fullgraph=True)
-    torch.testing.assert_close(inductor(token, *cache), eager, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_calls_of_known_shapes_take_little_of_the_host() -> None:
-    token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
-    plan = flashtune.plan_paged(token, *cache, prefer="generated")
-    given = packed()
-    q, k, v, begins, ends, *_ = given
-    ragged = flashtune.plan_varlen(*given, causal=True, prefer="generated")
-    calls: tuple[Callable[[], object], ...] = (
-        lambda: plan(token, *cache),
-        lambda: flashtune.attention_paged(token, *cache, prefer="generated"),
-        lambda: ragged(q, k, v, begins, ends),
-        lambda: flashtune.attention_varlen(*given, causal=True, prefer="generated"),
-    )
-    for call in calls:
-        call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(100):
-            call()
-        assert (time.perf_counter() - start) / 100 < 1e-3, "a millisecond would be a choice or a compilation"
-        torch.cuda.synchronize()

@@ -134,6 +134,7 @@ print(told.standing, out.double().abs().sum().item())
 """
 
 
+@pytest.mark.alone
 def test_many_processes_check_a_kernel_a_few_times_at_most(own_database: Path) -> None:
     start = str(time.time() + 20.0)
     processes = [

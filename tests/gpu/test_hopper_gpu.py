@@ -90,6 +90,12 @@ def kernel_of(record: Record) -> Kernel:
     return render(FAMILY, record.problem, record.config, record.specialization)
 
 
+def compiled(record: Record, refused: dict[str, str]) -> Kernel:
+    kernel = kernel_of(record)
+    assert kernel.digest not in refused, refused[kernel.digest]
+    return kernel
+
+
 Run = Callable[..., str]
 
 
@@ -156,9 +162,8 @@ def test_a_sampled_config_is_right_on_random_problems(number: int, run: Run, ref
 def test_a_shipped_winner_is_right_on_random_problems(
     record: Record, run: Run, refused: dict[str, str]
 ) -> None:
-    kernel = kernel_of(record)
-    assert kernel.digest not in refused, refused[kernel.digest]
-    wrong = run(hopper_jobs.check_random, kernel, record.problem, record.config, PROBLEMS, SEED)
+    given = (compiled(record, refused), record.problem, record.config)
+    wrong = run(hopper_jobs.check_random, *given, PROBLEMS, SEED)
     assert not wrong, wrong
 
 
@@ -173,11 +178,9 @@ def shrunk(problem: Problem) -> Problem:
 def test_a_shipped_winner_gives_equal_bits_every_time(
     record: Record, run: Run, refused: dict[str, str]
 ) -> None:
-    kernel = kernel_of(record)
-    assert kernel.digest not in refused, refused[kernel.digest]
     problem = shrunk(record.problem)
     case = Case(problem=problem, probe=Probe.RANDOM, block=64, scale=problem.head_dim**-0.5)
-    wrong = run(hopper_jobs.repeat, kernel, case, REPEATS)
+    wrong = run(hopper_jobs.repeat, compiled(record, refused), case, REPEATS)
     assert not wrong, wrong
 
 

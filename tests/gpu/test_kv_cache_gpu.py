@@ -121,6 +121,7 @@ def test_a_graph_appends_wherever_the_slots_say(case: dict[str, Any]) -> None:
         assert torch.equal(cache.k_scales, plain.k_scales)
 
 
+@pytest.mark.alone
 def test_pools_of_more_than_31_bits_of_elements() -> None:
     pages, heads, width = 2**17 + 8, 8, 256  # more than 2^32 elements of keys
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:

@@ -20,7 +20,7 @@ from flashtune.target import find_target
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.interpreter.test_forward_masked import make_call
+from tests.interpreter.masked_calls import make_call
 from tests.plain_masks import plain_attention
 
 TARGET = find_target("h200")

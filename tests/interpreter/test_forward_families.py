@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -12,19 +11,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from flashtune.compilation import interpreting, load_module
 from flashtune.config import Axis, AxisValue, Config, Space
-from flashtune.kernel import Specialization, specialization_of
-from flashtune.launch import bind
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.target import find_target
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal, Problem
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.interpreter.forward_calls import (
+    LAYOUTS,
+    TARGET,
+    Case,
+    check,
+    make_inputs,
+    make_problem,
+    reference,
+    run,
+)
 
-TARGET = find_target("h200")
 # Those that compute plain attention in the interpreter.
 FORWARD = [find_family(name) for name in ("forward_kv_outer", "forward_q_outer")]
 BY_FAMILY = pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
@@ -36,46 +41,6 @@ WIDTHS = [(8, 8), (16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (112, 112), 
 WIDTHS += [(192, 192), (256, 256), (64, 40), (192, 128), (16, 96), (1, 3)]
 HEADS = [(1, 1), (2, 2), (4, 2), (3, 1)]
 LENGTHS = [(1, 1), (1, 37), (37, 1), (33, 33), (32, 32), (50, 20), (20, 50), (17, 16), (64, 48)]
-LAYOUTS = ["bhsd", "bshd", "packed", "padded", "offset", "shared"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One problem, one config, and how the tensors lie."""
-
-    family: Family
-    problem: Problem
-    config: Config
-    layout: str = "bhsd"
-    index_bits: int = 32
-    lse: bool = True
-    scale: float = 0.25
-
-    def __str__(self) -> str:
-        words = (
-            self.family.name,
-            self.problem.key,
-            self.layout,
-            self.index_bits,
-            "lse" if self.lse else "no_lse",
-        )
-        return "-".join(map(str, (*words, self.config.label().replace(" ", ","))))
-
-
-def make_problem(
-    widths: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int], causal: Causal
-) -> Problem:
-    return Problem(
-        dtype=Dtype.FP32,
-        head_dim=widths[0],
-        value_head_dim=widths[1],
-        heads=heads[0],
-        kv_heads=heads[1],
-        batch=2,
-        seqlen_q=lengths[0],
-        seqlen_kv=lengths[1],
-        causal=causal,
-    )
 
 
 def pick_config(space: Space, pick: random.Random) -> Config:
@@ -107,66 +72,6 @@ def sampled_cases(family: Family, count: int) -> Iterator[Case]:
         problem = make_problem(widths, heads, lengths, causal)
         config = pick_config(family.space(problem, TARGET), pick)
         yield Case(family, problem, config, layout, index_bits, lse, scale)
-
-
-def lay_out(layout: str, batch: int, heads: int, seqlen: int, width: int) -> Tensor:
-    """Normal numbers seen as [batch, heads, seqlen, width] through one of many memory layouts."""
-    if layout == "bshd":
-        return torch.randn(batch, seqlen, heads, width).transpose(1, 2)
-    if layout == "packed":  # one of three, as a fused projection leaves them
-        return torch.randn(batch, seqlen, 3, heads, width)[:, :, 1].transpose(1, 2)
-    if layout == "padded":  # a stride that is no multiple of anything
-        return torch.randn(batch, heads, seqlen, width + 3)[..., :width]
-    if layout == "offset":  # a pointer that is on no 16-byte border
-        return torch.randn(batch * heads * seqlen * width + 1)[1:].view(batch, heads, seqlen, width)
-    if layout == "shared":  # one sequence for the whole batch
-        return torch.randn(1, heads, seqlen, width).expand(batch, heads, seqlen, width)
-    return torch.randn(batch, heads, seqlen, width)
-
-
-def make_inputs(problem: Problem, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    return (
-        lay_out(layout, problem.batch, problem.heads, problem.seqlen_q, problem.head_dim),
-        lay_out(layout, *keys, problem.head_dim),
-        lay_out(layout, *keys, problem.value_head_dim),
-    )
-
-
-def poisoned(*shape: int) -> Tensor:
-    return torch.full(shape, torch.nan)
-
-
-def run(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp, from memory that was full of NaN before."""
-    problem = case.problem
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    out = poisoned(*rows, problem.value_head_dim)
-    lse = poisoned(*rows) if case.lse else None
-    found = specialization_of((q, k, v, out), case.lse)
-    specialization = Specialization(found.alignment, max(case.index_bits, found.index_bits), case.lse)
-    kernel = render(case.family, problem, case.config, specialization)
-    launch = bind(kernel, TARGET, q, k, v, out, allocate=lambda shape, device: poisoned(*shape))
-    launch(q, k, v, out, lse, case.scale)
-    return out, lse
-
-
-def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64; rows that see no key are 0 and -inf."""
-    k, v = (tensor.double().repeat_interleave(problem.group_size, 1) for tensor in (k, v))
-    scores = q.double() @ k.mT * scale
-    if problem.causal is not Causal.NONE:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(problem.diagonal)
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.nan_to_num(torch.softmax(scores, -1)) @ v, torch.logsumexp(scores, -1)
-
-
-def check(case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
-    out, lse = run(case, q, k, v)
-    expected_out, expected_lse = reference(case.problem, q, k, v, case.scale)
-    torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
-    if lse is not None:
-        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
 
 
 def test_the_interpreter_is_on() -> None:
@@ -245,10 +150,6 @@ def test_the_rendered_file_works_alone(family: Family) -> None:
     out, lse = attention(q, k[:, :, :0], v[:, :, :0])
     assert torch.equal(out, torch.zeros(2, 4, 19, 24))
     assert torch.equal(lse, torch.full((2, 4, 19), -torch.inf))
-
-
-def small_default(family: Family, problem: Problem) -> Config:
-    return pick_config(family.space(problem, TARGET), random.Random(0))
 
 
 @BY_FAMILY

@@ -1,31 +1,14 @@
-"""The catalogue of mutants fits the templates, and the script that runs them judges as it should."""
+"""The catalogue of mutants fits the templates, and each mutant is another program."""
 
 from __future__ import annotations
 
 import ast
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-from pebble import ProcessExpired
 
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.kernel import Kernel
-from flashtune.record import Verdict
-from flashtune.target import find_target
-from flashtune.templates.registry import family_names
-from tests.mutants import jobs, pages, pools, results, right, runner
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
 from tests.mutants.core import Mutant, Part, Patch, PatchError, broken, patched, rendered
-from tests.mutants.jobs import Checked
-from tests.mutants.pools import Plan
-from tests.mutants.results import Control, Fate, Found, Run
 
-H200 = find_target("h200")
 # Families of which there are mutants; `test_serving.py` has the mistakes of serving features.
 BROKEN_FAMILIES = (
     "forward_q_outer",
@@ -39,8 +22,6 @@ BROKEN_FAMILIES = (
     "decode_latent_hopper",
 )
 MUTANTS = gpu_mutants()
-RIGHT = Verdict(True, 0.5, 70, "", "a GPU")
-WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed", "a GPU")
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *interpreted_mutants()], ids=lambda mutant: mutant.id)
@@ -78,197 +59,3 @@ def test_patches_match_as_often_as_they_say() -> None:
     ):
         with pytest.raises(PatchError, match="x:"):
             patched(source, patch, "x")
-
-
-class FakePool:
-    """Runs jobs where they are scheduled; what raises is the job's end."""
-
-    def schedule(self, function: Callable[..., Any], args: Any = (), timeout: float = 0.0) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(function(*args))
-        except (TimeoutError, ProcessExpired, MemoryError) as error:
-            done.set_exception(error)
-        return done
-
-
-class Gpu:
-    """A GPU on which kernels behave as their sources say.
-
-    Attributes:
-        checks: What was verified, in order.
-    """
-
-    def __init__(self, behaviour: dict[str, Callable[[int], Checked]]) -> None:
-        self._behaviour = behaviour
-        self.checks: list[str] = []
-
-    def check(self, kernel: Kernel, problem: object, config: object, level: object, seed: int) -> Checked:
-        self.checks.append(kernel.digest)
-        behave = self._behaviour.get(kernel.digest)
-        return behave(seed) if behave else Checked(RIGHT, "", 1.0)
-
-
-def hang(seed: int) -> Checked:
-    raise TimeoutError
-
-
-def die(seed: int) -> Checked:
-    error = ProcessExpired("died")  # type: ignore[no-untyped-call]
-    error.exitcode = 70
-    raise error
-
-
-def run_out(seed: int) -> Checked:
-    raise MemoryError("out of memory")
-
-
-@pytest.fixture
-def plan() -> Plan:
-    return Plan(H200, 7, time.monotonic() + 60.0, 2)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
-    def set_up(gpu: Gpu) -> None:
-        monkeypatch.setattr(pools, "start_pool", lambda workers: FakePool())
-        monkeypatch.setattr(pools, "stop_pool", lambda pool: None)
-        monkeypatch.setattr(jobs, "compile_fitting", lambda kernel, target: "")
-        monkeypatch.setattr(jobs, "warm", lambda: None)
-        monkeypatch.setattr(jobs, "check", gpu.check)
-        monkeypatch.setattr(jobs, "differ", lambda *arguments: "")
-
-    return set_up
-
-
-def digest(mutant: Mutant) -> str:
-    return broken(mutant).digest
-
-
-def of_kind(**kind: bool) -> Iterator[Mutant]:
-    return (one for one in MUTANTS if all(getattr(one, name) == value for name, value in kind.items()))
-
-
-def test_fates(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    steady = of_kind(racy=False, hangs=False)
-    refused, equal, other, dying, hanging = (next(steady) for _ in range(5))
-    racy = next(of_kind(racy=True))
-    gpu = Gpu(
-        {
-            digest(refused): lambda seed: Checked(WRONG, "", 1.0),
-            digest(dying): die,
-            digest(hanging): hang,
-            digest(racy): lambda seed: Checked(WRONG if seed == 9 else RIGHT, "", 1.0),
-        }
-    )
-    install(gpu)
-    monkeypatch.setattr(
-        jobs, "differ", lambda right, broken, *_: "random" if broken.digest == digest(other) else ""
-    )
-    mutants = (refused, equal, other, dying, hanging, racy)
-    told: list[Found] = []
-    controls, found = runner.run_mutants(mutants, plan, told.append)
-    assert [one.fate for one in found] == [
-        Fate.REFUSED,
-        Fate.EQUIVALENT,
-        Fate.SURVIVED,
-        Fate.DIED,
-        Fate.HUNG,
-        Fate.REFUSED,
-    ]
-    assert sorted(told, key=str) == sorted(found, key=str)
-    assert found[0].caught_by == WRONG.failed
-    assert all(control.passed and control.checks == 70 for control in controls)
-    assert len(controls) == len({mutant.subject for mutant in mutants})
-    # A hang beside others may be another's: it is tried again alone. Races are looked for until they show.
-    assert gpu.checks.count(digest(hanging)) == 2
-    assert gpu.checks.count(digest(racy)) == 3
-
-
-def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
-    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (next(one) for one in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
-    install(Gpu({}))
-    monkeypatch.setattr(
-        jobs, "compile_fitting", lambda kernel, target: "no" if kernel.digest == digest(first) else ""
-    )
-    _, found = runner.run_mutants((first, second), plan._replace(deadline=0.0), lambda one: None)
-    assert [one.fate for one in found] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
-
-
-def test_a_check_that_fails_itself_catches_nothing(install: Callable[[Gpu], None], plan: Plan) -> None:
-    mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
-    install(Gpu({digest(mutant): run_out for mutant in mutants}))
-    _, found = runner.run_mutants(mutants, plan, lambda one: None)
-    assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
-
-
-def test_right_kernels_that_are_refused_are_judged_again(
-    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subjects = right.sampled_subjects(6, 3, H200)
-    assert right.sampled_subjects(6, 3, H200) == subjects
-    # Two families are for problems that are not sampled.
-    unsampled = {"forward_masked", "decode_latent_hopper"}
-    assert {subject.family for subject in subjects} == set(family_names()) - unsampled
-    wrong, tight = subjects[2], subjects[5]
-    install(Gpu({rendered(one).digest: lambda seed: Checked(WRONG, "", 1.0) for one in (wrong, tight)}))
-    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
-    controls = right.verify_right(subjects, plan, lambda control: None)
-    assert [control.passed for control in controls] == [subject not in {wrong, tight} for subject in subjects]
-    assert [control.confirmed for control in controls if not control.passed] == [False, True]
-
-
-def a_run(**changes: Any) -> Run:
-    found = tuple(
-        results.found_of(mutant, fate, WRONG.failed, 1.5)
-        for mutant, fate in zip(MUTANTS, (Fate.REFUSED, Fate.HUNG, Fate.SURVIVED), strict=False)
-    )
-    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), found)
-    return msgspec.structs.replace(run, **changes)
-
-
-def damage(data: bytes) -> bytes:
-    """A file with another byte behind what a header would be."""
-    return data[:10] + b"\xff" + data[11:]
-
-
-@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
-    run = a_run()
-    results.save(run, tmp_path / name)
-    assert results.load(tmp_path / name) == run
-    for damaged in (b"{}", damage((tmp_path / name).read_bytes())):
-        (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(FlashtuneError, match=name):
-            results.load(tmp_path / name)
-    with pytest.raises(FlashtuneError, match="nowhere"):
-        results.load(tmp_path / "nowhere.json")
-
-
-def test_summaries_count() -> None:
-    assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
-    lines = results.tally(a_run().found).splitlines()
-    assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]
-    assert lines[2] == "refused first by: random 1"
-    controls = (Control("a", True), Control("b", False, confirmed=True), Control("c", False, confirmed=False))
-    words = results.summary(a_run(found=(), controls=controls))
-    assert words.startswith("3 right kernels: 2 refused, 1 of them wrongly.")
-
-
-def test_pages_show_the_largest_run_and_all_counts() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
-    filled = pages.filled_page(page, [a_run(), a_run(found=())])
-    assert "| `forward_q_outer` | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
-    assert "| random q=1 kv=2 |" in filled
-    assert "1 sampled\nconfigs were verified: 0 were refused" in filled
-    assert "All 1 kernels that they were made of were accepted." in filled
-    assert pages.filled_page(filled, [a_run(), a_run(found=())]) == filled
-    with pytest.raises(UsageError, match="has no place"):
-        pages.filled_page("", [])
-
-
-def test_the_page_is_what_is_kept() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
-    assert pages.filled_page(page, pages.pages_runs(())) == page, "run python -m tests.mutants table --write"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -91,6 +92,12 @@ def make_record() -> MakeRecord:
         return msgspec.structs.replace(record, **changes)
 
     return make
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where calls are recorded; nothing is there yet."""
+    return tmp_path / "recorded.jsonl"
 
 
 @pytest.fixture

@@ -12,46 +12,19 @@ from torch import Tensor
 
 import flashtune
 from flashtune.errors import UsageError
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.problem import Causal, Dtype
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.standard import standard_attention
-from flashtune.tuner import bench, bench_peers
+from flashtune.tuner import bench
 from flashtune.tuner.bench import error_of, run_bench
 from flashtune.tuner.bench_admission import Admitted, admit
 from flashtune.tuner.bench_ceiling import clock_mhz, measure_ceiling
-from flashtune.tuner.bench_peers import (
-    CUDNN,
-    FLASH_ATTN_4,
-    FLEX,
-    PEERS,
-    STANDARD,
-    Contestant,
-    RefusalError,
-    bind_peer,
-    check_peers,
-    installed_peers,
-)
+from flashtune.tuner.bench_peers import CUDNN, FLASH_ATTN_4, FLEX, STANDARD, Contestant, RefusalError
 from flashtune.tuner.bench_records import OURS, LeftOut
-from flashtune.tuner.cli.bench import PEERS as NAMED_PEERS
 from flashtune.tuner.tensors import make_tensors
+from tests.tuner.bench_problems import CPU, a_problem
 
-CPU = torch.device("cpu")
 Judged = tuple[Tensor, Sample, Expected]
-
-
-def a_problem(**changes: object) -> Problem:
-    values: dict[str, object] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 16,
-        "value_head_dim": 16,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 2,
-        "seqlen_q": 70,
-        "seqlen_kv": 90,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return Problem(**(values | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +92,6 @@ def test_who_is_wrong_or_fails_is_left_out_with_the_reason(judged: Judged) -> No
     assert left[STANDARD].message == "it does not take this"
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_peers_refuse_what_they_are_not_asked_to_compute(name: str) -> None:
-    windowed = a_problem(window_left=8, softcap=True)
-    with pytest.raises(RefusalError, match="softcap, window"):
-        bind_peer(name, windowed, make_tensors(a_problem(), CPU))
-
-
 def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
     out, chosen, expected = judged
 
@@ -136,85 +102,6 @@ def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
     (entry,) = admit({FLEX: contestant(FLEX, lambda: out)}, judge, refuse)
     assert isinstance(entry, LeftOut)
     assert "capturing" in entry.message
-
-
-def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple[Tensor, None]]:
-    """flash-attn-4's interface over the standard computation; wrong where its heads are swapped."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, None]:
-        assert causal == (problem.causal is not Causal.NONE)
-        heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        out, _ = standard_attention(*heads_first, scale=softmax_scale, causal=problem.causal)
-        return (out.flip(1) if swapped else out).transpose(1, 2), None
-
-    return attend
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_flash_attn_4_is_called_in_its_own_layout_and_judged(
-    monkeypatch: pytest.MonkeyPatch, swapped: bool
-) -> None:
-    class FakeModule:
-        flash_attn_func = staticmethod(fake_flash_attn_4(a_problem(), swapped=swapped))
-
-    monkeypatch.setattr("importlib.import_module", lambda name: FakeModule)
-    problem = a_problem()
-    tensors = make_tensors(problem, CPU)
-    chosen = sample(problem, torch.Generator().manual_seed(0))
-    expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
-    bound = bind_peer(FLASH_ATTN_4, problem, tensors)
-    assert (error_of(bound.run(), chosen, expected) <= 1) is not swapped
-    called = bound.call()
-    assert isinstance(called, tuple)
-    assert called[0].shape == (2, 70, 4, 16)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        (FLASH_ATTN_4, {"causal": Causal.TOP_LEFT}),
-        (FLASH_ATTN_4, {"dtype": Dtype.FP32}),
-    ],
-)
-def test_peers_refuse_what_they_do_not_compute(name: str, changes: dict[str, object]) -> None:
-    problem = a_problem(**changes)
-    with pytest.raises(RefusalError):
-        bind_peer(name, problem, make_tensors(problem, CPU))
-
-
-class Compiled:
-    """Records how FlexAttention is compiled, and runs it eagerly."""
-
-    def __init__(self) -> None:
-        self.resets = 0
-        self.options: list[dict[str, object]] = []
-
-    def compile(self, function: Callable[..., object], **options: object) -> Callable[..., object]:
-        self.options.append(options)
-        return function
-
-    def reset(self) -> None:
-        self.resets += 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"causal": Causal.NONE}, {"causal": Causal.TOP_LEFT}, {"kv_heads": 4, "seqlen_kv": 70}],
-)
-def test_flex_computes_the_same_and_is_compiled_once_for_each_shape(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
-) -> None:
-    compiled = Compiled()
-    monkeypatch.setattr(torch, "compile", compiled.compile)
-    monkeypatch.setattr(torch.compiler, "reset", compiled.reset)
-    problem = a_problem(**changes)
-    tensors = make_tensors(problem, CPU)
-    chosen = sample(problem, torch.Generator().manual_seed(0))
-    expected = expect(problem, tensors.q, tensors.k, tensors.v, tensors.scale, chosen)
-    assert error_of(bind_peer(FLEX, problem, tensors).run(), chosen, expected) <= 1
-    assert compiled.options[0] == {"dynamic": False, "fullgraph": True}
-    assert compiled.resets == 1
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), [(Dtype.BF16, False), (Dtype.E4M3, True)])
@@ -239,27 +126,6 @@ def test_our_kernel_is_a_generated_one_and_gets_the_scales_of_quantised_inputs(
     assert planned["causal"] == "bottom_right"
     assert ({"q_scale", "k_scale", "v_scale"} <= planned.keys()) is scaled
     assert set(replayed) == ({"q_scale", "k_scale", "v_scale"} if scaled else set())
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_no_peer_takes_quantised_inputs(name: str) -> None:
-    problem = a_problem(dtype=Dtype.E4M3)
-    with pytest.raises(RefusalError, match="e4m3"):
-        bind_peer(name, problem, make_tensors(problem, CPU))
-
-
-def test_peers_that_are_not_installed_are_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_peers, "flash_attn_4_version", lambda: "")
-    assert FLASH_ATTN_4 not in installed_peers()
-    assert check_peers((FLEX, CUDNN, FLEX)) == (FLEX, CUDNN)
-    with pytest.raises(UsageError, match="pip install flash-attn-4"):
-        check_peers((FLASH_ATTN_4,))
-    monkeypatch.setattr(bench_peers, "flash_attn_4_version", lambda: "4.0.0")
-    assert installed_peers() == PEERS
-
-
-def test_the_command_knows_the_peers() -> None:
-    assert NAMED_PEERS == PEERS
 
 
 def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

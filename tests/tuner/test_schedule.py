@@ -15,7 +15,7 @@ from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.tuner.schedule import imbalance, whole_waves
 from flashtune.tuner.shapes import parse_shape
 from tests.hopper import a_config as hopper_config
-from tests.templates.test_hopper_schedule import COUNTS, LOCATES
+from tests.hopper_schedule import COUNTS, LOCATES
 
 H200 = find_target("h200")
 

@@ -1,103 +1,14 @@
-from __future__ import annotations
+"""Shapes as users write them: ranges, lists, features, defaults, and mistakes that get a sentence."""
 
-import contextlib
-import json
-import shlex
-import string
-from pathlib import Path
+from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flashtune.errors import UsageError
-from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
-from flashtune.normal_form import normal_form
-from flashtune.notices import search_command
+from flashtune.features import Feature, KvScale
 from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.tuner.shape_values import KEYS
 from flashtune.tuner.shapes import MAX_PROBLEMS, parse_shape
-from flashtune.tuner.shapes_file import read_shapes_file
-
-bounds = st.none() | st.integers(0, 2**31 - 1)
-amounts = st.just(0) | st.integers(1, 2**31 - 1)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Any problem that there can be, with any features."""
-    kv_heads = draw(st.integers(1, 64))
-    dtype = draw(st.sampled_from(Dtype))
-    kv_dtype = None if dtype.is_quantized else draw(st.none() | st.sampled_from(KvDtype))
-    page_size = draw(st.sampled_from((0, *PAGE_SIZES)))
-    return Problem(
-        dtype=dtype,
-        head_dim=draw(st.integers(1, 1024)),
-        value_head_dim=draw(st.integers(1, 1024)),
-        heads=kv_heads * draw(st.integers(1, 64)),
-        kv_heads=kv_heads,
-        batch=draw(st.integers(1, 2**31 - 1)),
-        seqlen_q=draw(st.integers(1, 2**31 - 1)),
-        seqlen_kv=draw(st.integers(1, 2**31 - 1)),
-        causal=draw(st.sampled_from(Causal)),
-        direction=draw(st.sampled_from(Direction)),
-        window_left=draw(bounds),
-        window_right=draw(bounds),
-        first_tokens=draw(amounts),
-        chunk=draw(amounts),
-        prefix=draw(st.booleans()),
-        softcap=draw(st.booleans()),
-        alibi=draw(st.booleans()),
-        bias=draw(st.sampled_from(Bias)),
-        sinks=draw(st.booleans()),
-        packed=draw(amounts),
-        lengths=page_size == 0 and draw(st.booleans()),
-        page_size=page_size,
-        kv_dtype=kv_dtype,
-        kv_scale=draw(st.sampled_from(KvScale)) if kv_dtype else KvScale.TENSOR,
-        latent=draw(st.booleans()),
-        dropout=draw(st.booleans()),
-        deterministic=draw(st.booleans()),
-    )
-
-
-@given(problems())
-def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem) -> None:
-    program, command, option, shape = shlex.split(search_command(problem))
-    assert (program, command, option) == ("flashtune", "search", "--shape")
-    assert parse_shape(shape) == (normal_form(problem),)
-
-
-@given(problems())
-def test_a_line_of_json_names_the_problem_that_it_was_made_of(problem: Problem) -> None:
-    row = msgspec.json.decode(msgspec.json.encode(problem))
-    shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
-    assert parse_shape(shape) == (normal_form(problem),)
-
-
-words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3", "1:0", ":"])
-marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"])
-
-
-@given(st.one_of(st.text(max_size=80), st.lists(st.one_of(words, marks), max_size=30).map("".join)))
-def test_whatever_is_typed_is_problems_or_one_sentence(text: str) -> None:
-    try:
-        found = parse_shape(text)
-    except UsageError as error:
-        sentence = str(error)
-        found = ()
-    else:
-        sentence = ""
-        assert found
-    assert all(isinstance(problem, Problem) for problem in found)
-    assert "\n" not in sentence
-
-
-@given(st.lists(st.tuples(st.sampled_from(KEYS), st.text(string.digits + ".|", max_size=12)), max_size=8))
-def test_numbers_of_every_form_are_problems_or_one_sentence(pairs: list[tuple[str, str]]) -> None:
-    with contextlib.suppress(UsageError):
-        assert parse_shape(",".join(f"{key}={value}" for key, value in pairs))
 
 
 def test_the_documented_shape() -> None:
@@ -201,50 +112,6 @@ def test_a_shape_cannot_name_millions_of_problems() -> None:
         parse_shape(f"heads=1,head_dim=64,seqlen={lengths}")
     with pytest.raises(UsageError, match="shorten"):
         parse_shape("heads=1..16777216,head_dim=1..1024,seqlen=1..1073741824,batch=1..1073741824")
-
-
-def test_a_file_holds_text_json_and_comments(tmp_path: Path) -> None:
-    file = tmp_path / "shapes.txt"
-    (problem,) = parse_shape("heads=2,seqlen=8,head_dim=64,causal")
-    rows = [
-        "# prefill",
-        "",
-        "heads=4,seqlen=64|128,head_dim=64  # two lengths",
-        json.dumps({"heads": 8, "kv_heads": 2, "seqlen": 64, "head_dim": 32, "causal": True}),
-        msgspec.json.encode(problem).decode(),
-        "heads=4,seqlen=64,head_dim=64",
-    ]
-    file.write_text("\n".join(rows), encoding="utf-8")
-    found = read_shapes_file(file)
-    assert [candidate.heads for candidate in found] == [4, 4, 8, 2]
-    assert found[2].causal is Causal.BOTTOM_RIGHT
-    assert found[3] == problem
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        (b"heads=4,seqlen=64,head_dim=64\nheads=x,seqlen=1,head_dim=1", "line 2"),
-        (b'{"heads": 4, "seqlen": [64]}', "line 1"),
-        (b'{"heads": 4', "line 1"),
-        (b"{" * 5000, "line 1"),
-        (b'{"heads": 4, "seqlen": 64, "head_dim": 64, "direction": "sideways"}', "direction"),
-        (b"\xff\xfe", "UTF-8"),
-        (b"# nothing\n", "is empty"),
-        (b"#" * (1024 * 1024 + 1), "larger than"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
-    file = tmp_path / "shapes.txt"
-    file.write_bytes(content)
-    with pytest.raises(UsageError, match=part) as raised:
-        read_shapes_file(file)
-    assert str(file) in str(raised.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
-        read_shapes_file(tmp_path / "none.txt")
 
 
 def test_quantized_inputs_are_named_like_other_types() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -109,4 +110,15 @@ def stored(run: Run, make_record: MakeRecord, tmp_path: Path) -> tuple[Record, .
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         ids = [store.add(record) for record in records]
         store.pin(ids[1])
+    return records
+
+
+@pytest.fixture
+def two_gpus(run: Run, make_record: MakeRecord, problem: Problem, tmp_path: Path) -> tuple[Record, ...]:
+    """Selections of two lengths on an H200, with one kernel, and of one on an H100."""
+    longer = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
+    records = (make_record(), make_record(of=longer, ms=1.5), make_record("block_n=32", target="nvidia-h100"))
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        for record in records:
+            store.pin(store.add(record))
     return records

@@ -1,8 +1,7 @@
-"""`flashtune bench` as its users see it: what is shown, saved, loaded and refused."""
+"""`flashtune bench` as its users see it: what is saved, loaded and refused."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,27 +10,21 @@ import msgspec
 import pytest
 import torch
 from click.testing import Result
-from rich.console import Console
 
-from flashtune.problem import Causal, Problem
+from flashtune.problem import Problem
 from flashtune.tuner import bench_run
 from flashtune.tuner.bench_grid import GRIDS, grid_problems
 from flashtune.tuner.bench_records import OURS, Bench, LeftOut
 from flashtune.tuner.bench_run import BenchRequest, report_of, run_benches
 from flashtune.tuner.cli.bench import GRIDS as NAMED_GRIDS
-from flashtune.tuner.cli.bench_markdown import markdown
-from flashtune.tuner.cli.bench_panels import CEILING, COPY, lengths_of, panels, title_of
-from flashtune.tuner.cli.bench_report import bench_line, bench_table, notes, summary
-from tests.tuner.bench_fakes import DETAIL, SPEEDS, a_bench, a_reading_bench, a_run
+from flashtune.tuner.cli.bench_panels import CEILING
+from tests.tuner.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
 
 Run = Callable[..., Result]
 
-PAPER, DECODE = grid_problems("paper"), grid_problems("decode")
+PAPER = grid_problems("paper")
 SHAPE = "heads=4,kv_heads=2,seqlen=256,head_dim=64,dtype=bf16,causal,batch=2"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-REFUSED = LeftOut("standard", None, "its scores would take more than half of the free memory")
-WRONG = LeftOut("sdpa-efficient", 3.25)
-NOT_FINITE = LeftOut("flex", None)
 
 
 @pytest.fixture
@@ -41,119 +34,6 @@ def saved(tmp_path: Path) -> Path:
     run = a_run(*(a_bench(problem, left_out=(REFUSED,)) for problem in PAPER))
     path.write_bytes(msgspec.json.encode(report_of(run, None)))
     return path
-
-
-def test_the_table_compares_with_the_best_sdpa() -> None:
-    printed = io.StringIO()
-    Console(width=120, file=printed).print(bench_table(a_bench(PAPER[0])))
-    lines = printed.getvalue().splitlines()
-    ours = next(line for line in lines if OURS in line)
-    assert "600.0" in ours
-    assert "1.20" in ours
-    assert "0.60" in next(line for line in lines if "sdpa-flash" in line)
-
-
-def test_notes_name_the_kernel_and_who_was_left_out() -> None:
-    said = notes(a_bench(PAPER[0], left_out=(WRONG, NOT_FINITE, REFUSED), throttled=True))
-    assert f"flashtune is {DETAIL}." in said
-    assert "sdpa-efficient is left out: its error against float64 is 3.2 of what is allowed." in said
-    assert "flex is left out: its output is not finite where it should be." in said
-    assert f"standard is left out: {REFUSED.message}." in said
-    assert any("clock" in sentence for sentence in said)
-    assert len(notes(a_bench(PAPER[0]))) == 1
-
-
-def test_a_line_holds_a_whole_shape() -> None:
-    line = bench_line(a_bench(PAPER[0], left_out=(REFUSED,), throttled=True))
-    assert line == (
-        "bf16, head dim 64, 32 heads, full, 512, batch 32: flashtune 600.0, sdpa-cudnn 500.0, "
-        "sdpa-flash 300.0, flash-attn-4 750.0, standard left out, throttled"
-    )
-
-
-RATES = {OURS: 3600.0, "sdpa-cudnn": 3000.0}
-
-
-def test_decoding_is_told_in_what_it_reads() -> None:
-    bench = a_reading_bench(DECODE[3], RATES)
-    printed = io.StringIO()
-    Console(width=120, file=printed).print(bench_table(bench))
-    assert "GB/s" in printed.getvalue()
-    assert "3600.0" in printed.getvalue()
-    assert bench_line(bench) == (
-        "decode, bf16, head dim 128, 32 heads on 8, full, 1 to 8192, batch 16 (GB/s): flashtune 3600.0, "
-        "sdpa-cudnn 3000.0"
-    )
-    report = report_of(a_run(bench), None)
-    text = markdown(report)
-    assert "decode b16 hq32 hkv8 s8192 d128 [GB/s] | 3600 | 0.900 |" in text
-    assert f"| {COPY} | 4000.0 |" in text
-    assert CEILING not in text.split("## Every shape")[0].split("## Speeds")[1]
-    said = list(summary(report))
-    assert "decode b16 hq32 hkv8 s8192 d128 [GB/s]: 3600 GB/s, 0.900 of the copy." in said
-
-
-def test_a_plot_of_decoding_has_the_copy_as_its_ceiling() -> None:
-    pytest.importorskip("plotly")
-    from flashtune.tuner.cli.bench_plot import figure
-
-    plot = figure(a_run(a_reading_bench(DECODE[0], RATES), a_bench(PAPER[0])))
-    assert {trace.name: tuple(trace.y) for trace in plot.data if trace.line.dash == "dash"} == {
-        COPY: (4000.0, 4000.0),
-        CEILING: (800.0, 800.0),
-    }
-    assert (plot.layout.yaxis.title.text, plot.layout.yaxis2.title.text) == ("GB/s", "TFLOP/s")
-
-
-def test_what_peers_say_cannot_steer_a_terminal() -> None:
-    bench = a_bench(PAPER[0], left_out=(LeftOut("flex", None, "no\x1b[2J [bold]| way\nback"),))
-    assert all(sentence.isprintable() for sentence in notes(bench))
-
-
-def test_panels_part_masks_and_head_dims_and_sort_lengths() -> None:
-    found = panels([a_bench(problem) for problem in reversed(PAPER)])
-    assert len(found) == 6
-    for panel in found:
-        lengths = [bench.problem.seqlen_kv for bench in panel.benches]
-        assert lengths == [512, 1024, 2048, 4096, 8192, 16_384]
-        assert panel.names == tuple(SPEEDS)
-
-
-def test_titles_say_what_is_unusual() -> None:
-    problem = msgspec.structs.replace(
-        PAPER[0], kv_heads=8, value_head_dim=32, seqlen_kv=600, causal=Causal.TOP_LEFT
-    )
-    assert title_of(problem) == "bf16, head dim 64 (values 32), 32 heads on 8, causal top-left"
-    assert lengths_of(problem) == "512 to 600, batch 32"
-    windowed = msgspec.structs.replace(PAPER[0], window_left=1023, sinks=True)
-    assert title_of(windowed) == "bf16, head dim 64, 32 heads, full, window1023:, sinks"
-
-
-def test_markdown_holds_versions_command_and_every_row() -> None:
-    benches = [a_bench(problem, left_out=(REFUSED,)) for problem in PAPER]
-    missing = {name: speed for name, speed in SPEEDS.items() if name != "sdpa-flash"}
-    benches[1] = a_bench(PAPER[1], missing)
-    text = markdown(report_of(a_run(*benches), None))
-    for part in (
-        "NVIDIA H200",
-        "torch 2.13.0",
-        "driver 580.1",
-        "cuDNN 9.19.0",
-        "`flashtune bench --grid paper`",
-        f"| {CEILING} | 800.0 |",
-        "| best peer | 36 | 0.800 | 0.800 |",
-        "| sdpa-flash | 300.0 | – | 300.0 |",
-    ):
-        assert part in text
-    assert text.count("### forward_bf16") == 36
-    assert text.count("### bf16, head dim") == 6
-    table: list[int] = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            table.append(line.count("|"))
-            assert table[0] == table[-1]
-        else:
-            table = []
 
 
 @pytest.mark.parametrize("count", [2, 36])
@@ -203,13 +83,6 @@ def test_a_plot_has_a_panel_for_each_mask_and_head_dim(run: Run, saved: Path, tm
     assert [tuple(trace.y) for trace in dashed] == [(800.0, 800.0)] * 6
     assert sorted(trace.name for trace in plot.data if trace.showlegend) == sorted([*SPEEDS, CEILING])
     assert len({trace.xaxis for trace in plot.data}) == 6
-
-
-def test_a_plot_of_one_shape_is_a_plot_too() -> None:
-    pytest.importorskip("plotly")
-    from flashtune.tuner.cli.bench_plot import plot_page
-
-    assert "flashtune" in plot_page(a_run(a_bench(PAPER[0])))
 
 
 def test_without_plotly_a_plot_is_refused_before_anything_is_timed(

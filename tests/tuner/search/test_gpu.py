@@ -135,6 +135,7 @@ def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> No
         assert after.result(WAIT).outcome is Outcome.OK
 
 
+@pytest.mark.alone
 def test_times_are_of_the_gpu_and_not_of_the_host(device: torch.device) -> None:
     x = torch.empty(64 * 2**20, dtype=torch.int8, device=device)
     one = measure(x.zero_, device)
@@ -149,6 +150,7 @@ def test_a_slow_launch_is_dropped_after_a_few_samples(device: torch.device) -> N
     assert measure(x.zero_, device, drop_above_ms=math.inf).samples > 3
 
 
+@pytest.mark.alone
 def test_interleaved_runs_are_told_apart(device: torch.device) -> None:
     small, large = (torch.empty(size * 2**20, dtype=torch.int8, device=device) for size in (64, 512))
     first, second = measure_interleaved([small.zero_, large.zero_], device, rounds=9)

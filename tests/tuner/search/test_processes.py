@@ -8,12 +8,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from flashtune.record import Outcome
 from flashtune.tuner import compile_pool, worker
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled, CompilePool
 from flashtune.tuner.evaluation import DeviceLostError
+from flashtune.tuner.processes import start_pool, stop_pool
 from flashtune.tuner.worker import GpuWorker
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config
@@ -54,6 +56,14 @@ def test_a_compiler_that_crashes_or_hangs_is_an_outcome(
         Outcome.COMPILE_ERROR, message="compiling its process died (killed by signal 6)"
     )
     assert hung == Compiled(Outcome.TIMEOUT, message="compiling did not end within its time limit")
+
+
+def test_workers_share_nothing_among_threads() -> None:
+    pool = start_pool(1)
+    try:
+        assert pool.schedule(torch.get_num_threads).result(WAIT) == 1
+    finally:
+        stop_pool(pool)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""render, export and import: kernels and tables as files."""
+"""Kernels as files: what `flashtune render` and `flashtune export --format` write."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,30 +12,16 @@ import pytest
 import triton
 from click.testing import Result
 
-from flashtune.db.store import open_store
-from flashtune.db.table import load_table
-from flashtune.errors import FlashtuneError
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.export import file_name, json_table, kernel_files, triton_configs, write_file
+from flashtune.tuner.export import file_name, kernel_files, triton_configs
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
 Stored = tuple[Record, ...]
-
-
-@pytest.fixture
-def two_gpus(run: Run, make_record: MakeRecord, problem: Problem, tmp_path: Path) -> Stored:
-    """Selections of two lengths on an H200, with one kernel, and of one on an H100."""
-    longer = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
-    records = (make_record(), make_record(of=longer, ms=1.5), make_record("block_n=32", target="nvidia-h100"))
-    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
-        for record in records:
-            store.pin(store.add(record))
-    return records
 
 
 def source_of(record: Record) -> str:
@@ -83,68 +67,6 @@ def test_render_where_nothing_can_be_written(run: Run, shape: str, tmp_path: Pat
     result = run("render", "--shape", shape, "--target", "h100", "--out", tmp_path / "file" / "kernel.py")
     assert result.exit_code == 1
     assert "cannot write" in result.stderr
-
-
-def test_a_table_goes_out_and_comes_in_again(run: Run, stored: Stored, tmp_path: Path) -> None:
-    table = tmp_path / "h200.json"
-    assert run("export", "--out", table).exit_code == 0
-    assert load_table(table).records == (stored[1],)
-    other = tmp_path / "other.sqlite"
-    result = run("import", table, "--db", other, "--json")
-    assert result.exit_code == 0, result.output
-    counts = json.loads(result.stdout)
-    assert (counts["records_added"], counts["selections_added"]) == (1, 1)
-    again = tmp_path / "again.json"
-    run("export", "--db", other, "--out", again)
-    assert again.read_bytes() == table.read_bytes()
-    assert "1 were known" in run("import", table, "--db", other).stdout
-
-
-def test_of_tables_of_one_shape_the_fastest_record_serves(
-    run: Run, make_record: MakeRecord, tmp_path: Path
-) -> None:
-    tables, records = [], [make_record("block_m=64", ms=0.5), make_record("block_m=128", ms=0.7)]
-    for number, record in enumerate(records):
-        tables.append(tmp_path / f"{number}.json")
-        tables[-1].write_bytes(json_table(record.target, [record]))
-    fresh = tmp_path / "fresh.sqlite"
-    assert run("import", *tables, "--db", fresh).exit_code == 0
-    with open_store(str(fresh)) as store:
-        assert [entry.record for entry in store.selections()] == records[:1]
-
-
-def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
-    refused = run("export")
-    assert refused.exit_code == 2
-    assert "need a folder" in refused.stderr
-    assert run("export", "--out", tmp_path / "tables").exit_code == 0
-    assert sorted(file.name for file in (tmp_path / "tables").iterdir()) == [
-        "nvidia-h100.json",
-        "nvidia-h200.json",
-    ]
-    assert len(load_table(tmp_path / "tables" / "nvidia-h200.json").records) == 2
-    assert json.loads(run("export", "--target", "h100").stdout)["target"] == "nvidia-h100"
-
-
-def test_a_hostile_target_name_reaches_no_path(
-    run: Run, two_gpus: Stored, make_record: MakeRecord, tmp_path: Path
-) -> None:
-    hostile = msgspec.structs.replace(make_record(), target="../escaped\n")
-    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
-        store.pin(store.add(hostile))
-    result = run("export", "--out", tmp_path / "tables")
-    assert result.exit_code == 2
-    assert "is no file name" in result.stderr
-    assert not list(tmp_path.glob("escaped*"))
-    assert run("export", "--format", "python", "--out", tmp_path / "kernels").exit_code == 0
-    for file in (tmp_path / "kernels").iterdir():
-        ast.parse(file.read_text(encoding="utf-8"))
-
-
-def test_nothing_to_export_is_a_failure(run: Run, stored: Stored) -> None:
-    result = run("export", "--target", "h100")
-    assert result.exit_code == 1
-    assert "flashtune search" in result.stderr
 
 
 def test_python_files_are_one_for_each_kernel_and_stand_alone(
@@ -231,65 +153,3 @@ def test_triton_configs_are_what_triton_takes(run: Run, two_gpus: Stored, tmp_pa
     )
     capped = msgspec.structs.replace(two_gpus[2], config=msgspec.structs.replace(chosen, max_registers=128))
     assert "maxnreg=128" in triton_configs((capped,))
-
-
-HOSTILE = [
-    b"",
-    b"[]",
-    b"{" * 100_000,
-    b'{"schema": 99, "target": "nvidia-h200", "records": []}',
-    b'{"schema": 1, "target": "nvidia-h200", "records": [], "extra": 1}',
-    b'{"schema": 1, "target": "nvidia-h200", "records": [{"problem": "__import__(\'os\')"}]}',
-    b"\x00\xff" * 1000,
-]
-
-
-@pytest.mark.parametrize("content", HOSTILE)
-def test_a_hostile_table_leaves_the_database_as_it_was(
-    run: Run, stored: Stored, tmp_path: Path, content: bytes
-) -> None:
-    good = tmp_path / "good.json"
-    run("export", "--out", good)
-    bad = tmp_path / "bad.json"
-    bad.write_bytes(content)
-    before = dump(tmp_path / "flashtune.sqlite")
-    result = run("import", good, bad)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("\n") == 1
-    assert "bad.json" in result.stderr
-    assert dump(tmp_path / "flashtune.sqlite") == before
-
-
-def test_a_negative_block_in_a_table_is_refused(run: Run, stored: Stored, tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
-    run("export", "--out", table)
-    table.write_text(
-        table.read_text(encoding="utf-8").replace('"block_m":128', '"block_m":-128'), encoding="utf-8"
-    )
-    fresh = tmp_path / "fresh.sqlite"
-    assert run("import", table, "--db", fresh).exit_code == 2
-    assert not fresh.exists()
-
-
-def test_a_missing_table_is_a_usage_error(run: Run, tmp_path: Path) -> None:
-    assert run("import", tmp_path / "none.json").exit_code == 2
-    assert run("import").exit_code == 2
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "file"
-    target.write_bytes(b"before")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(FlashtuneError, match="No space left"):
-        write_file(target, b"after")
-    assert list(tmp_path.iterdir()) == [target]
-    assert target.read_text(encoding="utf-8") == "before"
-
-
-def dump(path: Path) -> list[str]:
-    with sqlite3.connect(path) as connection:
-        return list(connection.iterdump())

@@ -1,0 +1,124 @@
+"""What is made once for many calls with features: plans in graphs, binaries, compiled programs, choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune import binaries
+from flashtune.paged import paged_call
+from flashtune.varlen import varlen_call
+from tests.features import starts
+from tests.gpu.feature_calls import (
+    GENERATED,
+    HEADS,
+    KEYS,
+    QUERIES,
+    TOLERANCE,
+    WIDTH,
+    cache_of,
+    check_varlen,
+    close,
+    normal,
+    packed,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("untuned"),
+    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+]
+
+
+def test_new_numbers_of_tokens_compile_nothing() -> None:
+    flashtune.attention_varlen(*packed(), causal=True, prefer="generated")
+    compiled = binaries._compiled.cache_info().currsize
+    for fewer in range(1, 20):
+        check_varlen(*packed((QUERIES[0] - fewer, *QUERIES[1:])), causal=True)
+    assert binaries._compiled.cache_info().currsize <= compiled + 1, "one more, that writes the log-sum-exp"
+
+
+def test_a_plan_is_replayed_while_lengths_and_pages_change() -> None:
+    cache, other = cache_of(), cache_of((40, 300, 16, 0, 700))
+    token = normal(len(KEYS), HEADS, WIDTH)
+    k, v = torch.cat([cache[0], other[0]]), torch.cat([cache[1], other[1]])
+    table, lengths = cache.block_table.clone(), cache.seqlens_k.clone()
+    plan = flashtune.plan_paged(token, k, v, table, lengths, **GENERATED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = plan(token, k, v, table, lengths)
+    moved = torch.where(other.block_table < 0, other.block_table, other.block_table + len(cache[0]))
+    turns = (moved, other.seqlens_k), (cache.block_table, cache.seqlens_k), (moved, other.seqlens_k // 2)
+    for pages, counts in turns:
+        table.copy_(pages)
+        lengths.copy_(counts)
+        token.copy_(torch.randn_like(token))
+        graph.replay()
+        close(paged_call(token, k, v, table, lengths, **GENERATED), result)
+
+
+def test_a_packed_plan_is_replayed_while_lengths_change() -> None:
+    q, k, v, begins, ends, *longest = packed()
+    plan = flashtune.plan_varlen(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = plan(q, k, v, begins, ends)
+    for queries, keys in ((QUERIES[::-1], KEYS[::-1]), (QUERIES, KEYS)):
+        begins.copy_(starts(queries))
+        ends.copy_(starts(keys))
+        graph.replay()
+        call = varlen_call(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
+        close(call, result)
+
+
+def test_a_shared_prefix_in_a_graph() -> None:
+    k, v, table, lengths = cache_of((700, 600, 555))
+    table[1:, :32] = table[0, :32]
+    token = normal(3, HEADS, WIDTH)
+    plan = flashtune.plan_paged(token, k, v, table, lengths, shared_prefix=512, **GENERATED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = plan(token, k, v, table, lengths)
+    lengths.sub_(20)
+    graph.replay()
+    close(paged_call(token, k, v, table, lengths, **GENERATED), result)
+
+
+def test_compilers_see_one_operator() -> None:
+    torch._dynamo.reset()
+    token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
+
+    def model(token: Tensor, *cache: Tensor) -> Tensor:
+        return flashtune.attention_paged(token * 2, *cache, prefer="generated") + 1
+
+    eager = model(token, *cache)
+    inductor: Callable[..., Tensor] = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(inductor(token, *cache), eager, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.alone
+def test_calls_of_known_shapes_take_little_of_the_host() -> None:
+    token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
+    plan = flashtune.plan_paged(token, *cache, prefer="generated")
+    given = packed()
+    q, k, v, begins, ends, *_ = given
+    ragged = flashtune.plan_varlen(*given, causal=True, prefer="generated")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: plan(token, *cache),
+        lambda: flashtune.attention_paged(token, *cache, prefer="generated"),
+        lambda: ragged(q, k, v, begins, ends),
+        lambda: flashtune.attention_varlen(*given, causal=True, prefer="generated"),
+    )
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            call()
+        assert (time.perf_counter() - start) / 100 < 1e-3, "a millisecond would be a choice or a compilation"
+        torch.cuda.synchronize()

@@ -1,0 +1,41 @@
+"""A search of a small space, with stand-ins for the compiler and the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtune.db.store import Store
+from flashtune.target import find_target
+from flashtune.tuner.equipment import Equipment
+from flashtune.tuner.request import Budget, Progress, SearchRequest, SearchResult
+from flashtune.tuner.search import run_search
+from tests.tuner.search.fakes import FAMILY, FakeCompiler, a_problem, a_space
+
+SPACES = ((FAMILY, a_space()),)
+SIZE = 24
+H100 = find_target("h100")
+
+
+def a_request(**changes: Any) -> SearchRequest:
+    values: dict[str, Any] = {
+        "problem": a_problem(),
+        "target": H100,
+        "device": 0,
+        "budget": Budget(100, None, None),
+        "spaces": SPACES,
+        "jobs": 2,
+    }
+    return SearchRequest(**(values | changes))
+
+
+def search(
+    store: Store,
+    measurer: Any,
+    compiler: Any = None,
+    seen: list[Progress] | None = None,
+    **changes: Any,
+) -> SearchResult:
+    observer = (lambda progress: None) if seen is None else seen.append
+    return run_search(
+        a_request(**changes), store, observer, Equipment(compiler or FakeCompiler(), measurer, 2)
+    )

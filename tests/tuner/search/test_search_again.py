@@ -1,0 +1,115 @@
+"""A search after another: what is reused or made again, and which selection stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.db.store import Store
+from flashtune.record import Outcome, Resources
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.prediction import Predictor
+from flashtune.tuner.request import Budget, Stop
+from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, by_tile, right
+from tests.tuner.search.small_search import SIZE, search
+
+
+def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> None:
+    first = FakeMeasurer(by_tile)
+    one = search(store, first, budget=Budget(10, None, None))
+    assert one.stop is Stop.TRIALS
+    assert len(first.seen) == 10
+    second = FakeMeasurer(by_tile)
+    two = search(store, second)
+    assert two.tally.reused == 10
+    assert not set(first.seen) & set(second.seen)
+    assert len(first.seen) + len(second.seen) == SIZE
+    third = FakeMeasurer(by_tile)
+    assert search(store, third).tally.reused == SIZE
+    assert third.seen == []
+
+
+@pytest.mark.parametrize("changed", ["triton", "template", "ptxas", "driver"])
+def test_records_of_other_makers_are_made_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    from flashtune.tuner import journal, resume
+    from flashtune.versions import current_versions
+
+    search(store, FakeMeasurer(by_tile))
+
+    def other(family: str) -> Any:
+        return msgspec.structs.replace(current_versions(family), **{changed: "9.9.9"})
+
+    monkeypatch.setattr(resume, "current_versions", other)
+    monkeypatch.setattr(journal, "current_versions", other)
+    again = FakeMeasurer(by_tile)
+    assert search(store, again).tally.reused == 0
+    assert len(again.seen) == SIZE
+
+
+def test_what_was_too_slow_to_be_proven_is_never_selected(store: Store) -> None:
+    def slow_is_unproven(candidate: Candidate) -> Evaluation:
+        timed = by_tile(candidate)
+        hopeless = getattr(candidate.config, "block_m", 0) == 64
+        return msgspec.structs.replace(timed, verdict=None) if hopeless else timed
+
+    measurer = FakeMeasurer(slow_is_unproven)
+    search(store, measurer)
+    assert all(getattr(candidate.config, "block_m", 0) == 128 for candidate in measurer.entrants[0])
+    # Beside something faster it is not tried again; in a search without that, it is.
+    again = FakeMeasurer(slow_is_unproven)
+    search(store, again)
+    assert again.seen == []
+
+
+def test_what_was_too_slow_to_be_proven_is_tried_again_where_nothing_faster_is_known(store: Store) -> None:
+    unproven = FakeMeasurer(lambda candidate: msgspec.structs.replace(by_tile(candidate), verdict=None))
+    assert search(store, unproven).best is None
+    assert store.selections() == []
+    again = FakeMeasurer(by_tile)
+    assert search(store, again).best is not None
+    assert len(again.seen) == SIZE
+
+
+def test_a_near_shape_lends_its_config_and_not_its_time(store: Store) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (winner,) = store.selections()
+    compiler = FakeCompiler()
+    search(store, FakeMeasurer(by_tile), compiler, problem=a_problem(seqlen_q=512, seqlen_kv=512))
+    # Before it comes nothing but the family's default, where the space holds it.
+    assert winner.record.config in [candidate.config for candidate in compiler.seen[:2]]
+    mine = [entry for entry in store.records() if entry.record.problem.seqlen_q == 512]
+    assert len(mine) >= SIZE
+
+
+def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, scope: Any) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (measured,) = store.selections()
+    result = search(store, Predictor(), device=None)
+    assert not result.pinned
+    assert store.selections() == [measured]
+    # Nor the other way round: what was predicted does not count as done.
+    assert result.tally.reused == 0
+
+
+def test_a_slower_family_searched_alone_does_not_take_the_place_of_a_faster_one(store: Store) -> None:
+    search(store, FakeMeasurer(by_tile))
+    (fastest,) = store.selections()
+    other: dict[str, Any] = {"families": ("forward_kv_outer",), "spaces": (), "budget": Budget(3, None, None)}
+    slower = search(store, FakeMeasurer(lambda candidate: right(50.0)), FakeCompiler(fits), **other)
+    assert slower.best is not None
+    assert not slower.pinned
+    assert store.selections() == [fastest]
+    faster = search(
+        store, FakeMeasurer(lambda candidate: right(0.1)), FakeCompiler(fits), **other | {"budget": Budget(6)}
+    )
+    assert faster.pinned
+
+
+def fits(candidate: Candidate) -> Compiled:
+    return Compiled(Outcome.OK, KERNEL, Resources(1000, registers=100))
