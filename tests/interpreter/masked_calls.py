@@ -11,27 +11,11 @@ from torch import Tensor
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Problem
 from flashtune.side import Side
-
-# Queries and keys of sequences that are packed or of lengths of their own: empty ones, and on borders.
-LENGTHS = ((19, 40), (0, 12), (7, 0), (16, 33), (33, 17))
+from tests.backward_calls import FEATURES as BOTH_PASSES
+from tests.backward_calls import LENGTHS
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 11},
-    "window_right": {"window_left": 21, "window_right": 6},
-    "right_alone": {"window_right": 3},
-    "wide_window": {"window_left": 2**31 - 1, "window_right": 2**31 - 1},
-    "first_tokens": {"window_left": 9, "first_tokens": 4},
-    "chunk": {"chunk": 16},
-    "odd_chunk": {"chunk": 13, "first_tokens": 18},
-    "prefix": {"prefix": True},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "additive": {"bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "dropout": {"dropout": True},
-    "packed": {"packed": 75},
-    "lengths": {"lengths": True},
+    **BOTH_PASSES,
     "pages": {"page_size": 16},
     "large_pages": {"page_size": 64},
     "int8_tensor": {"kv_dtype": KvDtype.INT8},
