@@ -16,7 +16,6 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-import torch
 from pebble import ProcessExpired, ProcessPool
 
 # Nothing of this may touch a GPU when it is imported.
@@ -49,6 +48,9 @@ def _become_worker() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    # Imported where workers are forked from, and nothing that whoever starts them has to wait for.
+    import torch
+
     # Other workers keep the cores busy, and what threads share waits for those that have none.
     torch.set_num_threads(1)
     # A worker has nothing to tidy up, and a handler would wait for the compiler to come back.

@@ -23,6 +23,7 @@ from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case, Level, splits_of
 from flashtune.proof.passes import case_findings, forget, planned_cases
 from flashtune.proof.prepared import next_seed
+from flashtune.proof.threads import one_thread
 from flashtune.record import Verdict
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
@@ -182,21 +183,6 @@ def _verdict(findings: list[Finding], figures: list[float], device: str, seed: i
         if not failed and not figure <= finding.limit:
             failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
     return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """What torch does on the CPU is done by this thread alone.
-
-    A tenth of a millisecond's comparisons, shared by two threads, took 8 to 20 ms where other processes kept
-    the cores busy: each thread waits for those that have no core.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """The float64 reference, and the same rows computed plainly in low precision.
 
-Everything is worked out on the device that holds the inputs, a few heads at a time (`chunks.py`).
+Everything is worked out on the device that holds the inputs, a few heads at a time (`chunks.py`), but for
+small masks (`visible.py`).
 The plain computation rounds where unfused low-precision attention rounds (scores and weights to
 float32, weights to the inputs' type before they meet V, the output once) and takes its products
 exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs are the

@@ -41,7 +41,7 @@ def compared_on(comparisons: int, device: torch.device) -> torch.device:
 
 
 def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> int:
-    """How many entries the masks of some heads have: one where all are alike."""
+    """How many masks some heads have, as `unhidden_keys` gives them: one where all are alike."""
     alike = not _differ(lengths) and side.prefix is None and side.bias is None
     return 1 if alike else len(some.batch)
 
