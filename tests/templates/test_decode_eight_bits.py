@@ -14,7 +14,7 @@ from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.sass import read_loop
-from tests.templates.test_decode import LATENT, a_config, a_problem
+from tests.decode import LATENT, a_config, a_problem
 
 FAMILY, H200 = find_family("decode_split_kv"), find_target("h200")
 

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from flashtune.compilation import compile_kernel, load_module
 from flashtune.features import PAGE_SIZES, Feature, KvDtype
-from flashtune.kernel import Alignment, Kernel, Specialization
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Causal, Dtype
 from flashtune.target import find_target
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.family import why_not
-from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.resources import read_resources
+from tests.latent import FAMILY, H200, a_config, a_problem, kernel_of, meta
 
-FAMILY = find_family("decode_latent_hopper")
-H200, A100, B200 = find_target("h200"), find_target("a100"), find_target("b200")
+A100, B200 = find_target("a100"), find_target("b200")
 PLAIN = Specialization()
-
-
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=576,
-        value_head_dim=512,
-        heads=128,
-        kv_heads=1,
-        batch=64,
-        seqlen_q=1,
-        seqlen_kv=4096,
-        causal=Causal.BOTTOM_RIGHT,
-        latent=True,
-    )
-    return msgspec.structs.replace(problem, **changes)
-
-
-def kernel_of(problem: Problem, lse: bool = False, **changes: Any) -> Kernel:
-    return render(FAMILY, problem, a_config(**changes), Specialization(lse=lse))
-
-
-def a_config(**changes: Any) -> LatentConfig:
-    return LatentConfig(**{"num_warps": 4, "num_stages": 2, **changes})
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def test_a_plan_of_pages_in_parts() -> None:

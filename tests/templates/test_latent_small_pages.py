@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flashtune.compilation import compile_kernel, load_module
-from tests.templates.test_latent import H200, a_problem, kernel_of, meta
+from tests.latent import H200, a_problem, kernel_of, meta
 
 
 def test_small_pages_are_copied_one_by_one() -> None:

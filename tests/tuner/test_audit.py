@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zlib
-from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -14,7 +12,6 @@ from click.testing import CliRunner
 from flashtune.errors import UsageError
 from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Outcome, Resources
 from flashtune.target import TARGETS, Target, find_target
 from flashtune.templates.common import sram
 from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterConfig
@@ -22,36 +19,12 @@ from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.audit import Audit, Request, Row, audit_targets, run_audit
 from flashtune.tuner.audit_points import computes_anything, draw_points
-from flashtune.tuner.candidates import Candidate, Scope, demand
 from flashtune.tuner.cli import main
-from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.resources import read_resources
+from tests.tuner.audit_fakes import Scripted
 
 H100 = find_target("h100")
 FAMILY = find_family("forward_q_outer")
-
-
-class Scripted:
-    """A compiler that gives what a model says, times a factor; about every fifth kernel it refuses.
-
-    Where a model says nothing, it gives one of the sizes in `silent`, and refuses without any.
-    """
-
-    def __init__(self, factor: float, silent: tuple[int, ...] = ()) -> None:
-        self._factor = factor
-        self._silent = silent
-
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
-        done: Future[Compiled] = Future()
-        number = zlib.crc32(candidate.config.label().encode())
-        modelled = demand(scope, candidate).sram_bytes
-        if number % 5 == 0 or not (modelled or self._silent):
-            done.set_result(Compiled(Outcome.COMPILE_ERROR))
-            return done
-        silent = self._silent[number % len(self._silent)] if self._silent else 0
-        sram_bytes = int(modelled * self._factor) or silent
-        done.set_result(Compiled(Outcome.OK, resources=Resources(sram_bytes=sram_bytes)))
-        return done
 
 
 def audited(compiler: Scripted, points: int = 12, in_flight: int = 3) -> Audit:

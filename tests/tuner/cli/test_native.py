@@ -25,7 +25,7 @@ from flashtune.tuner.audit_points import computes_anything
 from flashtune.tuner.verify import verify_records
 from flashtune.tuner.verify_report import Means
 from flashtune.versions import current_versions
-from tests.tuner.test_audit import Scripted
+from tests.tuner.audit_fakes import Scripted
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
