@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Causal, Dtype, Problem
@@ -40,7 +39,3 @@ def kernel_of(problem: Problem, lse: bool = False, **changes: Any) -> Kernel:
 
 def a_config(**changes: Any) -> LatentConfig:
     return LatentConfig(**{"num_warps": 4, "num_stages": 2, **changes})
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -54,13 +54,13 @@ class Laid(NamedTuple):
 
 def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
     """Which keys some rows see."""
-    counted = not problem.features & OVER_SCORES
-    each = 1 if counted else COMPARISONS_OF_A_MASK * distinct_masks(lengths, side, some)
-    where = compared_on(each * len(some.rows) * problem.seqlen_kv, device)
-    if counted:
+    pairs = len(some.rows) * problem.seqlen_kv
+    if not problem.features & OVER_SCORES:
+        where = compared_on(pairs, device)
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
         return Seen(hidden.to(device), visible.double().to(device))
+    where = compared_on(COMPARISONS_OF_A_MASK * distinct_masks(lengths, side, some) * pairs, device)
     seen = unhidden_keys(problem, lengths, side, some, where)
     return Seen((~seen).to(device), seen.sum(-1).double().to(device))
 

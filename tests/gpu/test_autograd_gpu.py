@@ -13,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtune
 from tests.gpu.gradient_calls import DEVICE, DROPOUT, attend, gradients, leaves
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 # Rounding moves the products of `same_mask` by some 4e-6 of the norms, another mask by some 1e-3.
 SAME = 3e-5

@@ -25,12 +25,9 @@ from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record,
 from flashtune.rendered import kernel_of
 from flashtune.target import device_target
 from tests.gpu.calls import close, forget, generated, reference, request_of, tensors
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 
 def timed_record(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, float]) -> Record:

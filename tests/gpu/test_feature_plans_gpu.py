@@ -27,12 +27,9 @@ from tests.gpu.feature_calls import (
     normal,
     packed,
 )
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 
 def test_new_numbers_of_tokens_compile_nothing() -> None:

@@ -30,12 +30,9 @@ from tests.gpu.feature_calls import (
     on_gpu,
     packed,
 )
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 MASKS: list[dict[str, Any]] = [
     {"causal": True},

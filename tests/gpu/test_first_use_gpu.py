@@ -19,12 +19,9 @@ from flashtune.notices import FlashtuneWarning
 from flashtune.proof import check
 from flashtune.record import Verdict
 from tests.gpu.calls import close, forget, generated, reference, tensors
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 
 LIMIT_SECONDS = 0.3

@@ -12,12 +12,9 @@ from flashtune.dropout import draw_seed, kept_weights
 from flashtune.options import CausalOption
 from tests.gpu.calls import tensors
 from tests.gpu.gradient_calls import DEVICE, DROPOUT, attend, check, close, gradients, leaves, plainly
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 REPEATS = 1000
 

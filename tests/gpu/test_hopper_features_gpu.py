@@ -10,21 +10,19 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.templates.rendering import render
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool
 from tests.gpu import hopper_feature_jobs
+from tests.gpu.marks import ON_HOPPER
 from tests.hopper import FAMILY, a_problem, sampled_configs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    ON_HOPPER,
 ]
 
 CONFIGS = 2

@@ -30,15 +30,14 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
 from tests.gpu import hopper_jobs
+from tests.gpu.marks import ON_HOPPER
 from tests.hopper import FAMILY, H200, a_config, a_problem, sampled_configs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    ON_HOPPER,
 ]
 
 SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "24"))

@@ -12,16 +12,13 @@ import flashtune
 from flashtune.errors import ProblemError
 from flashtune.quantization import quantize
 from tests.gpu.hopper_calls import BATCH, HEADS, NATIVE, PORTABLE, Triple, assert_right, attention, tensors
+from tests.gpu.marks import ON_HOPPER, SERVED
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
+    *SERVED,
     # Nothing interrupts a thread that waits for the GPU: a hang ends the whole run, and says where it was.
     pytest.mark.timeout(300, method="thread"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+    ON_HOPPER,
 ]
 
 

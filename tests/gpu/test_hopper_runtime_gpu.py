@@ -11,16 +11,13 @@ from torch import Tensor
 import flashtune
 from flashtune.descriptors import MOST_ADDRESSES
 from tests.gpu.hopper_calls import NATIVE, TOLERANCE, assert_right, attention, tensors
+from tests.gpu.marks import ON_HOPPER, SERVED
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
+    *SERVED,
     # Nothing interrupts a thread that waits for the GPU: a hang ends the whole run, and says where it was.
     pytest.mark.timeout(300, method="thread"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+    ON_HOPPER,
 ]
 
 

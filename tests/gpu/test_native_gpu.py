@@ -23,17 +23,14 @@ from flashtune.target import device_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search import run_search
+from tests.gpu.marks import ON_HOPPER, SERVED
 
 NATIVE, PORTABLE = "forward_hopper", "forward_q_outer"
 Triple = tuple[Tensor, Tensor, Tensor]
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+    *SERVED,
+    ON_HOPPER,
 ]
 
 

@@ -15,12 +15,9 @@ from flashtune import decision
 from flashtune.kernel import Alignment
 from flashtune.options import CausalOption
 from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
+from tests.gpu.marks import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
-]
+pytestmark = SERVED
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

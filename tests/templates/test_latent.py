@@ -16,7 +16,8 @@ from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.family import why_not
 from flashtune.templates.rendering import render
 from flashtune.tuner.resources import read_resources
-from tests.latent import FAMILY, H200, a_config, a_problem, kernel_of, meta
+from tests.decode import meta
+from tests.latent import FAMILY, H200, a_config, a_problem, kernel_of
 
 A100, B200 = find_target("a100"), find_target("b200")
 PLAIN = Specialization()

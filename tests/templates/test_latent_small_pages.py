@@ -7,7 +7,8 @@ import re
 import pytest
 
 from flashtune.compilation import compile_kernel, load_module
-from tests.latent import H200, a_problem, kernel_of, meta
+from tests.decode import meta
+from tests.latent import H200, a_problem, kernel_of
 
 
 def test_small_pages_are_copied_one_by_one() -> None:
