@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import math
 import os
 import sys
@@ -146,7 +147,7 @@ def compare(problem: Problem, device: torch.device, effort: str, budget: int | N
         problem=problem.key,
         effort=effort,
         budget=budget,
-        helion=helion.__version__,
+        helion=importlib.metadata.version("helion"),
         search_seconds=round(search_seconds, 1),
         search_ms=round(own.ms, 5),
         helion_seconds=round(helion_seconds, 1),

@@ -1,19 +1,17 @@
 """What a kernel that is unproven here costs before it serves, beyond compiling: its self-check.
 
-    python benchmarks/first_use.py --out first-use.json.gz --write docs/dispatch.md
+    python benchmarks/first_use.py --write docs/dispatch.md
 
 Kernels are compiled on all cores first. Each is then called for the first time with an empty database, in
-this process (`here`), and some in processes of their own, with an empty database and with the same one
-again, three times in turn: the difference of the shortest of either (`fresh process`) is all that the check
-costs it, since what else goes on there only ever adds. It has multiplied two small matrices before: what that
-took (`start of cuBLAS`) a process that does nothing else pays on top. Fails where a check is over the limit.
+this process (`here`), and some in processes of their own (`fresh process`), where torch's kernels and the
+check's modules are loaded too: the shortest of a few, since whatever else goes on there only adds. These have
+multiplied matrices before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import gzip
 import os
 import subprocess
 import sys
@@ -21,7 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import torch
@@ -29,6 +28,7 @@ import triton
 from torch import Tensor
 
 import flashtune
+from flashtune import choices
 from flashtune.calls import forget_servers
 from flashtune.decision import needed_specialization
 from flashtune.dispatch import select
@@ -36,7 +36,7 @@ from flashtune.dtypes import TORCH_DTYPES
 from flashtune.options import CausalOption
 from flashtune.problem import Problem
 from flashtune.request import read_request
-from flashtune.self_check import forget_verdicts
+from flashtune.self_check import forget_verdicts, passes_self_check
 from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target
 from flashtune.tuner.candidates import Candidate, Scope
@@ -47,8 +47,8 @@ from flashtune.tuner.shapes import parse_shape
 from flashtune.versions import driver_version
 
 LIMIT_MS = 300.0
-# Processes with an empty database, and as many with what they left.
-FRESH_PAIRS = 3
+# Processes of a kernel's own, each with an empty database.
+FRESH_TRIES = 4
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
 
@@ -66,7 +66,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Fresh(msgspec.Struct, frozen=True):
-    """What a check and the first product of matrices took a process of its own, in ms."""
+    """What a check and the first product of matrices take a process of its own, in ms."""
 
     check_ms: float
     cublas_ms: float
@@ -110,7 +110,7 @@ def main() -> None:
     """Measures, prints and writes."""
     options = _options()
     if options.one is not None:
-        print(_first_product(), _first_call(CASES[options.one])[0])
+        print(_first_product(), _first_check(CASES[options.one], Path(os.environ["FLASHTUNE_DB"])))
         return
     if not torch.cuda.is_available():
         sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
@@ -120,8 +120,6 @@ def main() -> None:
         rows.append(row)
         print(_line(row), flush=True)
     print(_longest(rows), flush=True)
-    if options.out:
-        options.out.write_bytes(gzip.compress(msgspec.json.encode(rows), mtime=0))
     if options.write:
         page, text = options.write.read_text(encoding="utf-8"), (_head(), *map(_line, rows), _longest(rows))
         options.write.write_text(filled(page, BEGIN, END, "\n".join(text)), encoding="utf-8")
@@ -131,20 +129,19 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of self-checks.")
-    parser.add_argument("--out", type=Path, help="write the rows there, as compressed JSON")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def measure(cases: Sequence[Case]) -> Iterator[Row]:
-    """A row for each case; those in fresh processes take half a minute each."""
+    """A row for each case; those in fresh processes take some twenty seconds each."""
     families = _compiled(cases, device_target(torch.cuda.current_device()))
     with tempfile.TemporaryDirectory() as folder:
         # What torch makes at its first use in a process is no check's.
-        _first_call(cases[0], Path(folder) / "unused.sqlite")
+        _first_check(cases[0], Path(folder) / "unused.sqlite")
         for number, (case, family) in enumerate(zip(cases, families, strict=True)):
-            _, check_ms = _first_call(case, Path(folder) / f"{number}.sqlite")
+            check_ms = _first_check(case, Path(folder) / f"{number}.sqlite")
             fresh = _fresh(number, Path(folder)) if case.fresh else None
             yield Row(case.problem.key, family, case.odd, check_ms, fresh)
 
@@ -180,24 +177,29 @@ def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, make(problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
 
 
-def _first_call(case: Case, database: Path | None = None) -> tuple[float, float]:
-    """What a first call takes and its check, in ms: it wants the log-sum-exp, which no receipt covers."""
-    if database is not None:
-        os.environ["FLASHTUNE_DB"] = str(database)
-        forget_servers()
-        forget_verdicts()
+def _first_check(case: Case, database: Path) -> float:
+    """What a first call's check takes, in ms: it wants the log-sum-exp, which no receipt covers."""
+    os.environ["FLASHTUNE_DB"] = str(database)
+    forget_servers()
+    forget_verdicts()
     torch.manual_seed(3)
     q, k, v = _tensors(case, "cuda")
     causal = cast("CausalOption", case.problem.causal.value)
     torch.cuda.synchronize()
     # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
     gc.collect()
-    start = time.perf_counter()
-    flashtune.attention(q, k, v, causal=causal, return_lse=True, prefer="generated")
-    torch.cuda.synchronize()
-    elapsed = 1e3 * (time.perf_counter() - start)
-    told = flashtune.explain(q, k, v, causal=causal, return_lse=True, prefer="generated")
-    return elapsed, 1e3 * (told.check_seconds or 0.0)
+    spent = []
+
+    def timed(*asked: Any) -> bool:
+        start = time.perf_counter()
+        passed = passes_self_check(*asked)
+        spent.append(1e3 * (time.perf_counter() - start))
+        return passed
+
+    with mock.patch.object(choices, "passes_self_check", timed):
+        flashtune.attention(q, k, v, causal=causal, return_lse=True, prefer="generated")
+    (check_ms,) = spent
+    return check_ms
 
 
 def _first_product() -> float:
@@ -211,17 +213,16 @@ def _first_product() -> float:
 
 
 def _fresh(number: int, folder: Path) -> Fresh:
-    """By how much a first call of a process is longer that checks its kernel."""
+    """What a check takes in processes that do nothing else, the shortest of some."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", str(number)]
-
-    def call(pair: int) -> tuple[float, float]:
-        environment = {**os.environ, "FLASHTUNE_DB": str(folder / f"fresh{number}_{pair}.sqlite")}
-        cublas_ms, call_ms = subprocess.check_output(command, env=environment, text=True).split()
-        return float(cublas_ms), float(call_ms)
-
-    unproven, proven = zip(*((call(pair), call(pair)) for pair in range(FRESH_PAIRS)), strict=True)
-    least = [min(call_ms for _, call_ms in calls) for calls in (unproven, proven)]
-    return Fresh(least[0] - least[1], min(cublas_ms for cublas_ms, _ in unproven + proven))
+    tries = []
+    for attempt in range(FRESH_TRIES):
+        database = str(folder / f"fresh{number}_{attempt}.sqlite")
+        # An installation has the modules' bytecode.
+        environment = {**os.environ, "FLASHTUNE_DB": database, "PYTHONDONTWRITEBYTECODE": ""}
+        tries.append(map(float, subprocess.check_output(command, env=environment, text=True).split()))
+    cublas_ms, check_ms = map(min, zip(*tries, strict=True))
+    return Fresh(check_ms, cublas_ms)
 
 
 def _head() -> str:
@@ -240,10 +241,9 @@ def _line(row: Row) -> str:
 
 
 def _longest(rows: Sequence[Row]) -> str:
-    found = [row.fresh for row in rows if row.fresh] or [Fresh(0.0, 0.0)]
-    here_ms = max((row.here_ms for row in rows), default=0.0)
+    found = [row.fresh for row in rows if row.fresh]
     check_ms, cublas_ms = max(one.check_ms for one in found), max(one.cublas_ms for one in found)
-    return f"| the longest | | {here_ms:.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
+    return f"| the longest | | {max(row.here_ms for row in rows):.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The binaries of this process: each kernel is compiled once, however many shapes it serves."""
+"""The binaries of this process: each kernel is compiled and loaded once, however many shapes it serves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flashtune.errors import KernelError
 from flashtune.launch import Binary, compile_binary
+from flashtune.queueing import load
 
 if TYPE_CHECKING:
     import torch
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """A kernel's binary for a device.
+    """A kernel's binary, loaded onto a device.
 
     Raises:
-        KernelError: It does not compile, or did not when it was asked for before.
+        KernelError: It does not compile or load, or did not when it was asked for before.
     """
     found = _compiled(kernel, target, device)
     if isinstance(found, KernelError):
@@ -29,10 +30,13 @@ def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
 
 @functools.cache
 def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | KernelError:
-    """A binary, or why there is none: what failed once is not compiled again for each new shape."""
-    del device  # a binary is loaded onto the device that first launches it, so each has its own
+    """A binary, or why there is none: what failed once is not tried again for each new shape."""
     try:
-        return compile_binary(kernel, target)
+        binary = compile_binary(kernel, target)
+        # Before the kernel is checked: whatever compilers Triton runs for it have run by then.
+        for part in filter(None, binary):
+            load(part, device)
     except KernelError as error:
         # Without its frames, which would keep a caller's tensors alive.
         return KernelError(str(error))
+    return binary

@@ -53,14 +53,14 @@ class Direct(NamedTuple):
     as_one: bool
 
 
-def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device) -> Queue:
-    """Loads a binary onto a device, to be queued there.
+def load(compiled: Any, device: torch.device) -> Callable[..., None]:
+    """A binary's launcher, when the binary is on a device; what is loaded stays where it is.
+
+    Triton 3.6 and older compile a launcher in C for arguments of a new kind, in a third of a second.
 
     Raises:
         KernelError: It cannot be loaded there.
     """
-    from triton.runtime import driver
-
     with torch.cuda.device(device):
         try:
             # Reading `run` loads the binary onto the current device.
@@ -70,6 +70,18 @@ def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], de
     if compiled.function is None or isinstance(run, functools.partial):
         # Triton tries once: what `run` is from then on would raise in calls.
         raise KernelError("a kernel's binary did not load when it was first asked for")
+    return run
+
+
+def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device) -> Queue:
+    """A binary to be queued on a device, onto which it is loaded.
+
+    Raises:
+        KernelError: It cannot be loaded there.
+    """
+    from triton.runtime import driver
+
+    run = load(compiled, device)
     if getattr(compiled.metadata, "tensordesc_meta", None):
         run = without_making(run)
     index = current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Binaries are made once, and so are failures to make them."""
+"""Binaries are made and loaded once, and so are failures to make them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,33 @@ def test_what_does_not_compile_is_compiled_once(kernel: Kernel, monkeypatch: pyt
     assert len(asked) == 1
 
 
+def test_all_that_a_launch_runs_is_loaded_before_anything_is_launched(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Binary("kernel", None, "epilogue")
+    loaded: list[tuple[object, torch.device]] = []
+    monkeypatch.setattr(binaries, "compile_binary", lambda *_: made)
+    monkeypatch.setattr(binaries, "load", lambda *part: loaded.append(part))
+    for _ in range(2):
+        assert binary_of(kernel, H200, CPU) is made
+    assert loaded == [("kernel", CPU), ("epilogue", CPU)]
+
+
+def test_what_does_not_load_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(part: object, device: torch.device) -> None:
+        asked.append(part)
+        raise KernelError("out of resource: shared memory")
+
+    monkeypatch.setattr(binaries, "compile_binary", lambda *_: Binary("kernel"))
+    monkeypatch.setattr(binaries, "load", refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="shared memory"):
+            binary_of(kernel, H200, CPU)
+    assert asked == ["kernel"]
+
+
 def test_other_errors_are_no_verdict_on_a_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Binary(object(), None)
     answers: list[Binary | Exception] = [OSError("disk full"), made]
@@ -53,6 +80,7 @@ def test_other_errors_are_no_verdict_on_a_kernel(kernel: Kernel, monkeypatch: py
         return answer
 
     monkeypatch.setattr(binaries, "compile_binary", compile_binary)
+    monkeypatch.setattr(binaries, "load", lambda *_: None)
     with pytest.raises(OSError, match="disk full"):
         binary_of(kernel, H200, CPU)
     assert binary_of(kernel, H200, CPU) is made
