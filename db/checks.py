@@ -17,7 +17,7 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         target: Name of the GPU that it ran on.
         versions: What was installed.
         verdict: What the check found.
-        seconds: What a self-check took beyond compiling; None where another command made the verdict.
+        seconds: What a self-check of the loaded kernel took; None where another command made the verdict.
     """
 
     digest: Digest

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Literal
 
 from flashtune.db.failures import ELSEWHERE
 from flashtune.errors import StoreError
@@ -25,6 +24,8 @@ REVISIONS = ("0001", "0002", "0003")
 HEAD = REVISIONS[-1]
 SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0
+# Write-ahead logging is a property of the file: set once, and not within a transaction.
+LOG_AHEAD = "PRAGMA journal_mode = WAL"
 
 
 @contextmanager
@@ -55,41 +56,40 @@ def create_database(path: Path) -> None:
     Raises:
         StoreError: As `alone`.
         sqlite3.Error: The file cannot be written, or is no SQLite database.
+        OSError: The folder cannot be written.
     """
     with alone(path):
         if path.exists():
-            _fill(path)
+            with _open(path) as connection:
+                if is_empty(connection):
+                    connection.execute(LOG_AHEAD)
+                    _make_tables(connection)
             return
         # Nobody sees a database that is half made, and no reader is in the way of the switch to WAL.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
-            # It reaches the disk as a whole: each step by itself, on a busy disk, is a first call's delay.
-            _fill(draft, synchronous="OFF")
+            with _open(draft) as connection:
+                # It reaches the disk in one step: each by itself, on a busy disk, delays a first call.
+                connection.execute("PRAGMA synchronous = OFF")
+                _make_tables(connection)
+                # Last, since a log that a full disk does not let into the file would be left behind.
+                connection.execute(LOG_AHEAD)
             with draft.open("rb+") as file:
                 os.fsync(file.fileno())
             draft.replace(path)
 
 
-def _fill(path: Path, synchronous: Literal["FULL", "OFF"] = "FULL") -> None:
-    """Makes the tables and views, unless there are some."""
-    with closing(sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
-        if is_empty(connection):
-            _execute_schema(connection)
+def _open(path: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None))
 
 
-def _execute_schema(connection: sqlite3.Connection) -> None:
-    # Write-ahead logging is a property of the file: set once, and not within a transaction.
-    connection.execute("PRAGMA journal_mode = WAL")
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """All tables and views or none: closing takes back what was not committed."""
     connection.execute("BEGIN IMMEDIATE")
-    try:
-        for statement in _statements():
-            connection.execute(statement)
-        connection.execute("INSERT INTO alembic_version (version_num) VALUES (?)", (HEAD,))
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
+    for statement in _statements():
+        connection.execute(statement)
+    connection.execute("INSERT INTO alembic_version (version_num) VALUES (?)", (HEAD,))
+    connection.execute("COMMIT")
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:

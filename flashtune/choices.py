@@ -35,7 +35,7 @@ _choices: dict[Asked, Choice] = {}
 
 
 class Choice(NamedTuple):
-    """A kernel that was chosen, compiled and proven: what shapes of one problem have in common."""
+    """A kernel that was chosen, loaded and proven: what shapes of one problem have in common."""
 
     kernel: Kernel
     target: Target
@@ -74,7 +74,7 @@ def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
     """The kernel of a selection, compiled, and proven unless a receipt covers it.
 
     Raises:
-        KernelError: It does not compile.
+        KernelError: It does not compile or load.
         VerificationError: It is wrong on this GPU.
     """
     record = selection.record

@@ -39,7 +39,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         specialization: What the kernel may assume of these tensors; None where no kernel serves.
         kernel: The kernel's digest, empty where no kernel serves.
         standing: What is known of that very kernel here, its specialisation included.
-        check_seconds: What its self-check took beyond compiling; None where it had none on this machine.
+        check_seconds: What its self-check took, once it was loaded; None where it had none on this machine.
         command: What tunes this shape.
         backward: What would serve the backward pass, where an input requires grad.
     """

@@ -54,7 +54,7 @@ class Direct(NamedTuple):
 
 
 def load(compiled: Any, device: torch.device) -> Callable[..., None]:
-    """A binary's launcher, when the binary is on a device; what is loaded stays where it is.
+    """A binary's launcher, once the binary is on a device: the first onto which it was ever loaded.
 
     Triton 3.6 and older compile a launcher in C for arguments of a new kind, in a third of a second.
 

@@ -49,7 +49,7 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
 
 
 def known_seconds(kernel: Kernel, target: Target) -> float | None:
-    """What a kernel's self-check on this machine took beyond compiling; None where that is not known.
+    """What the self-check of a kernel, once loaded, took on this machine; None where that is not known.
 
     Raises:
         StoreError: The database is damaged, locked or out of reach.

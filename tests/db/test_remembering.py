@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import sqlite3
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.db import creation
 from flashtune.db.checks import Check
 from flashtune.db.creation import HEAD, create_database
 from flashtune.db.migrate import Upgraded, upgrade
@@ -49,6 +51,39 @@ def test_the_schema_file_is_what_the_migrations_come_to(tmp_path: Path) -> None:
     assert upgrade(str(made)) == Upgraded(HEAD, HEAD)
     with closing(sqlite3.connect(made)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_new_database_is_whole_and_on_the_disk_when_it_gets_its_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[object] = []
+    replace = Path.replace
+
+    def named(draft: Path, target: Path) -> Path:
+        # No log stands beside it that would be lost.
+        steps.append([file.name for file in draft.parent.iterdir()])
+        return replace(draft, target)
+
+    monkeypatch.setattr(os, "fsync", lambda _: steps.append("synced"))
+    monkeypatch.setattr(Path, "replace", named)
+    create_database(path)
+    assert steps == ["synced", [path.name]]
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_database_that_could_not_be_made_leaves_no_table_behind(
+    path: Path, empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if empty:
+        path.touch()
+    made = creation._statements()
+    with monkeypatch.context() as broken:
+        broken.setattr(creation, "_statements", lambda: (*made, "INSERT INTO nowhere VALUES (1)"))
+        with pytest.raises(StoreError, match="no such table: nowhere"):
+            remember_check(make_check(), str(path))
+    assert path.exists() == empty
+    remember_check(make_check(), str(path))
+    assert upgrade(str(path)) == Upgraded(HEAD, HEAD)
 
 
 def test_a_check_makes_the_database_and_the_store_goes_on_with_it(path: Path) -> None:
