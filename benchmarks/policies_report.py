@@ -35,6 +35,8 @@ COLORS = {
 }
 # Where the pictures' shares begin.
 LOWEST = 0.8
+# Simulated seconds after which answers are held against each other.
+SECONDS = 10
 
 Curve = Callable[[Summary], Sequence[tuple[float, float]]]
 
@@ -53,10 +55,7 @@ def main() -> None:
     print(text)
     if options.write:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
-        for name, title, curve in (
-            ("search-trials", "Share of the true best over the share of the space that is tried", by_trials),
-            ("search-seconds", "Share of the true best over simulated seconds, 15 compilers", by_seconds),
-        ):
+        for name, (title, curve) in CURVES.items():
             (PICTURES / f"{name}.svg").write_text(picture(found, title, curve), encoding="utf-8")
 
 
@@ -95,20 +94,14 @@ def _lines(found: Sequence[Summary]) -> Iterator[str]:
     head = f"| problem | {' | '.join(policies)} |"
     rule = f"| --- |{' ---: |' * len(policies)}"
     seeds = len(found[0].judged)
-    tried = f"{JUDGED_SHARE:.0%} of the space tried"
-    yield f"Share of the true best with {tried}, median of {seeds} seeds (worst seed):"
-    yield ""
-    yield from (head, rule)
-    for problem in problems:
-        cells = (_judged(summary_of(found, policy, problem)) for policy in policies)
-        yield f"| {_title(*problem)} | {' | '.join(cells)} |"
-    medians = {
-        policy: [statistics.median(summary_of(found, policy, problem).judged) for problem in problems]
-        for policy in policies
-    }
-    yield f"| **median** | {' | '.join(f'**{statistics.median(medians[name]):.3f}**' for name in policies)} |"
-    yield f"| **worst** | {' | '.join(f'**{min(medians[name]):.3f}**' for name in policies)} |"
-    yield ""
+    for when, judged in (
+        (f"with {JUDGED_SHARE:.0%} of the space tried", _after_trials),
+        (f"after {SECONDS} simulated seconds, 15 compilers", _after_seconds),
+    ):
+        yield f"Share of the true best {when}, median of {seeds} seeds (worst seed):"
+        yield ""
+        yield from (head, rule, *_shares(found, judged))
+        yield ""
     yield f"Trials until the answer reaches {NEAR} of the true best, mean of {seeds} seeds:"
     yield ""
     yield from (head, rule)
@@ -121,8 +114,29 @@ def _lines(found: Sequence[Summary]) -> Iterator[str]:
     yield "`>`: some seeds never did; they count with all trials that they made: the truth is more."
 
 
-def _judged(summary: Summary) -> str:
-    return f"{statistics.median(summary.judged):.3f} ({min(summary.judged):.3f})"
+def _shares(found: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]) -> Iterator[str]:
+    """A row for each problem, and two for all of them, of medians and worst seeds."""
+    policies = policies_of(found)
+    medians: dict[str, list[float]] = {policy: [] for policy in policies}
+    for problem in problems_of(found):
+        cells = []
+        for policy in policies:
+            median, worst = judged(summary_of(found, policy, problem))
+            medians[policy].append(median)
+            cells.append(f"{median:.3f} ({worst:.3f})")
+        yield f"| {_title(*problem)} | {' | '.join(cells)} |"
+    for name, of in (("median", statistics.median), ("worst", min)):
+        yield f"| **{name}** | {' | '.join(f'**{of(medians[policy]):.3f}**' for policy in policies)} |"
+
+
+def _after_trials(summary: Summary) -> tuple[float, float]:
+    return statistics.median(summary.judged), min(summary.judged)
+
+
+def _after_seconds(summary: Summary) -> tuple[float, float]:
+    """Whoever had tried all that it was given keeps its last answer."""
+    last = min(SECONDS, len(summary.by_second)) - 1
+    return summary.by_second[last], summary.worst_by_second[last]
 
 
 def _trials(summary: Summary) -> str:
@@ -149,14 +163,33 @@ def _title(family: str, problem: str) -> str:
     return f"{family}, D{width} {mask} S={length}{grouped}"
 
 
-def by_trials(summary: Summary) -> list[tuple[float, float]]:
-    """Median share of the true best over the share of the space that was tried."""
-    return [(trial / summary.candidates, share) for trial, share in enumerate(summary.median, 1)]
+def _over_trials(summary: Summary, shares: Sequence[float]) -> list[tuple[float, float]]:
+    return [(trial / summary.candidates, share) for trial, share in enumerate(shares, 1)]
 
 
-def by_seconds(summary: Summary) -> list[tuple[float, float]]:
-    """Median share of the true best over simulated seconds."""
-    return [(float(second), share) for second, share in enumerate(summary.by_second, 1)]
+def _over_seconds(shares: Sequence[float]) -> list[tuple[float, float]]:
+    return [(float(second), share) for second, share in enumerate(shares, 1)]
+
+
+# Pictures by the name of their file: title, and the curve of a summary.
+CURVES: dict[str, tuple[str, Curve]] = {
+    "search-trials": (
+        "Share of the true best over the share of the space that is tried, median seed",
+        lambda summary: _over_trials(summary, summary.median),
+    ),
+    "search-trials-worst": (
+        "Share of the true best over the share of the space that is tried, worst seed",
+        lambda summary: _over_trials(summary, summary.worst),
+    ),
+    "search-seconds": (
+        "Share of the true best over simulated seconds, 15 compilers, median seed",
+        lambda summary: _over_seconds(summary.by_second),
+    ),
+    "search-seconds-worst": (
+        "Share of the true best over simulated seconds, 15 compilers, worst seed",
+        lambda summary: _over_seconds(summary.worst_by_second),
+    ),
+}
 
 
 def picture(found: Sequence[Summary], title: str, curve: Curve) -> str:

@@ -124,6 +124,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         median: Median share of the true best after each trial.
         worst: The worst seed's.
         by_second: Median share of the true best after each simulated second, from the first on.
+        worst_by_second: The worst seed's.
         judged: Share of the true best with the judged share of the space tried, for each seed.
         trials: Trials until the answer was near the best, for each seed; None where it never was.
     """
@@ -135,6 +136,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     median: tuple[float, ...]
     worst: tuple[float, ...]
     by_second: tuple[float, ...]
+    worst_by_second: tuple[float, ...]
     judged: tuple[float, ...]
     trials: tuple[int | None, ...]
 
@@ -145,6 +147,7 @@ def summarize(table: TruthTable, runs: Sequence[Run]) -> Summary:
     columns = [[run.shares[trial] for run in runs] for trial in range(length)]
     judged_after = min(length, math.ceil(JUDGED_SHARE * len(table.rows)))
     last = int(max(run.seconds[length - 1] for run in runs))
+    moments = [[_share_at(run, second) for run in runs] for second in range(1, last + 1)]
     return Summary(
         policy=runs[0].policy,
         problem=table.problem.key,
@@ -152,10 +155,8 @@ def summarize(table: TruthTable, runs: Sequence[Run]) -> Summary:
         candidates=len(table.rows),
         median=tuple(round(statistics.median(column), 4) for column in columns),
         worst=tuple(round(min(column), 4) for column in columns),
-        by_second=tuple(
-            round(statistics.median(_share_at(run, second) for run in runs), 4)
-            for second in range(1, last + 1)
-        ),
+        by_second=tuple(round(statistics.median(moment), 4) for moment in moments),
+        worst_by_second=tuple(round(min(moment), 4) for moment in moments),
         judged=tuple(run.shares[judged_after - 1] for run in runs),
         trials=tuple(_first_near(run) for run in runs),
     )

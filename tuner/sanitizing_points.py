@@ -83,8 +83,8 @@ def subjects(target: Target, samples: int, seed: int) -> tuple[Subject, ...]:
     """
     groups: dict[tuple[bool, str], list[Subject]] = {}
     seen: set[str] = set()
-    drawn = (itertools.islice(_drawn(family, target, seed), samples) for family in families())
-    for subject in itertools.chain(_shipped(target), *drawn):
+    points = (itertools.islice(drawn(family, target, seed), samples) for family in families())
+    for subject in itertools.chain(_shipped(target), *points):
         if subject.digest not in seen:
             seen.add(subject.digest)
             groups.setdefault((subject.shipped, subject.candidate.family), []).append(subject)
@@ -100,12 +100,12 @@ def _shipped(target: Target) -> Iterator[Subject]:
             yield Subject(record.problem, candidate, record.specialization, shipped=True)
 
 
-def _drawn(family: Family, target: Target, seed: int) -> Iterator[Subject]:
-    """Points without end; none where a family computes nothing on a target."""
+def drawn(family: Family, target: Target, seed: int) -> Iterator[Subject]:
+    """Points without end, the same for the same seed; none where a family computes nothing on a target."""
     chance = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
-    drawn = (_draw(family, target, chance) for _ in itertools.repeat(None))
+    draws = (_draw(family, target, chance) for _ in itertools.repeat(None))
     while True:
-        found = next(filter(None, itertools.islice(drawn, DRAWS)), None)
+        found = next(filter(None, itertools.islice(draws, DRAWS)), None)
         if found is None:
             return
         yield found

@@ -28,8 +28,6 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="runs kernels under T
 TARGET = find_target("h200")
 CPU = torch.device("cpu")
 SEED = 7
-# `python -m tests.mutants interpret` takes minutes for all of them.
-SERVING_ONE_IN = 3
 
 
 def _problem(causal: Causal) -> Problem:
@@ -51,7 +49,7 @@ def _config(family: Family, fields: Mapping[str, object]) -> Config:
     return msgspec.convert({**small, **fields}, family.config_type)
 
 
-@pytest.mark.parametrize("mutant", interpreted_mutants(SERVING_ONE_IN), ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", interpreted_mutants(), ids=lambda mutant: mutant.id)
 def test_a_broken_kernel_is_refused(mutant: Mutant) -> None:
     found = interpreted(mutant, SEED)
     assert found.fate is Fate.REFUSED

@@ -25,19 +25,15 @@ from tests.mutants.portable_orders import portable_mutants
 from tests.mutants.serving import serving_mutants, serving_mutants_of_a_gpu
 
 
-def interpreted_mutants(serving_one_in: int = 1) -> tuple[Mutant, ...]:
-    """What changes results on a CPU too, where nothing races; small enough for the interpreter.
-
-    Args:
-        serving_one_in: Of those of the portable serving families, which are many, one in so many.
-    """
+def interpreted_mutants() -> tuple[Mutant, ...]:
+    """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
     return (
         *forward,
         *backward_mutants(backward.INTERPRETED),
         *fused.sums(backward.INTERPRETED),
         *dropping.forward(backward.INTERPRETED),
-        *serving_mutants(serving.INTERPRETED)[::serving_one_in],
+        *serving_mutants(serving.INTERPRETED),
     )
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from flashtune.proof.check import INTERPRETER
 from flashtune.tuner.pages import filled
-from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
+from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
+from tests.mutants.core import broken
+from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, counts, load
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/proof.md"
@@ -53,6 +55,18 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
             number_of = "All" if accepted == len(controls) else f"{accepted} of"
             yield f"{number_of} {len(controls)} kernels that they were made of were accepted."
             yield ""
+        yield from _still_rendered(several)
+
+
+def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
+    """How many of a machine's mutants were run as they render now, of those whose kernel is known."""
+    known = [one for run in runs for one in run.found if one.kernel]
+    if not known:
+        return
+    mutants = interpreted_mutants() if runs[0].device == INTERPRETER else gpu_mutants()
+    present = {broken(mutant).digest for mutant in mutants}
+    yield f"As they render now {sum(one.kernel in present for one in known)} of {len(known)} were run."
+    yield ""
 
 
 def _fates(found: Iterable[Found]) -> Iterator[tuple[object, ...]]:
@@ -81,8 +95,17 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
         yield f"On an {run.device} (torch {run.torch}, Triton {run.triton}), {len(run.controls)} sampled"
         yield f"configs were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest"
         yield f"error of one that was accepted is {worst:.2f} of what is allowed."
+        if refused:
+            yield ""
+            yield from (
+                f"- Refused, {_by_strict(control)}: {control.label}. {control.failed}" for control in refused
+            )
     if not drawn:
         yield "No run over sampled configs is kept yet."
+
+
+def _by_strict(control: Control) -> str:
+    return "and the strict level accepts it" if control.confirmed else "by the strict level too"
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.errors import FlashtuneError
-from tests.mutants.core import Mutant
+from tests.mutants.core import Mutant, broken
 
 
 class Fate(enum.StrEnum):
@@ -49,6 +49,7 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         caught_by: The first thing that was found wrong, or where it differed.
         seconds: What verifying it took.
         racy: Whether it is wrong by a race alone.
+        kernel: Digest of what was run; of early runs it was not kept.
     """
 
     family: str
@@ -58,6 +59,7 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     caught_by: str = ""
     seconds: float = 0.0
     racy: bool = False
+    kernel: str = ""
 
     @property
     def probe(self) -> str:
@@ -76,6 +78,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         checks: Figures that were compared.
         seconds: What verifying it took.
         confirmed: Whether the strict level accepts it, where the full level did not.
+        kernel: Digest of what was run; of early runs it was not kept.
     """
 
     label: str
@@ -85,6 +88,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     checks: int = 0
     seconds: float = 0.0
     confirmed: bool | None = None
+    kernel: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,8 +116,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0.0) -> Found:
     """What became of a mutant."""
-    family = mutant.subject.family
-    return Found(family, mutant.name, mutant.breaks, fate, caught_by, round(seconds, 2), mutant.racy)
+    family, kernel = mutant.subject.family, broken(mutant).digest
+    return Found(family, mutant.name, mutant.breaks, fate, caught_by, round(seconds, 2), mutant.racy, kernel)
 
 
 def save(run: Run, path: Path) -> None:

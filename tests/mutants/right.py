@@ -3,87 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from pebble import ProcessPool
 
-from flashtune.config import Config, Space
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.prepared import STEPS_PER_SEED
 from flashtune.target import Target
-from flashtune.templates.family import Family
 from flashtune.templates.registry import families
+from flashtune.tuner.sanitizing_points import drawn
 from tests.mutants import jobs
 from tests.mutants.core import Subject, rendered
 from tests.mutants.pools import START_SECONDS, Plan, compiling, ended, on_the_gpu
 from tests.mutants.results import Control
 from tests.mutants.runner import verify_controls
 
-WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (40, 24), (192, 128), (32, 64), (16, 16))
-# Heads, KV heads, batch, queries and keys that a config is verified at as if it had been tuned there.
-SHAPES = (
-    (8, 8, 2, 512, 512),
-    (8, 2, 1, 777, 1300),
-    (16, 2, 1, 1, 2048),
-    (6, 2, 3, 40, 100),
-    (4, 1, 4, 2048, 300),
-)
-# What the compiler may add to what the model counts.
-SPARE_BYTES = 1024
-DRAWS = 1000
-
 
 def sampled_subjects(count: int, seed: int, target: Target) -> list[Subject]:
-    """Configs of every family that runs on a GPU, `count` of each; the same ones for the same seed."""
-    found: list[Subject] = []
-    for family in families():
-        chance = random.Random(f"{family.name} {seed}")
-        found += itertools.islice(_subjects(family, chance, target), count)
-    return found
-
-
-def _subjects(family: Family, chance: random.Random, target: Target) -> Iterator[Subject]:
-    for _ in range(DRAWS):
-        problem = msgspec.structs.replace(_problem(chance), direction=family.direction)
-        specialization = Specialization(
-            chance.choice(tuple(Alignment)), chance.choice((32, 32, 64)), chance.random() < 0.5
-        )
-        if family.supports(problem, target) is None and family.takes(problem.dtype, specialization):
-            config = _config(family.space(problem, target), chance)
-            if config and _fits(family, problem, config, target, specialization):
-                yield Subject(family.name, problem, config, specialization)
-
-
-def _problem(chance: random.Random) -> Problem:
-    head_dim, value_head_dim = chance.choice(WIDTHS)
-    heads, kv_heads, batch, seqlen_q, seqlen_kv = chance.choice(SHAPES)
-    return Problem(
-        dtype=chance.choice(tuple(Dtype)),
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=chance.choice(tuple(Causal)),
-    )
-
-
-def _config(space: Space, chance: random.Random) -> Config | None:
-    """A point of a space; None where the draw is none."""
-    config = space.choose(lambda axis: chance.choice(axis.values))
-    return config if space.admits(config) else None
-
-
-def _fits(
-    family: Family, problem: Problem, config: Config, target: Target, specialization: Specialization
-) -> bool:
-    items = family.sram_items(problem, config, target, specialization)
-    return sum(item.bytes for item in items) + SPARE_BYTES <= target.sram_per_block
+    """Configs of every family that runs on a GPU, `count` of each, families in turn."""
+    points = (itertools.islice(drawn(family, target, seed), count) for family in families())
+    turns = itertools.zip_longest(*points)
+    return [
+        Subject(point.candidate.family, point.problem, point.candidate.config, point.specialization)
+        for point in itertools.chain.from_iterable(turns)
+        if point is not None
+    ]
 
 
 def verify_right(

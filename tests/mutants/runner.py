@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+import msgspec
 from pebble import ProcessPool
 
 from flashtune.tuner.processes import failure_of
@@ -90,14 +91,21 @@ def verify_controls(
 
 
 def _control(subject: Subject, why: str, job: Future[jobs.Checked] | None) -> Control:
+    control = Control(subject.label, False, kernel=rendered(subject).digest)
     lost = why if job is None else ended(job)
     if lost or job is None:
-        return Control(subject.label, False, lost)
+        return msgspec.structs.replace(control, failed=lost)
     verdict, error, seconds = job.result()
+    control = msgspec.structs.replace(control, seconds=round(seconds, 2))
     if verdict is None:
-        return Control(subject.label, False, error, seconds=seconds)
-    ratio = round(verdict.worst_ratio, 3)
-    return Control(subject.label, verdict.passed, verdict.failed, ratio, verdict.checks, round(seconds, 2))
+        return msgspec.structs.replace(control, failed=error)
+    return msgspec.structs.replace(
+        control,
+        passed=verdict.passed,
+        failed=verdict.failed,
+        worst_ratio=round(verdict.worst_ratio, 3),
+        checks=verdict.checks,
+    )
 
 
 def _not_started(mutant: Mutant, compiled: Compiling, plan: Plan) -> Found | None:
