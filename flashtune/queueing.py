@@ -54,7 +54,7 @@ class Direct(NamedTuple):
 
 
 def load(compiled: Any, device: torch.device) -> Callable[..., None]:
-    """A binary's launcher, once the binary is on a device: the first onto which it was ever loaded.
+    """A binary's launcher. A binary that is loaded already stays on the device where it is.
 
     Triton 3.6 and older compile a launcher in C for arguments of a new kind, in a third of a second.
 

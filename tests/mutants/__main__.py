@@ -96,7 +96,7 @@ def right(samples: int, seconds: float, seed: int | None, workers: int, out: Pat
     plan = _plan(seed, seconds, workers)
     controls = verify_right(sampled_subjects(samples, plan.seed, plan.target), plan, _show_control)
     _finish(plan, start, out, controls, ())
-    if any(control.confirmed for control in controls):
+    if any(not control.passed and control.confirmed is not False for control in controls):
         sys.exit(1)
 
 
@@ -168,7 +168,9 @@ def _show(one: Found, *, verbose: bool) -> None:
 def _show_control(control: Control) -> None:
     if control.passed:
         return
-    standing = {None: "", True: " AND WRONGLY", False: ", and by the strict level too"}[control.confirmed]
+    standing = {None: ", not judged again", True: " AND WRONGLY", False: ", and by the strict level too"}[
+        control.confirmed
+    ]
     click.echo(f"refused{standing}: {control.label}: {control.failed}")
 
 

@@ -32,6 +32,7 @@ def interpreted_mutants() -> tuple[Mutant, ...]:
         *forward,
         *backward_mutants(backward.INTERPRETED),
         *fused.sums(backward.INTERPRETED),
+        *fused.pairs(backward.INTERPRETED),
         *dropping.forward(backward.INTERPRETED),
         *serving_mutants(serving.INTERPRETED),
     )

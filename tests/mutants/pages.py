@@ -59,13 +59,14 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
-    """How many of a machine's mutants were run as they render now, of those whose kernel is known."""
+    """How many of a machine's mutants are the same kernels today."""
     known = [one for run in runs for one in run.found if one.kernel]
     if not known:
         return
     mutants = interpreted_mutants() if runs[0].device == INTERPRETER else gpu_mutants()
     present = {broken(mutant).digest for mutant in mutants}
-    yield f"As they render now {sum(one.kernel in present for one in known)} of {len(known)} were run."
+    same = sum(one.kernel in present for one in known)
+    yield f"Of the {len(known)} that were run {same} still render as they did."
     yield ""
 
 
@@ -90,7 +91,7 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
     drawn = [run for run in runs if run.controls and not run.found]
     for run in drawn:
         refused = [control for control in run.controls if not control.passed]
-        wrongly = sum(control.confirmed is True for control in refused)
+        wrongly = sum(control.confirmed is not False for control in refused)
         worst = max((control.worst_ratio for control in run.controls if control.passed), default=0.0)
         yield f"On an {run.device} (torch {run.torch}, Triton {run.triton}), {len(run.controls)} sampled"
         yield f"configs were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest"
@@ -105,7 +106,8 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _by_strict(control: Control) -> str:
-    return "and the strict level accepts it" if control.confirmed else "by the strict level too"
+    words = {True: "and the strict level accepts it", False: "by the strict level too"}
+    return words.get(control.confirmed, "and not judged again")  # type: ignore[arg-type]
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         caught_by: The first thing that was found wrong, or where it differed.
         seconds: What verifying it took.
         racy: Whether it is wrong by a race alone.
-        kernel: Digest of what was run; of early runs it was not kept.
+        kernel: Digest of what was run; empty where nothing was.
     """
 
     family: str
@@ -78,7 +78,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         checks: Figures that were compared.
         seconds: What verifying it took.
         confirmed: Whether the strict level accepts it, where the full level did not.
-        kernel: Digest of what was run; of early runs it was not kept.
+        kernel: Digest of what was run; empty where nothing was.
     """
 
     label: str
@@ -116,7 +116,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0.0) -> Found:
     """What became of a mutant."""
-    family, kernel = mutant.subject.family, broken(mutant).digest
+    family = mutant.subject.family
+    kernel = "" if fate in {Fate.NOT_COMPILED, Fate.NOT_RUN} else broken(mutant).digest
     return Found(family, mutant.name, mutant.breaks, fate, caught_by, round(seconds, 2), mutant.racy, kernel)
 
 

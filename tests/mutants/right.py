@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from pebble import ProcessPool
 
+from flashtune.errors import ProblemError
+from flashtune.problem import Problem
 from flashtune.proof.prepared import STEPS_PER_SEED
 from flashtune.target import Target
-from flashtune.templates.registry import families
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import families, find_family
+from flashtune.tuner.sanitizing import Subject as Point
 from flashtune.tuner.sanitizing_points import drawn
 from tests.mutants import jobs
 from tests.mutants.core import Subject, rendered
-from tests.mutants.pools import START_SECONDS, Plan, compiling, ended, on_the_gpu
+from tests.mutants.pools import Plan, compiling, ended, on_the_gpu
 from tests.mutants.results import Control
 from tests.mutants.runner import verify_controls
+
+# Heads, KV heads, batch, queries and keys that a config is verified at as if it had been tuned there.
+SHAPES = (
+    (8, 8, 2, 512, 512),
+    (8, 2, 1, 777, 1300),
+    (16, 2, 1, 1, 2048),
+    (6, 2, 3, 40, 100),
+    (4, 1, 4, 2048, 300),
+)
+# Head dims of q, k and v that are no multiples of what tensor cores take, beside those of the points.
+NARROW = ((40, 24), (16, 16), (8, 40))
+EVERY_NARROW = 6
+# A full check beside others, with references that no other kernel shares, and a strict one.
+CHECK_SECONDS = 120.0
+CONFIRM_SECONDS = 900.0
 
 
 def sampled_subjects(count: int, seed: int, target: Target) -> list[Subject]:
     """Configs of every family that runs on a GPU, `count` of each, families in turn."""
     points = (itertools.islice(drawn(family, target, seed), count) for family in families())
-    turns = itertools.zip_longest(*points)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*points))
+    chance = random.Random(seed)
     return [
-        Subject(point.candidate.family, point.problem, point.candidate.config, point.specialization)
-        for point in itertools.chain.from_iterable(turns)
+        Subject(
+            point.candidate.family,
+            _moved(point, chance, target),
+            point.candidate.config,
+            point.specialization,
+        )
+        for point in turns
         if point is not None
     ]
+
+
+def _moved(point: Point, chance: random.Random, target: Target) -> Problem:
+    """A point's problem at heads, lengths and sometimes widths drawn anew, where its config may serve."""
+    problem, family = point.problem, find_family(point.candidate.family)
+    heads, kv_heads, batch, seqlen_q, seqlen_kv = chance.choice(SHAPES)
+    page = problem.page_size or 1
+    fields: dict[str, Any] = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": -(-seqlen_kv // page) * page}
+    if problem.packed:
+        fields["packed"] = batch * seqlen_q // 2 + 1
+    if not problem.latent:
+        fields |= {"heads": heads, "kv_heads": kv_heads}
+        if not chance.randrange(EVERY_NARROW):
+            fields |= dict(zip(("head_dim", "value_head_dim"), chance.choice(NARROW), strict=True))
+    try:
+        moved = msgspec.structs.replace(problem, **fields)
+    except ProblemError:
+        return problem
+    refused = why_not(family, moved, target, point.specialization)
+    fits = refused is None and family.space(moved, target).contains(point.candidate.config)
+    return moved if fits else problem
 
 
 def verify_right(
@@ -46,14 +94,18 @@ def verify_right(
     with compiling(map(rendered, subjects), plan) as compiled, on_the_gpu(plan.workers) as pool:
         fitting = (subject for subject in subjects if not compiled.failure(rendered(subject)))
         while not plan.over and (some := list(itertools.islice(fitting, 4 * plan.workers))):
-            for subject, control in zip(some, verify_controls(pool, some, compiled, plan), strict=True):
+            controls = verify_controls(pool, some, compiled, plan, CHECK_SECONDS)
+            for subject, control in zip(some, controls, strict=True):
                 found.append(control if control.passed else _judged_again(pool, subject, control, plan))
                 report(found[-1])
     return tuple(found)
 
 
 def _judged_again(pool: ProcessPool, subject: Subject, control: Control, plan: Plan) -> Control:
-    """A refused kernel, and whether the strict level accepts it."""
+    """A refused kernel, and whether the strict level accepts it; None where that did not come to an end."""
     seed = plan.seed + STEPS_PER_SEED
-    job = pool.schedule(jobs.confirm, args=(subject, seed), timeout=START_SECONDS)
-    return msgspec.structs.replace(control, confirmed=not ended(job) and job.result())
+    job = pool.schedule(jobs.confirm, args=(subject, seed), timeout=CONFIRM_SECONDS)
+    lost = ended(job)
+    if lost:
+        return msgspec.structs.replace(control, failed=f"{control.failed}; judged again, {lost}")
+    return msgspec.structs.replace(control, confirmed=job.result())

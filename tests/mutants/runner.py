@@ -16,6 +16,7 @@ from flashtune.tuner.processes import failure_of
 from tests.mutants import jobs
 from tests.mutants.core import Mutant, Subject, broken, rendered
 from tests.mutants.pools import (
+    SHARED_SECONDS,
     START_SECONDS,
     Compiling,
     Plan,
@@ -79,21 +80,27 @@ def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[st
 
 
 def verify_controls(
-    pool: ProcessPool, subjects: Iterable[Subject], compiled: Compiling, plan: Plan
+    pool: ProcessPool,
+    subjects: Iterable[Subject],
+    compiled: Compiling,
+    plan: Plan,
+    seconds: float = SHARED_SECONDS,
 ) -> tuple[Control, ...]:
-    """Verifies kernels that nobody broke, in their order."""
+    """Verifies kernels that nobody broke, in their order, each within so many seconds."""
     started: list[tuple[Subject, str, Future[jobs.Checked] | None]] = []
     for subject in subjects:
         why = compiled.failure(rendered(subject))
-        job = None if why else checking(pool, subject, rendered(subject), plan.seed)
+        job = None if why else checking(pool, subject, rendered(subject), plan.seed, seconds)
         started.append((subject, why, job))
     return tuple(_control(*one) for one in started)
 
 
 def _control(subject: Subject, why: str, job: Future[jobs.Checked] | None) -> Control:
+    if job is None:
+        return Control(subject.label, False, why)
     control = Control(subject.label, False, kernel=rendered(subject).digest)
-    lost = why if job is None else ended(job)
-    if lost or job is None:
+    lost = ended(job)
+    if lost:
         return msgspec.structs.replace(control, failed=lost)
     verdict, error, seconds = job.result()
     control = msgspec.structs.replace(control, seconds=round(seconds, 2))

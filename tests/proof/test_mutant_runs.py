@@ -160,7 +160,8 @@ def test_right_kernels_that_are_refused_are_judged_again(
     subjects = right.sampled_subjects(6, 3, H200)
     assert right.sampled_subjects(6, 3, H200) == subjects
     assert {subject.family for subject in subjects} == set(family_names())
-    assert any(subject.problem.features for subject in subjects)
+    with_features = {subject.family for subject in subjects if subject.problem.features}
+    assert {"forward_hopper", "backward_fused"} <= with_features
     wrong, tight = subjects[2], subjects[5]
     install(Gpu({rendered(one).digest: lambda seed: Checked(WRONG, "", 1.0) for one in (wrong, tight)}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
@@ -213,7 +214,7 @@ def test_pages_show_the_largest_run_and_all_counts() -> None:
     assert "| random q=1 kv=2 |" in filled
     assert "1 sampled\nconfigs were verified: 0 were refused" in filled
     assert "All 1 kernels that they were made of were accepted." in filled
-    assert "As they render now 3 of 3 were run." in filled
+    assert "Of the 3 that were run 3 still render as they did." in filled
     assert pages.filled_page(filled, [a_run(), a_run(found=())]) == filled
     with pytest.raises(UsageError, match="has no place"):
         pages.filled_page("", [])
@@ -222,12 +223,15 @@ def test_pages_show_the_largest_run_and_all_counts() -> None:
 def test_pages_tell_of_what_was_refused_and_of_kernels_that_have_changed_since() -> None:
     page = pages.PAGE.read_text(encoding="utf-8")
     changed = msgspec.structs.replace(a_run().found[0], kernel="0" * 32)
-    controls = (Control("d40", False, "died", confirmed=False), Control("d64", False, "died", confirmed=True))
+    judged = (("d40", False), ("d64", True), ("d96", None))
+    controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
     runs = [a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)]
     filled = pages.filled_page(page, runs)
-    assert "As they render now 1 of 2 were run." in filled
+    assert "Of the 2 that were run 1 still render as they did." in filled
     assert "- Refused, by the strict level too: d40. died\n" in filled
     assert "- Refused, and the strict level accepts it: d64. died\n" in filled
+    assert "- Refused, and not judged again: d96. died\n" in filled
+    assert "3 were refused, 2 of them wrongly" in filled
 
 
 def test_the_page_is_what_is_kept() -> None:

@@ -43,13 +43,13 @@ def test_what_does_not_compile_is_compiled_once(kernel: Kernel, monkeypatch: pyt
 
 
 def test_all_parts_are_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Binary("kernel", "prologue", "epilogue")
+    made = Binary("kernel", None, "epilogue")
     loaded: list[tuple[object, torch.device]] = []
     monkeypatch.setattr(binaries, "compile_binary", lambda *_: made)
     monkeypatch.setattr(binaries, "load", lambda *part: loaded.append(part))
     for _ in range(2):
         assert binary_of(kernel, H200, CPU) is made
-    assert loaded == [("kernel", CPU), ("prologue", CPU), ("epilogue", CPU)]
+    assert loaded == [("kernel", CPU), ("epilogue", CPU)]
 
 
 def test_what_does_not_load_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

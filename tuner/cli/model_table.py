@@ -40,7 +40,7 @@ def print_overview(out: Console, overview: Overview) -> None:
     families = ", ".join(dict.fromkeys(family for point in overview.points for family in point.families))
     out.print(
         plain(
-            f"Flash is {families}; its traffic is as if L2 kept all that is read again, or nothing. KV "
+            f"Flash is {families}; what is read again counts each time, unless L2 is sure to hold it all. KV "
             "(contiguous), traffic and times are of all layers. At least: by peak rates and the bytes that "
             "cannot be saved; speed-up is of these, and not measured."
         )
