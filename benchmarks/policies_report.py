@@ -207,7 +207,7 @@ def _panel(found: Sequence[Summary], problem: tuple[str, str], curve: Curve) -> 
         (part * last, f"{part * last:.0%}" if last <= 1 else f"{part * last:.0f} s")
         for part in (0.0, 0.5, 1.0)
     )
-    shares = tuple((share, f"{share}") for share in (0.85, 0.9, 0.95))
+    shares = tuple((share, f"{share}") for share in (0.7, 0.8, 0.9))
     return Panel(_title(*problem), Axis(0.0, last, marks), Axis(LOWEST, 1.0, shares), lines)
 
 
