@@ -16,6 +16,7 @@ from flashtune.proof.prepared import STEPS_PER_SEED
 from flashtune.target import Target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families, find_family
+from flashtune.tuner.processes import failure_of
 from flashtune.tuner.sanitizing import Subject as Point
 from flashtune.tuner.sanitizing_points import drawn
 from tests.mutants import jobs
@@ -102,10 +103,13 @@ def verify_right(
 
 
 def _judged_again(pool: ProcessPool, subject: Subject, control: Control, plan: Plan) -> Control:
-    """A refused kernel, and whether the strict level accepts it; None where that did not come to an end."""
+    """A refused kernel, and whether the strict level accepts it; None where that did not end."""
     seed = plan.seed + STEPS_PER_SEED
     job = pool.schedule(jobs.confirm, args=(subject, seed), timeout=CONFIRM_SECONDS)
-    lost = ended(job)
-    if lost:
-        return msgspec.structs.replace(control, failed=f"{control.failed}; judged again, {lost}")
-    return msgspec.structs.replace(control, confirmed=job.result())
+    words = ended(job)
+    if not words:
+        return msgspec.structs.replace(control, confirmed=job.result())
+    lost = failure_of(job)
+    died = lost is not None and not lost[0]
+    failed = f"{control.failed}; judged again, {words}"
+    return msgspec.structs.replace(control, failed=failed, confirmed=False if died else None)

@@ -1,28 +1,25 @@
-"""The script that runs mutants judges as it should, and its runs are kept, counted and shown."""
+"""The script that runs mutants and right kernels judges them as it should."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from pebble import ProcessExpired
 
-from flashtune.errors import FlashtuneError, UsageError
 from flashtune.kernel import Kernel
 from flashtune.record import Verdict
 from flashtune.target import find_target
 from flashtune.templates.registry import family_names
-from tests.mutants import jobs, pages, pools, results, right, runner
+from tests.mutants import jobs, pools, right, runner
 from tests.mutants.catalogue import gpu_mutants
 from tests.mutants.core import Mutant, broken, rendered
 from tests.mutants.jobs import Checked
 from tests.mutants.pools import Plan
-from tests.mutants.results import Control, Fate, Found, Run
+from tests.mutants.results import Fate, Found
 
 H200 = find_target("h200")
 MUTANTS = gpu_mutants()
@@ -170,70 +167,18 @@ def test_right_kernels_that_are_refused_are_judged_again(
     assert [control.confirmed for control in controls if not control.passed] == [False, True]
 
 
-def a_run(**changes: Any) -> Run:
-    found = tuple(
-        results.found_of(mutant, fate, WRONG.failed, 1.5)
-        for mutant, fate in zip(MUTANTS, (Fate.REFUSED, Fate.HUNG, Fate.SURVIVED), strict=False)
-    )
-    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), found)
-    return msgspec.structs.replace(run, **changes)
-
-
-def damage(data: bytes) -> bytes:
-    """A file with another byte behind what a header would be."""
-    return data[:10] + b"\xff" + data[11:]
-
-
-@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
-    run = a_run()
-    results.save(run, tmp_path / name)
-    assert results.load(tmp_path / name) == run
-    for damaged in (b"{}", damage((tmp_path / name).read_bytes())):
-        (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(FlashtuneError, match=name):
-            results.load(tmp_path / name)
-    with pytest.raises(FlashtuneError, match="nowhere"):
-        results.load(tmp_path / "nowhere.json")
-
-
-def test_summaries_count() -> None:
-    assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
-    lines = results.tally(a_run().found).splitlines()
-    assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]
-    assert lines[2] == "refused first by: random 1"
-    controls = (Control("a", True), Control("b", False, confirmed=True), Control("c", False, confirmed=False))
-    words = results.summary(a_run(found=(), controls=controls))
-    assert words.startswith("3 right kernels: 2 refused, 1 of them wrongly.")
-
-
-def test_pages_show_the_largest_run_and_all_counts() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
-    filled = pages.filled_page(page, [a_run(), a_run(found=())])
-    assert "| `forward_q_outer` | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
-    assert "| random q=1 kv=2 |" in filled
-    assert "1 sampled\nconfigs were verified: 0 were refused" in filled
-    assert "All 1 kernels that they were made of were accepted." in filled
-    assert "Of the 3 that were run 3 still render as they did." in filled
-    assert pages.filled_page(filled, [a_run(), a_run(found=())]) == filled
-    with pytest.raises(UsageError, match="has no place"):
-        pages.filled_page("", [])
-
-
-def test_pages_tell_of_what_was_refused_and_of_kernels_that_have_changed_since() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
-    changed = msgspec.structs.replace(a_run().found[0], kernel="0" * 32)
-    judged = (("d40", False), ("d64", True), ("d96", None))
-    controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
-    runs = [a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)]
-    filled = pages.filled_page(page, runs)
-    assert "Of the 2 that were run 1 still render as they did." in filled
-    assert "- Refused, by the strict level too: d40. died\n" in filled
-    assert "- Refused, and the strict level accepts it: d64. died\n" in filled
-    assert "- Refused, and not judged again: d96. died\n" in filled
-    assert "3 were refused, 2 of them wrongly" in filled
-
-
-def test_the_page_is_what_is_kept() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
-    assert pages.filled_page(page, pages.pages_runs(())) == page, "run python -m tests.mutants table --write"
+@pytest.mark.parametrize(("end", "confirmed"), [(die, False), (hang, None), (run_out, None)])
+def test_a_strict_check_that_gives_no_verdict_is_told_apart(
+    end: Callable[[int], Checked],
+    confirmed: bool | None,
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (subject,) = right.sampled_subjects(1, 3, H200)[:1]
+    install(Gpu({rendered(subject).digest: lambda seed: Checked(WRONG, "", 1.0)}))
+    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: end(seed))
+    (control,) = right.verify_right([subject], plan, lambda control: None)
+    assert not control.passed
+    assert control.confirmed is confirmed
+    assert "; judged again, " in control.failed

@@ -1,0 +1,86 @@
+"""Runs over mutants and right kernels are kept, counted and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.errors import FlashtuneError, UsageError
+from tests.mutants import pages, results
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.results import Control, Fate, Run
+
+MUTANTS = gpu_mutants()
+REFUSED = "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed"
+
+
+def a_run(**changes: Any) -> Run:
+    found = tuple(
+        results.found_of(mutant, fate, REFUSED, 1.5)
+        for mutant, fate in zip(MUTANTS, (Fate.REFUSED, Fate.HUNG, Fate.SURVIVED), strict=False)
+    )
+    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), found)
+    return msgspec.structs.replace(run, **changes)
+
+
+def damage(data: bytes) -> bytes:
+    """A file with another byte behind what a header would be."""
+    return data[:10] + b"\xff" + data[11:]
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
+    run = a_run()
+    results.save(run, tmp_path / name)
+    assert results.load(tmp_path / name) == run
+    for damaged in (b"{}", damage((tmp_path / name).read_bytes())):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(FlashtuneError, match=name):
+            results.load(tmp_path / name)
+    with pytest.raises(FlashtuneError, match="nowhere"):
+        results.load(tmp_path / "nowhere.json")
+
+
+def test_summaries_count() -> None:
+    assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
+    lines = results.tally(a_run().found).splitlines()
+    assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]
+    assert lines[2] == "refused first by: random 1"
+    controls = (Control("a", True), Control("b", False, confirmed=True), Control("c", False, confirmed=False))
+    words = results.summary(a_run(found=(), controls=controls))
+    assert words.startswith("3 right kernels: 2 refused, 1 of them wrongly.")
+
+
+def test_pages_show_the_largest_run_and_all_counts() -> None:
+    page = pages.PAGE.read_text(encoding="utf-8")
+    filled = pages.filled_page(page, [a_run(), a_run(found=())])
+    assert "| `forward_q_outer` | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
+    assert "| random q=1 kv=2 |" in filled
+    assert "1 sampled\nconfigs were verified: 0 were refused" in filled
+    assert "All 1 kernels that they were made of were accepted." in filled
+    assert "Of the 3 that were run 3 still render as they did." in filled
+    assert pages.filled_page(filled, [a_run(), a_run(found=())]) == filled
+    with pytest.raises(UsageError, match="has no place"):
+        pages.filled_page("", [])
+
+
+def test_pages_tell_of_what_was_refused_and_of_kernels_that_have_changed_since() -> None:
+    page = pages.PAGE.read_text(encoding="utf-8")
+    changed = msgspec.structs.replace(a_run().found[0], kernel="0" * 32)
+    judged = (("d40", False), ("d64", True), ("d96", None))
+    controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
+    runs = [a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)]
+    filled = pages.filled_page(page, runs)
+    assert "Of the 2 that were run 1 still render as they did." in filled
+    assert "- Refused, by the strict level too: d40. died\n" in filled
+    assert "- Refused, and the strict level accepts it: d64. died\n" in filled
+    assert "- Refused, and not judged again: d96. died\n" in filled
+    assert "3 were refused, 2 of them wrongly" in filled
+
+
+def test_the_page_is_what_is_kept() -> None:
+    page = pages.PAGE.read_text(encoding="utf-8")
+    assert pages.filled_page(page, pages.pages_runs(())) == page, "run python -m tests.mutants table --write"
