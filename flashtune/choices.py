@@ -71,7 +71,7 @@ def forget_choices() -> None:
 
 
 def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
-    """The kernel of a selection, compiled, and proven unless a receipt covers it.
+    """The kernel of a selection, loaded, and proven unless a receipt covers it.
 
     Raises:
         KernelError: It does not compile or load.

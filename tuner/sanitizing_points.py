@@ -1,8 +1,8 @@
 """Which kernels run under a sanitizer, and on which problems: the same list in every process.
 
 What ships comes from the table. Beside it, points of each family's space are drawn, with whatever the family
-computes beside plain attention: right kernels that the proof must not refuse as well. Problems are the
-proof's: small, ragged, with sequences that have no key.
+computes beside plain attention; whoever needs right kernels of all families draws them as well. Problems are
+the proof's: small, ragged, with sequences that have no key.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def right(samples: int, seconds: float, seed: int | None, workers: int, out: Pat
     plan = _plan(seed, seconds, workers)
     controls = verify_right(sampled_subjects(samples, plan.seed, plan.target), plan, _show_control)
     _finish(plan, start, out, controls, ())
-    if any(not control.passed and control.confirmed is not False for control in controls):
+    if any(control.wrongly_refused for control in controls):
         sys.exit(1)
 
 

@@ -91,7 +91,7 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
     drawn = [run for run in runs if run.controls and not run.found]
     for run in drawn:
         refused = [control for control in run.controls if not control.passed]
-        wrongly = sum(control.confirmed is not False for control in refused)
+        wrongly = sum(control.wrongly_refused for control in refused)
         worst = max((control.worst_ratio for control in run.controls if control.passed), default=0.0)
         yield f"On an {run.device} (torch {run.torch}, Triton {run.triton}), {len(run.controls)} sampled"
         yield f"configs were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest"
@@ -106,8 +106,9 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _by_strict(control: Control) -> str:
-    words = {True: "and the strict level accepts it", False: "by the strict level too"}
-    return words.get(control.confirmed, "and not judged again")  # type: ignore[arg-type]
+    if control.confirmed is None:
+        return "and not judged again"
+    return "and the strict level accepts it" if control.confirmed else "by the strict level too"
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:

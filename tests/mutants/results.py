@@ -90,6 +90,11 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     confirmed: bool | None = None
     kernel: str = ""
 
+    @property
+    def wrongly_refused(self) -> bool:
+        """Whether it was refused and the strict level did not refuse it as well."""
+        return not self.passed and self.confirmed is not False
+
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run over mutants, or over right kernels.
@@ -164,10 +169,10 @@ def summary(run: Run) -> str:
     number = counts(run.found)
     fates = ", ".join(f"{number[fate]} {fate.value.replace('_', ' ')}" for fate in Fate if number[fate])
     refused = [control for control in run.controls if not control.passed]
-    right = sum(control.confirmed is not False for control in refused)
+    wrongly = sum(control.wrongly_refused for control in refused)
     lines = []
     if run.found:
         lines.append(f"{len(run.found)} mutants: {fates}.")
     if run.controls:
-        lines.append(f"{len(run.controls)} right kernels: {len(refused)} refused, {right} of them wrongly.")
+        lines.append(f"{len(run.controls)} right kernels: {len(refused)} refused, {wrongly} of them wrongly.")
     return " ".join((*lines, f"{run.seconds:.0f} s on {run.device}."))
