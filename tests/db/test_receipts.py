@@ -26,3 +26,12 @@ def test_shipped_records_name_the_kernels_that_render_here(name: str) -> None:
         != render(find_family(record.family), record.problem, record.config, record.specialization).digest
     ]
     assert not stale
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_receipts_of_shipped_kernels_name_their_probes(name: str) -> None:
+    table = shipped_table(name)
+    assert table is not None
+    verdicts = [record.verdict for record in table.records if record.config is not None]
+    assert verdicts
+    assert all(verdict is not None and verdict.passed and verdict.probes for verdict in verdicts)
