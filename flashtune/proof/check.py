@@ -57,7 +57,7 @@ def check_kernel(
 
     Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
     failure. The strict level also checks the binaries with and without the log-sum-exp (of a backward
-    pass, its gradient), and the other causal alignment.
+    pass, its gradient), the other causal alignment, and each with warps that fall behind.
 
     Args:
         family: The kernel's family.
@@ -72,16 +72,18 @@ def check_kernel(
     Raises:
         KernelError: It does not compile, load or launch.
     """
-    # The template engine, which whoever has a rendered kernel may do without.
+    # What whoever has a rendered kernel may do without: the template engine foremost.
+    from flashtune.proof.delays import delayed
     from flashtune.templates.rendering import render
 
     problem = interpretable(problem) if interpreting() else problem
-    verdicts = [
-        check_rendered(
-            render(family, variant, config, specialized), variant, config, target, device, level, seed=seed
-        )
-        for variant, specialized in _variants(problem, specialization, level)
-    ]
+    verdicts = []
+    for variant, specialized in _variants(problem, specialization, level):
+        kernel = render(family, variant, config, specialized)
+        verdicts.append(check_rendered(kernel, variant, config, target, device, level, seed=seed))
+        late = delayed(kernel) if level is Level.STRICT and not interpreting() else None
+        if late is not None:
+            verdicts.append(check_delayed(late, variant, config, target, device, seed=seed))
     return joined(verdicts)
 
 
@@ -125,6 +127,18 @@ def check_rendered(
         forget()
         return verdict
     return msgspec.structs.replace(verdict, probes=tuple({case.probe.value: None for case, _ in planned}))
+
+
+def check_delayed(
+    late: Kernel, problem: Problem, config: Config, target: Target, device: torch.device, *, seed: int | None
+) -> Verdict:
+    """Whether a kernel waits for all that it needs: the full level, of what `delays.delayed` made of it.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    verdict = check_rendered(late, problem, config, target, device, seed=seed)
+    return verdict if verdict.passed else msgspec.structs.replace(verdict, failed=f"delayed {verdict.failed}")
 
 
 def _read(figures: list[Tensor]) -> list[float]:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from flashtune.compilation import compile_kernel
 from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
-from flashtune.proof.check import check_kernel, check_rendered
+from flashtune.proof.check import check_delayed, check_kernel, check_rendered, joined
+from flashtune.proof.delays import delayed
 from flashtune.record import Verdict
 from flashtune.target import Target, device_target
 from flashtune.templates.registry import find_family
@@ -39,9 +41,13 @@ class Checked(NamedTuple):
 
 
 def compile_fitting(kernel: Kernel, target: Target) -> str:
-    """Leaves a kernel's binary in Triton's cache; why it cannot be launched, or nothing."""
+    """Leaves a kernel's binaries in Triton's cache; why it cannot be launched, or nothing."""
+    late = delayed(kernel)
     try:
         resources = read_resources(kernel, target)
+        for part in (late, late.first, late.last) if late else ():
+            if part is not None:
+                compile_kernel(part, target)
     except KernelError as error:
         return str(error)
     fits = occupancy(resources, kernel.options, target).blocks > 0
@@ -49,12 +55,16 @@ def compile_fitting(kernel: Kernel, target: Target) -> str:
 
 
 def check(kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int) -> Checked:
-    """Verifies a kernel as a search does."""
+    """Verifies a kernel as a search does, and if it passes with warps that fall behind."""
     start = time.perf_counter()
+    late = delayed(kernel)
     with context_lost_ends_the_process():
         target = device_target(0)
         try:
             verdict = check_rendered(kernel, problem, config, target, DEVICE, level, seed=seed)
+            if verdict.passed and late is not None:
+                again = check_delayed(late, problem, config, target, DEVICE, seed=seed)
+                verdict = joined([verdict, again])
         except KernelError as error:
             # The process ends where the context is lost; other errors are of this launch alone.
             torch.cuda.synchronize(DEVICE)

@@ -1,0 +1,58 @@
+"""Kernels that say themselves who waits for whom, made late at every place where that matters.
+
+A wait that is missing is seen where data are late, and on an idle GPU they hardly ever are: copies of small
+problems arrive long before they are read. So warps fall asleep at random before they copy, store, wait or
+tell: whatever a barrier orders comes in the right order however long they sleep, and the rest does not. The
+idea is that of noise makers for concurrent programs (Edelstein et al., 2002), in PTX.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from flashtune.kernel import Kernel
+
+# One place in so many at random, and up to so many nanoseconds: a copy takes about one thousand.
+ONE_IN = 4
+LONGEST_NS = 4096
+MARK = "mbarrier.wait("
+
+_PLACE = re.compile(
+    r"^(?P<indent> +)(?:return |[\w, ]+ = )?"
+    r"(?:copy_in|copy_out|mbarrier\.wait|mbarrier\.arrive|warpgroup_mma|warpgroup_mma_wait|fence_async_shared"
+    r"|take_turn|pass_turn|await_turn|add_sums|tma\.store_wait|\w+\.index\([^=\n]*\.store)\(",
+    re.MULTILINE,
+)
+
+# An odd factor spreads the clock's last bits, in which neighbours differ, over all.
+_SLEEP = f'''
+
+@gluon.jit
+def fall_behind():
+    """Lets a warp sleep for a while, now and then."""
+    gl.inline_asm_elementwise(
+        """{{ .reg .b32 chance; .reg .pred late;
+        mov.u32 $0, %clock;
+        mul.lo.u32 $0, $0, 2654435761;
+        shr.u32 $0, $0, 16;
+        and.b32 chance, $0, {ONE_IN - 1};
+        setp.eq.u32 late, chance, 0;
+        and.b32 $0, $0, {LONGEST_NS - 1};
+        @late nanosleep.u32 $0; }}""",
+        "=r,r",
+        [0],
+        gl.int32,
+        False,
+        1,
+    )
+'''
+
+
+def delayed(kernel: Kernel) -> Kernel | None:
+    """The same kernel with warps that fall behind; None of one whose compiler alone orders its accesses."""
+    if MARK not in kernel.source:
+        return None
+    source = _PLACE.sub(lambda place: f"{place['indent']}fall_behind()\n{place[0]}", kernel.source)
+    return msgspec.structs.replace(kernel, source=source + _SLEEP)
