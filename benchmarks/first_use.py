@@ -19,23 +19,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
 
 import msgspec
 import torch
 import triton
-from torch import Tensor
 
-import flashtune
-from flashtune import choices
-from flashtune.calls import forget_servers
-from flashtune.decision import needed_specialization
+from flashtune.binaries import binary_of
 from flashtune.dispatch import select
 from flashtune.dtypes import TORCH_DTYPES
-from flashtune.options import CausalOption
+from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Problem
-from flashtune.request import read_request
+from flashtune.record import Record
+from flashtune.rendered import kernel_of
 from flashtune.self_check import forget_verdicts, passes_self_check
 from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target
@@ -64,6 +59,16 @@ class Case(msgspec.Struct, frozen=True):
         """What is computed."""
         return parse_shape(self.shape)[0]
 
+    @property
+    def assumed(self) -> Specialization:
+        """Of tensors as they come, and of a call whose log-sum-exp is asked for, or has a gradient."""
+        return Specialization(alignment=Alignment.ANY if self.odd else Alignment.SIXTEEN, lse=True)
+
+    def record(self, target: Target) -> Record:
+        """What serves it, of generated kernels."""
+        tables = tuned_records(target.name)
+        return select(self.problem, target, tables, self.assumed, generated=True).record
+
 
 class Fresh(msgspec.Struct, frozen=True):
     """What a check and the first product of matrices take a process of its own, in ms."""
@@ -89,10 +94,6 @@ CASES = (
     Case("heads=12,seqlen=1024,head_dim=64,batch=4,dtype=fp32,causal", fresh=True),
     Case("heads=8,seqlen=65536,head_dim=128,causal", fresh=True),
     Case("heads=8,seqlen=4096,head_dim=256,batch=4,dtype=fp16"),
-    Case("heads=32,kv_heads=8,seqlen=131072,head_dim=64"),
-    Case("heads=32,seqlen=512,head_dim=64,batch=32"),
-    Case("heads=32,seqlen=512,head_dim=64,batch=32,causal"),
-    Case("heads=8,seqlen=16384,head_dim=256,causal"),
     Case("heads=16,seqlen=1024,head_dim=96,batch=2,causal"),
     Case("heads=16,seqlen=1024,head_dim=40,batch=2,dtype=fp16"),
     Case("heads=16,seqlen=1024,head_dim=192,value_head_dim=128,batch=2,causal"),
@@ -100,9 +101,28 @@ CASES = (
     Case("heads=32,kv_heads=1,seqlen_q=16,seqlen_kv=8192,head_dim=128,causal"),
     Case("heads=16,seqlen_q=1000,seqlen_kv=5000,head_dim=128,causal=top_left"),
     Case("heads=8,seqlen=2048,head_dim=256", odd=True),
-    Case("heads=8,seqlen=2048,head_dim=64,dtype=fp16,causal", odd=True),
     Case("heads=8,seqlen=2048,head_dim=256,dtype=fp32"),
     Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,dtype=e4m3"),
+    Case("heads=32,kv_heads=8,seqlen=8192,head_dim=128,causal,window=1023"),
+    Case("heads=16,kv_heads=8,seqlen=4096,head_dim=256,causal,window=1023,softcap", fresh=True),
+    Case("heads=32,seqlen=2048,head_dim=128,causal,alibi"),
+    Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive"),
+    Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,causal,sinks"),
+    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal"),
+    Case("heads=16,seqlen=2048,head_dim=64,batch=4,causal,dropout"),
+    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=16", fresh=True),
+    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=64,kv_dtype=e4m3"),
+    Case(
+        "heads=128,kv_heads=1,seqlen_q=1,seqlen_kv=4096,head_dim=576,value_head_dim=512,page_size=64,latent"
+    ),
+    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal,backward", fresh=True),
+    Case("heads=32,seqlen=2048,head_dim=64,batch=8,backward"),
+    Case("heads=8,seqlen=4096,head_dim=256,batch=4,causal,backward"),
+    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal,backward,deterministic"),
+    Case("heads=12,seqlen=1024,head_dim=64,batch=4,dtype=fp32,causal,backward", fresh=True),
+    Case("heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal,window=1023,backward"),
+    Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive,backward"),
+    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal,dropout,backward"),
 )
 
 
@@ -136,70 +156,50 @@ def _options() -> argparse.Namespace:
 
 def measure(cases: Sequence[Case]) -> Iterator[Row]:
     """A row for each case; those in fresh processes take some twenty seconds each."""
-    families = _compiled(cases, device_target(torch.cuda.current_device()))
+    target = device_target(torch.cuda.current_device())
+    _compile(cases, target)
     with tempfile.TemporaryDirectory() as folder:
         # What torch makes at its first use in a process is no check's.
         _first_check(cases[0], Path(folder) / "unused.sqlite")
-        for number, (case, family) in enumerate(zip(cases, families, strict=True)):
+        for number, case in enumerate(cases):
             check_ms = _first_check(case, Path(folder) / f"{number}.sqlite")
             fresh = _fresh(number, Path(folder)) if case.fresh else None
-            yield Row(case.problem.key, family, case.odd, check_ms, fresh)
+            yield Row(case.problem.key, case.record(target).family, case.odd, check_ms, fresh)
 
 
-def _compiled(cases: Sequence[Case], target: Target) -> list[str]:
-    """Leaves all kernels in Triton's cache; each one's family."""
+def _compile(cases: Sequence[Case], target: Target) -> None:
+    """Leaves all kernels in Triton's cache."""
     with CompilePool(usable_cores()) as pool:
         jobs = []
         for case in cases:
-            q, k, v = _tensors(case, "meta")
-            request = read_request(q, k, v, case.problem.causal.value, "bhsd", True, "generated")
-            needed = needed_specialization(request, q, k, v)
-            record = select(case.problem, target, tuned_records(target.name), needed, generated=True).record
+            record = case.record(target)
             assert record.config is not None
             candidate = Candidate(record.family, record.config)
-            jobs.append((record.family, pool.submit(Scope(record.problem, target, needed, ()), candidate)))
-        for _, job in jobs:
+            jobs.append(pool.submit(Scope(record.problem, target, case.assumed, ()), candidate))
+        for job in jobs:
             job.result()
-    return [family for family, _ in jobs]
-
-
-def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a case, in its type."""
-    problem = case.problem
-
-    def make(heads: int, length: int, width: int) -> Tensor:
-        row = width + 3 if case.odd else width
-        rows = torch.empty(problem.batch, heads, length, row, dtype=torch.bfloat16, device=device)
-        return rows.normal_().to(TORCH_DTYPES[problem.dtype])[..., :width]
-
-    q = make(problem.heads, problem.seqlen_q, problem.head_dim)
-    k = make(problem.kv_heads, problem.seqlen_kv, problem.head_dim)
-    return q, k, make(problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
 
 
 def _first_check(case: Case, database: Path) -> float:
-    """What a first call's check takes, in ms: it wants the log-sum-exp, which no receipt covers."""
+    """What a kernel's check takes, in ms, once it is loaded, on a machine that knows of none."""
     os.environ["FLASHTUNE_DB"] = str(database)
-    forget_servers()
     forget_verdicts()
-    torch.manual_seed(3)
-    q, k, v = _tensors(case, "cuda")
-    causal = cast("CausalOption", case.problem.causal.value)
+    device = torch.device("cuda", torch.cuda.current_device())
+    target, record = device_target(device.index), case.record(device_target(device.index))
+    assert record.config is not None
+    kernel = kernel_of(record, case.assumed)
+    binary = binary_of(kernel, target, device)
+    problem = msgspec.structs.replace(case.problem, causal=record.problem.causal)
+    # Whoever calls has tensors.
+    torch.randn(64, 64, device=device).to(TORCH_DTYPES[problem.dtype])
     torch.cuda.synchronize()
     # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
     gc.collect()
-    spent = []
-
-    def timed(*asked: Any) -> bool:
-        start = time.perf_counter()
-        passed = passes_self_check(*asked)
-        spent.append(1e3 * (time.perf_counter() - start))
-        assert passed, f"{asked[0].digest} of {case.problem.key} fails"
-        return True
-
-    with mock.patch.object(choices, "passes_self_check", timed):
-        flashtune.attention(q, k, v, causal=causal, return_lse=True, prefer="generated")
-    return spent[0]
+    start = time.perf_counter()
+    passed = passes_self_check(kernel, problem, record.config, target, device, binary)
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    assert passed, f"{kernel.digest} of {problem.key} fails"
+    return milliseconds
 
 
 def _first_product() -> float:
