@@ -1,10 +1,10 @@
 """What a kernel that is unproven here costs before it serves, beyond compiling and loading: its self-check.
 
-    python benchmarks/first_use.py --write docs/dispatch.md
+    python -m benchmarks.first_use --write docs/dispatch.md
 
-Kernels are compiled on all cores first. Each is then called for the first time with an empty database, in
-this process (`here`), and some in processes of their own (`fresh process`), where torch's kernels and the
-check's modules are loaded too: the shortest of a few, since whatever else goes on there only adds. These have
+Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
+process (`here`), and some in processes of their own (`fresh process`), where torch's kernels and the check's
+modules are loaded too: the shortest of a few, since whatever else goes on there only adds. These have
 multiplied matrices before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
 """
 
@@ -24,54 +24,25 @@ import msgspec
 import torch
 import triton
 
+from benchmarks.first_use_cases import CASES, Case
 from flashtune.binaries import binary_of
-from flashtune.dispatch import select
 from flashtune.dtypes import TORCH_DTYPES
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Problem
-from flashtune.record import Record
+from flashtune.kernel import Alignment
 from flashtune.rendered import kernel_of
 from flashtune.self_check import forget_verdicts, passes_self_check
-from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.compile_pool import CompilePool
 from flashtune.tuner.pages import filled
-from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.shapes import parse_shape
 from flashtune.versions import driver_version
 
+ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0
 # Processes of a kernel's own, each with an empty database.
 FRESH_TRIES = 4
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
 
-class Case(msgspec.Struct, frozen=True):
-    """A shape; whether its rows lie at odd strides, which no copy engine addresses; where it is measured."""
-
-    shape: str
-    odd: bool = False
-    fresh: bool = False
-
-    @property
-    def problem(self) -> Problem:
-        """What is computed."""
-        return parse_shape(self.shape)[0]
-
-    @property
-    def assumed(self) -> Specialization:
-        """Of tensors as they come, and of a call whose log-sum-exp is asked for, or has a gradient."""
-        return Specialization(alignment=Alignment.ANY if self.odd else Alignment.SIXTEEN, lse=True)
-
-    def record(self, target: Target) -> Record:
-        """What serves it, of generated kernels."""
-        tables = tuned_records(target.name)
-        return select(self.problem, target, tables, self.assumed, generated=True).record
-
-
 class Fresh(msgspec.Struct, frozen=True):
-    """What a check and the first product of matrices take a process of its own, in ms."""
+    """What a check and the first product of matrices take in a process of its own, in ms."""
 
     check_ms: float
     cublas_ms: float
@@ -85,45 +56,6 @@ class Row(msgspec.Struct, frozen=True):
     odd: bool
     here_ms: float
     fresh: Fresh | None
-
-
-CASES = (
-    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal", fresh=True),
-    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal", odd=True, fresh=True),
-    Case("heads=64,kv_heads=8,seqlen=8192,head_dim=128,dtype=e4m3,causal", fresh=True),
-    Case("heads=12,seqlen=1024,head_dim=64,batch=4,dtype=fp32,causal", fresh=True),
-    Case("heads=8,seqlen=65536,head_dim=128,causal", fresh=True),
-    Case("heads=8,seqlen=4096,head_dim=256,batch=4,dtype=fp16"),
-    Case("heads=16,seqlen=1024,head_dim=96,batch=2,causal"),
-    Case("heads=16,seqlen=1024,head_dim=40,batch=2,dtype=fp16"),
-    Case("heads=16,seqlen=1024,head_dim=192,value_head_dim=128,batch=2,causal"),
-    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16", fresh=True),
-    Case("heads=32,kv_heads=1,seqlen_q=16,seqlen_kv=8192,head_dim=128,causal"),
-    Case("heads=16,seqlen_q=1000,seqlen_kv=5000,head_dim=128,causal=top_left"),
-    Case("heads=8,seqlen=2048,head_dim=256", odd=True),
-    Case("heads=8,seqlen=2048,head_dim=256,dtype=fp32"),
-    Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,dtype=e4m3"),
-    Case("heads=32,kv_heads=8,seqlen=8192,head_dim=128,causal,window=1023"),
-    Case("heads=16,kv_heads=8,seqlen=4096,head_dim=256,causal,window=1023,softcap", fresh=True),
-    Case("heads=32,seqlen=2048,head_dim=128,causal,alibi"),
-    Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive"),
-    Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,causal,sinks"),
-    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal"),
-    Case("heads=16,seqlen=2048,head_dim=64,batch=4,causal,dropout"),
-    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=16", fresh=True),
-    Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=64,kv_dtype=e4m3"),
-    Case(
-        "heads=128,kv_heads=1,seqlen_q=1,seqlen_kv=4096,head_dim=576,value_head_dim=512,page_size=64,latent"
-    ),
-    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal,backward", fresh=True),
-    Case("heads=32,seqlen=2048,head_dim=64,batch=8,backward"),
-    Case("heads=8,seqlen=4096,head_dim=256,batch=4,causal,backward"),
-    Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal,backward,deterministic"),
-    Case("heads=12,seqlen=1024,head_dim=64,batch=4,dtype=fp32,causal,backward", fresh=True),
-    Case("heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal,window=1023,backward"),
-    Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive,backward"),
-    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal,dropout,backward"),
-)
 
 
 def main() -> None:
@@ -157,18 +89,27 @@ def _options() -> argparse.Namespace:
 def measure(cases: Sequence[Case]) -> Iterator[Row]:
     """A row for each case; those in fresh processes take some twenty seconds each."""
     target = device_target(torch.cuda.current_device())
-    _compile(cases, target)
     with tempfile.TemporaryDirectory() as folder:
+        # The user's own records would choose other kernels here than in fresh processes.
+        os.environ["FLASHTUNE_DB"] = str(Path(folder) / "none.sqlite")
+        _compile(cases, target)
         # What torch makes at its first use in a process is no check's.
         _first_check(cases[0], Path(folder) / "unused.sqlite")
         for number, case in enumerate(cases):
             check_ms = _first_check(case, Path(folder) / f"{number}.sqlite")
             fresh = _fresh(number, Path(folder)) if case.fresh else None
-            yield Row(case.problem.key, case.record(target).family, case.odd, check_ms, fresh)
+            yield Row(
+                case.problem.key, case.record(target).family, case.alignment is Alignment.ANY, check_ms, fresh
+            )
 
 
 def _compile(cases: Sequence[Case], target: Target) -> None:
     """Leaves all kernels in Triton's cache."""
+    # Modules that a fresh process's check must import for itself come along with these.
+    from flashtune.tuner.candidates import Candidate, Scope
+    from flashtune.tuner.compile_pool import CompilePool
+    from flashtune.tuner.processes import usable_cores
+
     with CompilePool(usable_cores()) as pool:
         jobs = []
         for case in cases:
@@ -185,13 +126,14 @@ def _first_check(case: Case, database: Path) -> float:
     os.environ["FLASHTUNE_DB"] = str(database)
     forget_verdicts()
     device = torch.device("cuda", torch.cuda.current_device())
-    target, record = device_target(device.index), case.record(device_target(device.index))
+    target = device_target(device.index)
+    record = case.record(target)
     assert record.config is not None
     kernel = kernel_of(record, case.assumed)
     binary = binary_of(kernel, target, device)
     problem = msgspec.structs.replace(case.problem, causal=record.problem.causal)
     # Whoever calls has tensors.
-    torch.randn(64, 64, device=device).to(TORCH_DTYPES[problem.dtype])
+    torch.empty(64, 64, dtype=torch.bfloat16, device=device).normal_().to(TORCH_DTYPES[problem.dtype])
     torch.cuda.synchronize()
     # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
     gc.collect()
@@ -214,13 +156,15 @@ def _first_product() -> float:
 
 def _fresh(number: int, folder: Path) -> Fresh:
     """What a check takes in processes that do nothing else, the shortest of some."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", str(number)]
+    command = [sys.executable, "-m", "benchmarks.first_use", "--one", str(number)]
     tries = []
     for attempt in range(FRESH_TRIES):
         database = str(folder / f"fresh{number}_{attempt}.sqlite")
         # An installation has the modules' bytecode.
         environment = {**os.environ, "FLASHTUNE_DB": database, "PYTHONDONTWRITEBYTECODE": ""}
-        tries.append(map(float, subprocess.check_output(command, env=environment, text=True).split()))
+        tries.append(
+            map(float, subprocess.check_output(command, env=environment, cwd=ROOT, text=True).split())
+        )
     cublas_ms, check_ms = map(min, zip(*tries, strict=True))
     return Fresh(check_ms, cublas_ms)
 

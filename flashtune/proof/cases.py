@@ -37,7 +37,7 @@ class Level(enum.Enum):
 
     quick   A self-check before first use: a dozen small problems.
     full    A search's candidate: the tuned shape, and every border of the tile.
-    strict  An audit: ten times the probes of full, and tensors beyond 2^31 elements.
+    strict  An audit: ten times the probes of full, tensors beyond 2^31 elements, and warps that fall behind.
     """
 
     QUICK = "quick"

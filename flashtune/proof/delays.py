@@ -1,9 +1,11 @@
-"""Kernels that say themselves who waits for whom, made late at every place where that matters.
+"""Kernels that say themselves who waits for whom, made late wherever that matters.
 
 A wait that is missing is seen where data are late, and on an idle GPU they hardly ever are: copies of small
-problems arrive long before they are read. So warps fall asleep at random before they copy, store, wait or
-tell: whatever a barrier orders comes in the right order however long they sleep, and the rest does not. The
-idea is that of noise makers for concurrent programs (Edelstein et al., 2002), in PTX.
+problems arrive long before they are read. So warps fall asleep at random before they copy, read, write,
+multiply, wait or tell: what barriers order comes in the right order however long they sleep, and much of what
+nothing orders does not. Only warps are late: copies and products that are under way go on, so that whoever
+does not wait for those is not seen so. The idea is that of noise makers for concurrent programs (Edelstein
+et al., 2002), in PTX.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ import msgspec
 
 from flashtune.kernel import Kernel
 
-# One place in so many at random, and up to so many nanoseconds: a copy takes about one thousand.
+# One place in so many at random, and up to so many nanoseconds, of which `nanosleep` makes twice as many at
+# most: a copy takes about one thousand.
 ONE_IN = 4
 LONGEST_NS = 4096
 MARK = "mbarrier.wait("
 
+# A statement that begins with, or assigns, what others may have to come before or after.
 _PLACE = re.compile(
-    r"^(?P<indent> +)(?:return |[\w, ]+ = )?"
-    r"(?:copy_in|copy_out|mbarrier\.wait|mbarrier\.arrive|warpgroup_mma|warpgroup_mma_wait|fence_async_shared"
-    r"|take_turn|pass_turn|await_turn|add_sums|tma\.store_wait|\w+\.index\([^=\n]*\.store)\(",
+    r"^(?P<indent> +)(?:return |[\w, ]+ \+?= )?"
+    r"(?:copy_in|copy_out|mbarrier\.(?:wait|arrive)|warpgroup_mma(?:_wait)?|fence_async_shared|tma\.store_wait"
+    r"|take_turn|pass_turn|await_turn|add_sums|spread"
+    r"|room\.reshape\([^=\n]*\.store|[^=\n]*\.index\([^=\n]*\.(?:store|load))\(",
     re.MULTILINE,
 )
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from flashtune.compilation import compile_kernel
 from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
-from flashtune.proof.check import check_delayed, check_kernel, check_rendered, joined
-from flashtune.proof.delays import delayed
+from flashtune.proof.check import check_delayed, check_kernel, check_rendered
 from flashtune.record import Verdict
 from flashtune.target import Target, device_target
 from flashtune.templates.registry import find_family
@@ -41,13 +40,9 @@ class Checked(NamedTuple):
 
 
 def compile_fitting(kernel: Kernel, target: Target) -> str:
-    """Leaves a kernel's binaries in Triton's cache; why it cannot be launched, or nothing."""
-    late = delayed(kernel)
+    """Leaves a kernel's binary in Triton's cache; why it cannot be launched, or nothing."""
     try:
         resources = read_resources(kernel, target)
-        for part in (late, late.first, late.last) if late else ():
-            if part is not None:
-                compile_kernel(part, target)
     except KernelError as error:
         return str(error)
     fits = occupancy(resources, kernel.options, target).blocks > 0
@@ -55,16 +50,21 @@ def compile_fitting(kernel: Kernel, target: Target) -> str:
 
 
 def check(kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int) -> Checked:
-    """Verifies a kernel as a search does, and if it passes with warps that fall behind."""
+    """Verifies a kernel as a search does."""
+    return _checked(lambda target: check_rendered(kernel, problem, config, target, DEVICE, level, seed=seed))
+
+
+def check_late(kernel: Kernel, problem: Problem, config: Config, seed: int) -> Checked:
+    """Verifies a kernel with warps that fall behind; no verdict of one that leaves waits to the compiler."""
+    return _checked(lambda target: check_delayed(kernel, problem, config, target, DEVICE, seed=seed))
+
+
+def _checked(judge: Callable[[Target], Verdict | None]) -> Checked:
     start = time.perf_counter()
-    late = delayed(kernel)
     with context_lost_ends_the_process():
         target = device_target(0)
         try:
-            verdict = check_rendered(kernel, problem, config, target, DEVICE, level, seed=seed)
-            if verdict.passed and late is not None:
-                again = check_delayed(late, problem, config, target, DEVICE, seed=seed)
-                verdict = joined([verdict, again])
+            verdict = judge(target)
         except KernelError as error:
             # The process ends where the context is lost; other errors are of this launch alone.
             torch.cuda.synchronize(DEVICE)

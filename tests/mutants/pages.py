@@ -46,8 +46,7 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
     for title, several in tables.items():
         yield title
         yield ""
-        heads = ("family", "mutants", "refused", "hung or died", "equivalent", "**survived**", "not run")
-        yield from _table(heads, _fates(found for run in several for found in run.found))
+        yield from _fates([found for run in several for found in run.found])
         yield ""
         controls = [control for run in several for control in run.controls]
         if controls:
@@ -70,13 +69,18 @@ def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
 
 
-def _fates(found: Iterable[Found]) -> Iterator[tuple[object, ...]]:
+def _fates(found: Sequence[Found]) -> Iterator[str]:
+    """A table of families; what delays alone show has a column where they showed anything."""
+    late = {"by delays": Fate.DELAYED} if counts(found)[Fate.DELAYED] else {}
+    accepted = {**late, "equivalent": Fate.EQUIVALENT, "**survived**": Fate.SURVIVED}
+    rows: list[tuple[object, ...]] = []
     for family, mutants in _by_family(found).items():
         number = counts(mutants)
         ended = number[Fate.HUNG] + number[Fate.DIED]
         missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
-        rest = number[Fate.EQUIVALENT], number[Fate.SURVIVED], missing
-        yield f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest
+        rest = (number[fate] for fate in accepted.values())
+        rows.append((f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest, missing))
+    yield from _table(("family", "mutants", "refused", "hung or died", *accepted, "not run"), rows)
 
 
 def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
@@ -106,6 +110,8 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _by_strict(control: Control) -> str:
+    if control.delayed:
+        return "with delays alone"
     if control.confirmed is None:
         return "and not judged again"
     return "and the strict level accepts it" if control.confirmed else "by the strict level too"

@@ -13,6 +13,7 @@ from pebble import ProcessPool
 from flashtune.compilation import first_line
 from flashtune.kernel import Kernel
 from flashtune.proof.cases import Level
+from flashtune.proof.delays import delayed
 from flashtune.target import Target
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
 from tests.mutants import jobs
@@ -22,6 +23,8 @@ COMPILE_SECONDS = 120.0
 START_SECONDS = 120.0
 # A process among others shares the GPU with them.
 SHARED_SECONDS = 30.0
+# A kernel whose warps fall behind is compiled where it is checked, unless that was done before.
+LATE_SECONDS = 60.0
 WORKERS = 4
 
 
@@ -120,3 +123,17 @@ def checking(
     arguments = (kernel, subject.problem, subject.config, Level.FULL, seed)
     job: Future[jobs.Checked] = pool.schedule(jobs.check, args=arguments, timeout=seconds)
     return job
+
+
+def checking_late(pool: ProcessPool, subject: Subject, kernel: Kernel, seed: int) -> Future[jobs.Checked]:
+    """Starts to verify a kernel with warps that fall behind."""
+    arguments = (kernel, subject.problem, subject.config, seed)
+    job: Future[jobs.Checked] = pool.schedule(jobs.check_late, args=arguments, timeout=LATE_SECONDS)
+    return job
+
+
+def with_late(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Kernels, and then those among them whose warps can fall behind as they do."""
+    given = tuple(kernels)
+    yield from given
+    yield from filter(None, map(delayed, given))

@@ -21,8 +21,9 @@ class Fate(enum.StrEnum):
     refused       A probe found it wrong, or it could not be launched.
     hung          It did not end within its time, or its process had to be ended.
     died          It took its process or the GPU's context down.
-    equivalent    It was accepted, and gave the same bits as the unbroken kernel on every probe and on random
-                  problems; of sums without an order what another order may give.
+    delayed       It was accepted, and one of these three as soon as its warps fell behind at random.
+    equivalent    It was accepted so as well, and gave the same bits as the unbroken kernel on every probe and
+                  on random problems; of sums without an order what another order may give.
     survived      It was accepted, and gave something else somewhere.
     not_compiled  It is no kernel, and so no mutant.
     not_run       Time was up, or the check itself failed.
@@ -31,6 +32,7 @@ class Fate(enum.StrEnum):
     REFUSED = "refused"
     HUNG = "hung"
     DIED = "died"
+    DELAYED = "delayed"
     EQUIVALENT = "equivalent"
     SURVIVED = "survived"
     NOT_COMPILED = "not_compiled"
@@ -79,6 +81,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         seconds: What verifying it took.
         confirmed: Whether the strict level accepts it, where the full level did not.
         kernel: Digest of what was run; empty where nothing was.
+        delayed: Whether it was accepted but for warps that fall behind.
     """
 
     label: str
@@ -89,6 +92,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     seconds: float = 0.0
     confirmed: bool | None = None
     kernel: str = ""
+    delayed: bool = False
 
     @property
     def wrongly_refused(self) -> bool:

@@ -21,7 +21,7 @@ from flashtune.tuner.sanitizing import Subject as Point
 from flashtune.tuner.sanitizing_points import drawn
 from tests.mutants import jobs
 from tests.mutants.core import Subject, rendered
-from tests.mutants.pools import Plan, compiling, ended, on_the_gpu
+from tests.mutants.pools import Plan, compiling, ended, on_the_gpu, with_late
 from tests.mutants.results import Control
 from tests.mutants.runner import verify_controls
 
@@ -92,12 +92,13 @@ def verify_right(
         report: Told of each.
     """
     found = []
-    with compiling(map(rendered, subjects), plan) as compiled, on_the_gpu(plan.workers) as pool:
+    with compiling(with_late(map(rendered, subjects)), plan) as compiled, on_the_gpu(plan.workers) as pool:
         fitting = (subject for subject in subjects if not compiled.failure(rendered(subject)))
         while not plan.over and (some := list(itertools.islice(fitting, 4 * plan.workers))):
             controls = verify_controls(pool, some, compiled, plan, CHECK_SECONDS)
             for subject, control in zip(some, controls, strict=True):
-                found.append(control if control.passed else _judged_again(pool, subject, control, plan))
+                judged = control.passed or control.delayed
+                found.append(control if judged else _judged_again(pool, subject, control, plan))
                 report(found[-1])
     return tuple(found)
 

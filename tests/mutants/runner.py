@@ -21,10 +21,12 @@ from tests.mutants.pools import (
     Compiling,
     Plan,
     checking,
+    checking_late,
     compiling,
     ended,
     on_the_gpu,
     take_gpu,
+    with_late,
 )
 from tests.mutants.results import Control, Fate, Found, found_of
 
@@ -51,7 +53,7 @@ def run_mutants(
         RuntimeError: The GPU cannot be reached.
     """
     subjects = list(dict.fromkeys(mutant.subject for mutant in mutants))
-    kernels = [*(rendered(subject) for subject in subjects), *(broken(mutant) for mutant in mutants)]
+    kernels = [*with_late(map(rendered, subjects)), *map(broken, mutants)]
     steady = [mutant for mutant in mutants if not (mutant.racy or mutant.hangs)]
     fates: dict[str, Found] = {}
     with compiling(kernels, plan) as compiled:
@@ -86,13 +88,23 @@ def verify_controls(
     plan: Plan,
     seconds: float = SHARED_SECONDS,
 ) -> tuple[Control, ...]:
-    """Verifies kernels that nobody broke, in their order, each within so many seconds."""
+    """Verifies kernels that nobody broke, in their order, each within so many seconds; then with delays."""
     started: list[tuple[Subject, str, Future[jobs.Checked] | None]] = []
     for subject in subjects:
         why = compiled.failure(rendered(subject))
         job = None if why else checking(pool, subject, rendered(subject), plan.seed, seconds)
         started.append((subject, why, job))
-    return tuple(_control(*one) for one in started)
+    controls = [_control(*one) for one in started]
+    late = [
+        checking_late(pool, subject, rendered(subject), plan.seed) if control.passed else None
+        for (subject, _, _), control in zip(started, controls, strict=True)
+    ]
+    return tuple(map(_late_control, controls, late))
+
+
+def _late_control(control: Control, job: Future[jobs.Checked] | None) -> Control:
+    wrong = "" if job is None else ended(job) or job.result().wrong
+    return msgspec.structs.replace(control, passed=False, delayed=True, failed=wrong) if wrong else control
 
 
 def _control(subject: Subject, why: str, job: Future[jobs.Checked] | None) -> Control:
@@ -177,7 +189,10 @@ def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
 
 
 def _accepted(pool: ProcessPool, mutant: Mutant, plan: Plan, seconds: float) -> Found:
-    """Holds what was accepted against the right kernel."""
+    """Lets the warps of what was accepted fall behind, and then holds it against the right kernel."""
+    late = _caught(mutant, checking_late(pool, mutant.subject, broken(mutant), plan.seed))
+    if late:
+        return late if late.fate is Fate.NOT_RUN else msgspec.structs.replace(late, fate=Fate.DELAYED)
     problem, config = mutant.subject.problem, mutant.subject.config
     arguments = (rendered(mutant.subject), broken(mutant), problem, config, plan.seed, mutant.racy)
     job = pool.schedule(jobs.differ, args=arguments, timeout=START_SECONDS)

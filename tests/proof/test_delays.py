@@ -7,12 +7,14 @@ import re
 import pytest
 import torch
 
+from flashtune.config import Config
 from flashtune.kernel import Kernel
+from flashtune.problem import Problem
 from flashtune.proof import check
 from flashtune.proof.cases import Level
 from flashtune.proof.delays import delayed
 from flashtune.record import Verdict
-from flashtune.target import find_target
+from flashtune.target import Target, find_target
 from flashtune.templates.registry import find_family
 from tests.mutants.catalogue import gpu_mutants
 from tests.mutants.core import Subject, broken, rendered
@@ -21,9 +23,10 @@ H200 = find_target("h200")
 SUBJECTS = list(dict.fromkeys(mutant.subject for mutant in gpu_mutants()))
 WITH_BARRIERS = [subject for subject in SUBJECTS if not find_family(subject.family).interpreted]
 SLEEP = "fall_behind()"
-# What orders a kernel's accesses, or is ordered, wherever it stands in a line.
+# What orders a kernel's accesses, or is an access to what its warps share, wherever it stands in a line.
 ORDERS = re.compile(
-    r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\("
+    r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\(|_turn\("
+    r"|\bfence_async_shared\(|\badd_sums\(|\bspread\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("
 )
 CPU = torch.device("cpu")
 
@@ -70,23 +73,38 @@ def test_mutants_are_delayed_as_well() -> None:
 
 
 @pytest.mark.parametrize("subject", [WITH_BARRIERS[0], SUBJECTS[0]], ids=str)
-@pytest.mark.parametrize("level", [Level.FULL, Level.STRICT])
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize(("plain", "late"), [(True, True), (True, False), (False, True)])
 def test_the_strict_level_delays_what_has_barriers(
-    subject: Subject, level: Level, waits: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, level: Level, plain: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
 
-    def judge(kernel: Kernel, *_: object, **__: object) -> Verdict:
-        checked.append(kernel)
-        passed = waits or "fall_behind" not in kernel.source
+    def judge(
+        kernel: Kernel,
+        problem: Problem,
+        config: Config,
+        target: Target,
+        device: torch.device,
+        level: Level = Level.FULL,
+        *,
+        seed: int | None,
+    ) -> Verdict:
+        asleep = SLEEP in kernel.source
+        checked.append((asleep, problem, config, level, seed))
+        passed = late if asleep else plain
         return Verdict(passed, 0.5, 70, "" if passed else "random q=1", "a GPU")
 
     monkeypatch.setattr(check, "check_rendered", judge)
     family, problem, config, specialization = subject
-    verdict = check.check_kernel(find_family(family), problem, config, specialization, H200, CPU, level)
-    asleep = [kernel for kernel in checked if "fall_behind" in kernel.source]
-    expected = level is Level.STRICT and subject in WITH_BARRIERS
-    assert len(asleep) == (len(checked) / 2 if expected else 0)
-    assert verdict.passed == (waits or not expected)
-    assert verdict.failed == ("" if verdict.passed else "delayed random q=1")
+    verdict = check.check_kernel(
+        find_family(family), problem, config, specialization, H200, CPU, level, seed=8
+    )
+    delays = level is Level.STRICT and subject in WITH_BARRIERS and plain
+    assert verdict.passed == (plain and (late or not delays))
+    assert verdict.failed == ("" if verdict.passed else "delayed random q=1" if plain else "random q=1")
+    awake = [one[1:] for one in checked if not one[0]]
+    assert all(one[1:] == (config, level, 8) for one in awake)
+    assert [one[1:] for one in checked if one[0]] == [
+        (problem, config, Level.FULL, 8) for problem, *_ in awake if delays
+    ]

@@ -58,6 +58,11 @@ def test_pages_show_the_largest_run_and_all_counts() -> None:
     page = pages.PAGE.read_text(encoding="utf-8")
     filled = pages.filled_page(page, [a_run(), a_run(found=())])
     assert "| `forward_q_outer` | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
+    assert "by delays" not in filled
+    late = [msgspec.structs.replace(one, fate=results.Fate.DELAYED) for one in a_run().found[:1]]
+    told = pages.filled_page(page, [a_run(found=(*late, *a_run().found[1:]))])
+    assert "| hung or died | by delays | equivalent |" in told
+    assert "| `forward_q_outer` | 3 | 0 | 1 | 1 | 0 | 1 | 0 |" in told
     assert "| random q=1 kv=2 |" in filled
     assert "1 sampled\nconfigs were verified: 0 were refused" in filled
     assert "All 1 kernels that they were made of were accepted." in filled

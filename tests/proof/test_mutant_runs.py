@@ -40,20 +40,33 @@ class FakePool:
 
 
 class Gpu:
-    """A GPU on which kernels behave as their sources say.
+    """A GPU on which kernels behave as their sources say, or as they say where warps fall behind.
 
     Attributes:
         checks: What was verified, in order.
     """
 
-    def __init__(self, behaviour: dict[str, Callable[[int], Checked]]) -> None:
+    def __init__(
+        self,
+        behaviour: dict[str, Callable[[int], Checked]],
+        late: dict[str, Callable[[int], Checked]] | None = None,
+    ) -> None:
         self._behaviour = behaviour
+        self._late = late or {}
         self.checks: list[str] = []
 
     def check(self, kernel: Kernel, problem: object, config: object, level: object, seed: int) -> Checked:
         self.checks.append(kernel.digest)
         behave = self._behaviour.get(kernel.digest)
         return behave(seed) if behave else Checked(RIGHT, "", 1.0)
+
+    def check_late(self, kernel: Kernel, problem: object, config: object, seed: int) -> Checked:
+        behave = self._late.get(kernel.digest)
+        return behave(seed) if behave else Checked(None, "", 1.0)
+
+
+def refuse(seed: int) -> Checked:
+    return Checked(WRONG, "", 1.0)
 
 
 def hang(seed: int) -> Checked:
@@ -83,6 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
         monkeypatch.setattr(jobs, "compile_fitting", lambda kernel, target: "")
         monkeypatch.setattr(jobs, "warm", lambda: None)
         monkeypatch.setattr(jobs, "check", gpu.check)
+        monkeypatch.setattr(jobs, "check_late", gpu.check_late)
         monkeypatch.setattr(jobs, "differ", lambda *arguments: "")
 
     return set_up
@@ -102,7 +116,7 @@ def test_fates(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.M
     racy = next(of_kind(racy=True))
     gpu = Gpu(
         {
-            digest(refused): lambda seed: Checked(WRONG, "", 1.0),
+            digest(refused): refuse,
             digest(dying): die,
             digest(hanging): hang,
             digest(racy): lambda seed: Checked(WRONG if seed == 9 else RIGHT, "", 1.0),
@@ -144,6 +158,39 @@ def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
     assert [one.fate for one in found] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
 
 
+@pytest.mark.parametrize(
+    ("end", "fate"),
+    [(refuse, Fate.DELAYED), (hang, Fate.DELAYED), (die, Fate.DELAYED), (run_out, Fate.NOT_RUN)],
+)
+def test_what_delays_alone_show_is_told_apart(
+    end: Callable[[int], Checked],
+    fate: Fate,
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, equal = (next(of_kind(racy=racy, hangs=False)) for racy in (True, False))
+    install(Gpu({}, {digest(late): end}))
+    _, found = runner.run_mutants((late, equal), plan, lambda one: None)
+    assert [one.fate for one in found] == [fate, Fate.EQUIVALENT]
+
+
+@pytest.mark.parametrize("end", [refuse, hang, die, run_out])
+def test_a_right_kernel_that_delays_alone_refuse_is_refused_wrongly(
+    end: Callable[[int], Checked],
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subjects = right.sampled_subjects(2, 3, H200)[:3]
+    install(Gpu({}, {rendered(subjects[1]).digest: end}))
+    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: False)
+    controls = right.verify_right(subjects, plan, lambda control: None)
+    assert [control.wrongly_refused for control in controls] == [False, True, False]
+    assert controls[1].delayed
+    assert controls[1].failed
+
+
 def test_a_check_that_fails_itself_catches_nothing(install: Callable[[Gpu], None], plan: Plan) -> None:
     mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
     install(Gpu({digest(mutant): run_out for mutant in mutants}))
@@ -160,7 +207,7 @@ def test_right_kernels_that_are_refused_are_judged_again(
     with_features = {subject.family for subject in subjects if subject.problem.features}
     assert {"forward_hopper", "backward_fused"} <= with_features
     wrong, tight = subjects[2], subjects[5]
-    install(Gpu({rendered(one).digest: lambda seed: Checked(WRONG, "", 1.0) for one in (wrong, tight)}))
+    install(Gpu({rendered(one).digest: refuse for one in (wrong, tight)}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
     controls = right.verify_right(subjects, plan, lambda control: None)
     assert [control.passed for control in controls] == [subject not in {wrong, tight} for subject in subjects]
@@ -176,7 +223,7 @@ def test_a_strict_check_that_gives_no_verdict_is_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (subject,) = right.sampled_subjects(1, 3, H200)[:1]
-    install(Gpu({rendered(subject).digest: lambda seed: Checked(WRONG, "", 1.0)}))
+    install(Gpu({rendered(subject).digest: refuse}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: end(seed))
     (control,) = right.verify_right([subject], plan, lambda control: None)
     assert not control.passed

@@ -18,8 +18,8 @@ def test_every_place_becomes_a_sleep(family: str) -> None:
     kernel = delayed(rendered(FIRST[family]))
     assert kernel is not None
     binary = compile_kernel(kernel, find_target("h200"))
-    # Groups have a copy each of what they run, and a template's helper one in each that calls it.
-    assert binary.asm["ptx"].count("nanosleep.u32") > kernel.source.count("    fall_behind()\n") // 2
+    # Groups have a copy each of what they run, and so have loops that are unrolled.
+    assert binary.asm["ptx"].count("nanosleep.u32") >= kernel.source.count("    fall_behind()\n")
     kept = compile_kernel(rendered(FIRST[family]), find_target("h200"))
     assert "nanosleep" not in kept.asm["ptx"]
     assert kept.metadata.shared == binary.metadata.shared

@@ -1,0 +1,40 @@
+"""Kernels whose first use is measured are those that contiguous tensors get, or ones of odd strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.first_use_cases import CASES
+from flashtune.kernel import Alignment
+from flashtune.problem import Direction
+from flashtune.tables import tuned_records
+from flashtune.target import find_target
+from flashtune.templates.registry import family_names
+from flashtune.tuner.chosen import contiguous_specialization
+
+
+@pytest.fixture(autouse=True)
+def _no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "none.sqlite"))
+    tuned_records.cache_clear()
+    yield
+    tuned_records.cache_clear()
+
+
+def test_cases_assume_what_their_tensors_have() -> None:
+    odd = [case for case in CASES if case.alignment is Alignment.ANY]
+    assert odd
+    for case in CASES:
+        assert case in odd or case.assumed == contiguous_specialization(case.problem, lse=True)
+
+
+def test_cases_are_of_both_passes_and_nearly_all_families() -> None:
+    target = find_target("nvidia-h200")
+    chosen = {case.record(target).family for case in CASES}
+    # What no table and no default of this GPU leads to.
+    assert set(family_names()) - chosen == {"forward_kv_outer", "backward_fused"}
+    assert {case.problem.direction for case in CASES} == set(Direction)
+    assert len({case.problem.features for case in CASES}) > 8
