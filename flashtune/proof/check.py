@@ -82,7 +82,8 @@ def check_kernel(
         verdicts.append(check_rendered(kernel, variant, config, target, device, level, seed=seed))
         if level is Level.STRICT and verdicts[-1].passed and not interpreting():
             late = check_delayed(kernel, variant, config, target, device, seed=seed)
-            verdicts += [] if late is None else [late]
+            if late is not None:
+                verdicts.append(late)
     return joined(verdicts)
 
 
@@ -144,7 +145,7 @@ def check_delayed(
     Raises:
         KernelError: It does not compile, load or launch.
     """
-    # Looked for at the strict level alone: a first call pays for no module that it does not use.
+    # A first call, which is not proven so, imports nothing for it.
     from flashtune.proof.delays import delayed
 
     late = delayed(kernel)

@@ -17,10 +17,9 @@ import msgspec
 from flashtune.kernel import Kernel
 
 # One place in so many at random, and up to so many nanoseconds, of which `nanosleep` makes twice as many at
-# most: a copy takes about one thousand.
+# most: a copy takes about one thousand. Powers of two both.
 ONE_IN = 4
 LONGEST_NS = 4096
-MARK = "mbarrier.wait("
 
 # A statement that begins with, or assigns, what others may have to come before or after.
 _PLACE = re.compile(
@@ -57,7 +56,7 @@ def fall_behind():
 
 def delayed(kernel: Kernel) -> Kernel | None:
     """The same kernel with warps that fall behind; None of one whose compiler alone orders its accesses."""
-    if MARK not in kernel.source:
+    if "mbarrier.wait(" not in kernel.source:
         return None
     source = _PLACE.sub(lambda place: f"{place['indent']}fall_behind()\n{place[0]}", kernel.source)
     return msgspec.structs.replace(kernel, source=source + _SLEEP)

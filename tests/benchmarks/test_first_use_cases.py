@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +16,7 @@ from flashtune.tuner.chosen import contiguous_specialization
 
 
 @pytest.fixture(autouse=True)
-def _no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "none.sqlite"))
+def _shipped_alone() -> Iterator[None]:
     tuned_records.cache_clear()
     yield
     tuned_records.cache_clear()

@@ -166,13 +166,8 @@ def _show(one: Found, *, verbose: bool) -> None:
 
 
 def _show_control(control: Control) -> None:
-    if control.passed:
-        return
-    standing = {None: ", not judged again", True: " AND WRONGLY", False: ", and by the strict level too"}[
-        control.confirmed
-    ]
-    late = ", with delays alone" if control.delayed else ""
-    click.echo(f"refused{late}{standing}: {control.label}: {control.failed}")
+    if not control.passed:
+        click.echo(f"refused, {control.standing}: {control.label}: {control.failed}")
 
 
 if __name__ == "__main__":

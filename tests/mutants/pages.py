@@ -9,7 +9,7 @@ from flashtune.proof.check import INTERPRETER
 from flashtune.tuner.pages import filled
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
 from tests.mutants.core import broken
-from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, counts, load
+from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/proof.md"
@@ -103,18 +103,10 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
         if refused:
             yield ""
             yield from (
-                f"- Refused, {_by_strict(control)}: {control.label}. {control.failed}" for control in refused
+                f"- Refused, {control.standing}: {control.label}. {control.failed}" for control in refused
             )
     if not drawn:
         yield "No run over sampled configs is kept yet."
-
-
-def _by_strict(control: Control) -> str:
-    if control.delayed:
-        return "with delays alone"
-    if control.confirmed is None:
-        return "and not judged again"
-    return "and the strict level accepts it" if control.confirmed else "by the strict level too"
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:

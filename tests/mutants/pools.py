@@ -133,7 +133,9 @@ def checking_late(pool: ProcessPool, subject: Subject, kernel: Kernel, seed: int
 
 
 def with_late(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
-    """Kernels, and then those among them whose warps can fall behind as they do."""
-    given = tuple(kernels)
-    yield from given
-    yield from filter(None, map(delayed, given))
+    """Kernels, each followed by itself with warps that fall behind where it has barriers of its own."""
+    for kernel in kernels:
+        yield kernel
+        late = delayed(kernel)
+        if late is not None:
+            yield late

@@ -21,9 +21,9 @@ class Fate(enum.StrEnum):
     refused       A probe found it wrong, or it could not be launched.
     hung          It did not end within its time, or its process had to be ended.
     died          It took its process or the GPU's context down.
-    delayed       It was accepted, and one of these three as soon as its warps fell behind at random.
-    equivalent    It was accepted so as well, and gave the same bits as the unbroken kernel on every probe and
-                  on random problems; of sums without an order what another order may give.
+    equivalent    It was accepted, and gave the same bits as the unbroken kernel on every probe and on random
+                  problems; of sums without an order what another order may give.
+    delayed       It was equivalent, and one of the first three as soon as its warps fell behind at random.
     survived      It was accepted, and gave something else somewhere.
     not_compiled  It is no kernel, and so no mutant.
     not_run       Time was up, or the check itself failed.
@@ -32,8 +32,8 @@ class Fate(enum.StrEnum):
     REFUSED = "refused"
     HUNG = "hung"
     DIED = "died"
-    DELAYED = "delayed"
     EQUIVALENT = "equivalent"
+    DELAYED = "delayed"
     SURVIVED = "survived"
     NOT_COMPILED = "not_compiled"
     NOT_RUN = "not_run"
@@ -98,6 +98,15 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def wrongly_refused(self) -> bool:
         """Whether it was refused and the strict level did not refuse it as well."""
         return not self.passed and self.confirmed is not False
+
+    @property
+    def standing(self) -> str:
+        """What else is known of a refusal."""
+        if self.delayed:
+            return "with delays alone"
+        if self.confirmed is None:
+            return "and not judged again"
+        return "and the strict level accepts it" if self.confirmed else "by the strict level too"
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -189,12 +189,14 @@ def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
 
 
 def _accepted(pool: ProcessPool, mutant: Mutant, plan: Plan, seconds: float) -> Found:
-    """Lets the warps of what was accepted fall behind, and then holds it against the right kernel."""
-    late = _caught(mutant, checking_late(pool, mutant.subject, broken(mutant), plan.seed))
-    if late:
-        return late if late.fate is Fate.NOT_RUN else msgspec.structs.replace(late, fate=Fate.DELAYED)
+    """Holds what was accepted against the right kernel; where they are alike, lets its warps fall behind."""
     problem, config = mutant.subject.problem, mutant.subject.config
     arguments = (rendered(mutant.subject), broken(mutant), problem, config, plan.seed, mutant.racy)
     job = pool.schedule(jobs.differ, args=arguments, timeout=START_SECONDS)
     where = ended(job) or job.result()
-    return found_of(mutant, Fate.SURVIVED if where else Fate.EQUIVALENT, where, seconds)
+    if where:
+        return found_of(mutant, Fate.SURVIVED, where, seconds)
+    late = _caught(mutant, checking_late(pool, mutant.subject, broken(mutant), plan.seed))
+    if late is None:
+        return found_of(mutant, Fate.EQUIVALENT, seconds=seconds)
+    return late if late.fate is Fate.NOT_RUN else msgspec.structs.replace(late, fate=Fate.DELAYED)

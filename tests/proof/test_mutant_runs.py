@@ -175,6 +175,16 @@ def test_what_delays_alone_show_is_told_apart(
     assert [one.fate for one in found] == [fate, Fate.EQUIVALENT]
 
 
+def test_delays_excuse_no_survivor(
+    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = next(of_kind(racy=True))
+    install(Gpu({}, {digest(mutant): refuse}))
+    monkeypatch.setattr(jobs, "differ", lambda *arguments: "random")
+    _, (found,) = runner.run_mutants((mutant,), plan, lambda one: None)
+    assert found.fate is Fate.SURVIVED
+
+
 @pytest.mark.parametrize("end", [refuse, hang, die, run_out])
 def test_a_right_kernel_that_delays_alone_refuse_is_refused_wrongly(
     end: Callable[[int], Checked],
