@@ -16,7 +16,8 @@ from flashtune.proof.cases import Case, lengths_of
 from flashtune.proof.gradients import prepared as gradients
 from flashtune.proof.memory import Dense, Frame, Memory, placed
 from flashtune.proof.prepared import dense_values
-from flashtune.proof.probes import aside
+from flashtune.proof.chance import aside
+
 from flashtune.side import Side
 from flashtune.target import Target
 

@@ -13,6 +13,7 @@ import torch
 from flashtune.dtypes import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Problem
+from flashtune.proof.chance import aside
 from flashtune.proof.probes import DEPTH, Probe
 from flashtune.side import Side
 
@@ -98,32 +99,35 @@ def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator
     def drawn(*size: int) -> Tensor:
         return torch.rand(size, generator=generator, device=device)
 
-    blocks = -(-shape[2] // ROWS_OF_A_BLOCK), -(-shape[3] // block)
-    row = torch.arange(shape[2], device=device) // ROWS_OF_A_BLOCK
-    key = torch.arange(shape[3], device=device) // block
-    hidden = (drawn(batch, heads, *blocks) < HIDDEN_BLOCKS)[:, :, row][..., key]
-    hidden |= drawn(*shape) < HIDDEN_KEYS
-    hidden |= drawn(batch, heads, shape[2], 1) < HIDDEN_ROWS
+    def kept(share: float, *size: int) -> Tensor:
+        # 0 for so large a share, 1 for the others, by casts.
+        return (drawn(*size) * (1 / share)).int().bool().float()
+
+    rows, columns = -(-shape[2] // ROWS_OF_A_BLOCK), -(-shape[3] // block)
+    blocks = kept(HIDDEN_BLOCKS, batch, heads, rows, 1, columns, 1)
+    blocks = blocks.expand(-1, -1, -1, ROWS_OF_A_BLOCK, -1, block).flatten(4, 5).flatten(2, 3)
+    seen = kept(HIDDEN_KEYS, *shape) * kept(HIDDEN_ROWS, batch, heads, shape[2], 1)
+    seen *= blocks[:, :, : shape[2], : shape[3]]
     full = (problem.batch, problem.heads, *shape[2:])
     if problem.bias is Bias.BOOLEAN:
-        return (~hidden).expand(full)
+        return seen.bool().expand(full)
     size = 1.5 if probe in LOUD else 0.1
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-    bias = (size * normal).masked_fill_(hidden, float("-inf"))
+    bias = size * normal + seen.log()
     return bias.to(TORCH_DTYPES[problem.dtype]).expand(full)
 
 
 def _sinks(probe: Probe, problem: Problem, lengths: Lengths, generator: torch.Generator) -> Tensor:
     """About as heavy as all keys together; in `sink` far heavier in some heads, next to nothing in others."""
-    spread = 4.0 * torch.rand(problem.heads, generator=generator, device=generator.device) - 2.0
+    spread = 4.0 * torch.rand(problem.heads, generator=aside(generator, 4)) - 2.0
     level = math.log(max(1, *lengths.keys)) if lengths.keys else 0.0
     if probe is Probe.FAR_BELOW:
         level -= DEEP_CAP * math.tanh(DEPTH / DEEP_CAP) if problem.softcap else DEPTH
     sinks = spread + level
     if probe is Probe.SINK:
-        head = torch.arange(problem.heads, device=sinks.device) % 3
+        head = torch.arange(problem.heads) % 3
         sinks = torch.where(head == 0, sinks + HIGH_SINK, torch.where(head == 1, LOW_SINK, sinks))
-    return sinks.float()
+    return sinks.float().to(generator.device)
 
 
 def _prefixes(lengths: Lengths, block: int) -> Tensor:
@@ -168,16 +172,15 @@ def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Store
     shape = shared[problem.kv_scale]
     if problem.kv_scale is KvScale.PAGE and problem.page_size:
         shape = (batch, heads, -(-keys // problem.page_size))
-    # No scale is so small that the largest element would not fit.
+    # A hair more than what the largest element just fits with: beyond it some versions of torch make NaN.
     largest = values.abs().amax((0, 2, 3)) if problem.kv_scale is not KvScale.TENSOR else values.abs().amax()
-    least = largest.clamp_min(1e-6).reshape(1, -1, 1) / LARGEST_STORED[kind]
+    least = largest.cpu().clamp_min(1e-6).reshape(1, -1, 1) * ((1.0 + 2.0**-20) / LARGEST_STORED[kind])
     powers = 2.0 ** torch.randint(0, SCALE_POWER + 1, shape, generator=generator)
-    scales = (least * powers.to(values.device)).float()
+    scales = (least * powers).float()
     if scales.shape[2] > 1:
         scales = scales.repeat_interleave(problem.page_size, 2)[:, :, :keys]
     scales = scales.expand(batch, heads, keys)
-    elements = values / scales[..., None]
-    limit = LARGEST_STORED[kind]
+    elements = values * (1 / scales)[..., None].to(values.device)
     if kind is KvDtype.INT8:
         elements = elements.round()
-    return Stored(elements.clamp(-limit, limit).to(STORED_DTYPES[kind]), scales)
+    return Stored(elements.to(STORED_DTYPES[kind]), scales.to(values.device))

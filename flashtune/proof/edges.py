@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.proof.visible import COMPARISONS_OF_A_MASK, Rows, compared_on, unhidden_keys
+from flashtune.proof.chance import aside
+from flashtune.proof.visible import (
+    COMPARISONS_OF_A_MASK,
+    Rows,
+    compared_on,
+    distinct_masks,
+    unhidden_keys,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +22,7 @@ if TYPE_CHECKING:
     from flashtune.proof.lengths import Lengths
     from flashtune.side import Side
 
-# Pairs of queries and keys worked on at a time, in elements: a dozen bytes each.
+# Pairs of queries and keys worked on at a time, in elements: a few dozen bytes for each border.
 CHUNK_PAIRS = 2**27
 # Scores of a visible key beside a border and of the hidden one across it, over the others'.
 LAST_VISIBLE = 6.0
@@ -37,26 +44,18 @@ def at_edges(
     device, width = generator.device, problem.head_dim
     keys = problem.seqlen_kv
     shape = (problem.batch, problem.kv_heads, keys + 1, width)
-    heads = problem.batch * problem.heads
-    where = compared_on(COMPARISONS_OF_A_MASK * heads * problem.seqlen_q * (keys + 1), device)
     words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
     if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
-    step = max(1, CHUNK_PAIRS // max(1, problem.seqlen_q * (keys + 1)))
-    parts = [
-        _neighbours(_seen(problem, lengths, side, some, where), generator)
-        for some in torch.arange(heads).split(step)
-    ]
-    visible, hidden = (
-        torch.cat(part).unflatten(0, (problem.batch, problem.heads)) for part in zip(*parts, strict=True)
-    )
-    batch = torch.arange(problem.batch, device=where)[:, None, None]
-    head = (torch.arange(problem.heads, device=where) // problem.group_size)[None, :, None]
-    # Where queries are few keys are most of it, and signs travel as bytes.
-    signs = words.to(torch.int8).to(where)
-    asked = LAST_VISIBLE * signs[batch, head, visible] + FIRST_HIDDEN * signs[batch, head, hidden]
-    return (asked * (1 / (scale * width))).to(device), words[:, :, :keys].clone()
+    asked_for = _neighbours(problem, lengths, side, generator)
+    batch = torch.arange(problem.batch)[:, None, None]
+    head = (torch.arange(problem.heads) // problem.group_size)[None, :, None]
+    # Words are looked up on the CPU, which loads no kernels for it; signs travel as bytes.
+    signs = words.to(torch.int8).cpu()
+    last_visible, first_hidden = (signs[batch, head, key].to(device) for key in asked_for)
+    asked = LAST_VISIBLE * last_visible + FIRST_HIDDEN * first_hidden
+    return asked * (1 / (scale * width)), words[:, :, :keys].clone()
 
 
 def _next(lengths: Lengths, sequence: int) -> int:
@@ -65,24 +64,50 @@ def _next(lengths: Lengths, sequence: int) -> int:
     return next((other for other in following if lengths.keys[other]), sequence)
 
 
-def _neighbours(seen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A key that each row sees and one beside it that the row does not see, [heads, seqlen_q] each."""
-    # Keys beside one that is seen otherwise; beyond the last none is seen.
-    before, after = seen.roll(1, -1), seen.roll(-1, -1)
-    before[..., 0] = False
-    border = ~seen & (before | after)
-    drawn = torch.rand(border.shape, generator=generator, device=generator.device).to(seen.device)
-    hidden = drawn.masked_fill_(~border, -1.0).argmax(-1)
-    left = before.gather(-1, hidden[..., None])[..., 0]
-    return torch.where(left, hidden - 1, (hidden + 1).clamp_max(seen.shape[-1] - 1)), hidden
+def _neighbours(
+    problem: Problem, lengths: Lengths, side: Side, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A key that each row sees and one beside it that it does not: [batch, heads, seqlen_q], on the CPU."""
+    number = torch.arange(problem.batch * problem.heads)
+    all_rows = Rows(number // problem.heads, number % problem.heads, torch.arange(problem.seqlen_q))
+    masks = distinct_masks(lengths, side, all_rows)
+    pairs = problem.seqlen_q * (problem.seqlen_kv + 1)
+    where = compared_on(COMPARISONS_OF_A_MASK * masks * pairs, generator.device)
+    # Heads that see alike share one mask.
+    step = max(1, CHUNK_PAIRS // max(1, pairs)) if masks > 1 else len(number)
+    chance = aside(generator, 3)
+    parts = []
+    for some in number.split(step):
+        rows = Rows(all_rows.batch[some], all_rows.head[some], all_rows.rows)
+        seen = unhidden_keys(problem, lengths, side, rows, where)
+        drawn = torch.rand(len(some), problem.seqlen_q, generator=chance, dtype=torch.float64)
+        parts.append(_drawn_borders(seen, drawn))
+    visible, hidden = (
+        torch.cat(part).unflatten(0, (problem.batch, problem.heads)) for part in zip(*parts, strict=True)
+    )
+    return visible, hidden
 
 
-def _seen(problem: Problem, lengths: Lengths, side: Side, heads: Tensor, device: torch.device) -> Tensor:
-    """What each row of some heads sees, [heads, seqlen_q, seqlen_kv + 1]; nobody sees the last."""
-    some = Rows(heads // problem.heads, heads % problem.heads, torch.arange(problem.seqlen_q))
-    seen = unhidden_keys(problem, lengths, side, some, device)
-    seen = seen.expand(len(heads), -1, -1)
-    return torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
+def _drawn_borders(seen: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """One border of each row: the key on this side, and the one beyond. Any two where there is none.
+
+    Args:
+        seen: Boolean [heads | 1, seqlen_q, seqlen_kv].
+        drawn: Which of its borders each row gets, between 0 and 1: [heads, seqlen_q], on the CPU.
+    """
+    # Nobody sees what is before the first key or behind the last; the latter may be asked for.
+    padded = torch.nn.functional.pad(seen, (1, 2))
+    before, own, after = padded[..., :-2], padded[..., 1:-1], padded[..., 2:]
+    border = ~own & (before | after)
+    counts = border.sum(-1).cpu()
+    borders = border.nonzero()[:, -1].cpu()
+    if not len(borders):
+        return torch.zeros_like(drawn, dtype=torch.int64), torch.zeros_like(drawn, dtype=torch.int64)
+    from_left = before[border].cpu()
+    first = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    place = (first + (drawn * counts).long()).clamp_max(len(borders) - 1)
+    hidden = borders[place]
+    return torch.where(from_left[place], hidden - 1, hidden + 1), hidden
 
 
 def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,6 +169,16 @@ def _far(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(nan=math.nan, posinf=math.inf, neginf=FAR)
 
 
+def squared(tensor: Tensor) -> Tensor:
+    """Its square, by a kernel that is in use anyway."""
+    return tensor * tensor
+
+
+def norm(vectors: Tensor) -> Tensor:
+    """Euclidean, of the last dimension: by kernels that are in use anyway."""
+    return (vectors * vectors).sum(-1).sqrt()
+
+
 def larger(one: Tensor, other: Tensor) -> Tensor:
     """The larger of two at each place, NaN where either is; by kernels that are in use anyway."""
     both = one.new_empty(2, *one.shape)

@@ -14,11 +14,12 @@ from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side, store
 from flashtune.proof.cases import Case, lengths_of
+from flashtune.proof.chance import aside
 from flashtune.proof.gate import inverse
 from flashtune.proof.inputs import Guarded, checksum
 from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, placed
-from flashtune.proof.probes import aside, make_values
+from flashtune.proof.probes import make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.quantization import E4M3, LARGEST
 from flashtune.side import NO_SIDE, Side

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from flashtune.features import KvScale
+from flashtune.proof.chance import aside
 from flashtune.proof.edges import FIRST_HIDDEN, LAST_VISIBLE, at_edges, with_latent
 from flashtune.proof.lengths import equal_lengths
 from flashtune.side import NO_SIDE, Side
@@ -144,11 +145,6 @@ def _made(
             return Values(FAINTNESS * values.q, FAINTNESS * values.k, values.v)
         case Probe.DIAGONAL:
             return _diagonal(values, problem, scale, aside(generator))
-
-
-def aside(generator: torch.Generator, step: int = 0) -> torch.Generator:
-    """A generator of the CPU's with the same seed, for what is small: its arithmetic loads no kernels."""
-    return torch.Generator().manual_seed((generator.initial_seed() + step) % 2**32)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

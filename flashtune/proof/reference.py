@@ -26,7 +26,15 @@ from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Problem
 from flashtune.proof.chunks import chunked, widened
 from flashtune.proof.dropping import factors
-from flashtune.proof.gate import WEIGHT_RANGE, RowScale, allowed_error, allowed_lse_error, inverse
+from flashtune.proof.gate import (
+    WEIGHT_RANGE,
+    RowScale,
+    allowed_error,
+    allowed_lse_error,
+    inverse,
+    larger,
+    norm,
+)
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.scores import Laid, Seen, laid_over, seen_by
 from flashtune.proof.visible import Rows
@@ -141,7 +149,7 @@ def expect(
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
         laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
-        sinks = None if side.sinks is None else side.sinks[some.head].double()[:, None]
+        sinks = None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))
@@ -173,11 +181,11 @@ def _expect_heads(
     `kept` are factors of the weights, [heads, rows, keys]; None for ones.
     """
     scores = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
-    weights, total, lse = _softmax(scores, sinks)
+    weights, total, lse = softmax(scores, sinks)
     # Rows that see no key have equal weights by now, where there is no sink: 0 for them, and 1 for others.
     full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
     # What was added to keys that have weight, and to no others: weights are relative to the largest here.
-    added = None if laid.added is None else laid.added.masked_fill_(weights < LEAST_WEIGHT, 0.0).amax(-1)
+    added = None if laid.added is None else heaviest(laid.added, weights)
     weights.mul_(inverse(total)[..., None])
     if kept is not None:
         weights.mul_(kept)
@@ -186,14 +194,14 @@ def _expect_heads(
     row_scale = RowScale(
         spread=_product(squares, wide_v * wide_v).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
-        score=scale * _norm(wide_q) * _norm(wide_k).amax(-1, keepdim=True),
+        score=scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True),
         keys=seen.keys.expand(wide_q.shape[:2]),
         lse=lse.abs().mul_(full),
         added=added,
         softcap=softcap,
     )
     if problem.kv_dtype is not None:
-        products = _product(wide_q * wide_q, (wide_k * wide_k).mT).masked_fill_(seen.hidden, 0.0)
+        products = _product(wide_q * wide_q, (wide_k * wide_k).mT).mul_((~seen.hidden).double())
         focus = squares.sum(-1).sqrt()
         row_scale = row_scale._replace(products=scale * products.amax(-1).sqrt(), focus=focus)
     plain_out, plain_lse = _plain(scores, wide_v, problem, sinks, kept)
@@ -207,12 +215,18 @@ def _expect_heads(
     )
 
 
-def _norm(vectors: Tensor) -> Tensor:
-    """Euclidean, of the last dimension: by kernels that are in use anyway."""
-    return (vectors * vectors).sum(-1).sqrt()
+def heaviest(added: Tensor, weights: Tensor) -> Tensor:
+    """The largest of what was added to scores of each row whose keys have weight, [heads, rows].
+
+    Args:
+        added: Magnitudes, [heads, rows, keys].
+        weights: Alike, relative to a number that none exceeds by much.
+    """
+    # What is below one is cut off by a cast: comparing would load kernels of its own.
+    return (added * (weights * (1 / LEAST_WEIGHT)).long().bool()).amax(-1)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised weights, their sums and the log-sum-exp of each row.
 
     A sink, [heads, 1], is in the sum and in the log-sum-exp. Hidden scores are finite, and weigh nothing
@@ -220,7 +234,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tenso
     """
     largest = scores.amax(-1)
     if sinks is not None:
-        largest = largest.maximum(sinks)
+        largest = larger(largest, sinks)
     weights = (scores - largest[..., None]).exp_()
     total = weights.sum(-1)
     if sinks is not None:
@@ -232,7 +246,7 @@ def _plain(
     scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
-    weights, total, lse = _softmax(scores.float(), None if sinks is None else sinks.float())
+    weights, total, lse = softmax(scores.float(), None if sinks is None else sinks.float())
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
     # The range is a power of two: its inverse is exact.
     rounded = low.double() * (1 / WEIGHT_RANGE[problem.dtype])

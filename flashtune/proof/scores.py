@@ -11,6 +11,7 @@ from flashtune.problem import Causal, Problem
 from flashtune.proof.visible import (
     COMPARISONS_OF_A_MASK,
     Rows,
+    bias_of,
     compared_on,
     distinct_masks,
     places,
@@ -72,6 +73,14 @@ def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
     return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
 
 
+def distances(
+    problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device
+) -> Tensor:
+    """How far rows stand from keys, [heads | 1, rows, keys] in float64; arguments as of `places`."""
+    place = places(problem, lengths, batch, rows, batch.device).double().to(device)
+    return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
+
+
 def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
     """Scores capped, less what distance costs, and with their bias. Overwrites the scores.
 
@@ -86,13 +95,12 @@ def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, so
     if side.softcap is not None:
         scores = scores.div_(side.softcap).tanh_().mul_(side.softcap)
     if side.slopes is not None:
-        place = places(problem, lengths, some.batch, some.rows, scores.device)
-        key = torch.arange(problem.seqlen_kv, device=scores.device)
-        added = side.slopes[some.batch, some.head].double()[:, None, None] * (place - key).abs()
+        slopes = side.slopes.cpu()[some.batch, some.head].double()[:, None, None]
+        added = slopes.to(scores.device) * distances(problem, lengths, some.batch, some.rows, scores.device)
         scores = scores - added
     if side.bias is not None and problem.bias is Bias.ADDITIVE:
         # What it takes away is hidden, and its size here is nothing's.
-        bias = side.bias[some.batch, some.head][:, some.rows].double().nan_to_num(neginf=0.0)
+        bias = bias_of(problem, side.bias, some).double().nan_to_num(neginf=0.0)
         scores = scores + bias
         size = bias.abs()
         added = size if added is None else added.abs() + size

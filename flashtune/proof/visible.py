@@ -9,14 +9,15 @@ import torch
 from flashtune.features import Bias
 from flashtune.problem import Causal, Problem
 from flashtune.proof.lengths import Lengths
+from flashtune.proof.placing import is_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.side import Side
 
-# Up to so many comparisons of rows with keys are done on the CPU.
-FEW_COMPARISONS = 2**20
+# Up to so many comparisons of rows with keys are done on the CPU, some ten milliseconds of them.
+FEW_COMPARISONS = 2**24
 # What a mask of features, or drawing a border of any mask, takes for each pair of a row and a key.
 COMPARISONS_OF_A_MASK = 8
 
@@ -94,7 +95,7 @@ def visible_keys(
     elif problem.window_right is not None:
         seen = seen & (key <= place + problem.window_right)
     if side.prefix is not None:
-        prefix = side.prefix[batch.to(side.prefix.device)].to(device, torch.int64)
+        prefix = side.prefix.cpu()[batch].to(device, torch.int64)
         seen = seen | (key < prefix[:, None, None])
     return seen & (key < keys) & (rows[None, :, None].to(device) < queries)
 
@@ -104,8 +105,16 @@ def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, de
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
         return seen
-    picked = side.bias[some.batch, some.head][:, some.rows].to(device)
-    return seen & (picked if problem.bias is Bias.BOOLEAN else picked != float("-inf"))
+    picked = bias_of(problem, side.bias, some).to(device)
+    # Minus infinity times zero is NaN, which is not nothing: comparing would load kernels of its own.
+    return seen & (picked if problem.bias is Bias.BOOLEAN else ~(picked * 0).bool())
+
+
+def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:
+    """A bias at some rows of some heads, [heads, rows, keys]; nothing is looked up where all are wanted."""
+    if is_all(problem, some.batch * problem.heads + some.head, some.rows):
+        return bias.flatten(0, 1)
+    return bias[some.batch, some.head][:, some.rows]
 
 
 def _lengths(lengths: Lengths, batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

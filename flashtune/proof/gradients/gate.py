@@ -57,6 +57,8 @@ from flashtune.proof.gate import (
     PRODUCTS_OF_A_STEP,
     ROUNDOFFS_OF_A_STEP,
     UNIT_ROUNDOFF,
+    larger,
+    squared,
 )
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
     float32_part = FLOAT32_ROUNDOFF * (steps + longest**0.5)
     return QueryErrors(
         steps=steps,
-        weight=roundoff**2 + float32_part.square(),
+        weight=roundoff**2 + squared(float32_part),
         product=FLOAT32_ROUNDOFF * product_steps * sizes.product,
         delta=(roundoff + FLOAT32_ROUNDOFF * product_steps) * sizes.delta,
         least=LEAST_ROUNDING[problem.dtype] + LEAST_NORMAL * (1.0 + sizes.change),
@@ -201,8 +203,8 @@ def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
     relative = UNIT_ROUNDOFF[stored] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
     least = LEAST_ROUNDING[stored] + LEAST_NORMAL
-    allowed = factor * torch.maximum(plain, typical) + largest * relative + least
-    return allowed.masked_fill(terms == 0, 0.0)
+    allowed = factor * larger(plain, typical) + largest * relative + least
+    return allowed * terms.bool()
 
 
 def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dtype) -> Tensor:

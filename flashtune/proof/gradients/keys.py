@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.proof.gate import larger, squared
 from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_key_error
 from flashtune.proof.gradients.scores import Work, largest, once
 
@@ -39,12 +40,12 @@ class OfKeys(NamedTuple):
 def key_sums(work: Work) -> OfKeys:
     """What some rows add."""
     wide, exact, plain, errors = work.wide, work.exact, work.plain, work.errors
-    weight, least = errors.weight[..., None], errors.least.square()[..., None]
-    q, dout, squares = wide.q.square(), wide.dout.square(), exact.weights.square()
+    weight, least = errors.weight[..., None], squared(errors.least)[..., None]
+    q, dout, squares = squared(wide.q), squared(wide.dout), squared(exact.weights)
     # Deltas of different rows are off independently.
-    of_product = (errors.delta.square() + errors.product.square())[..., None] * q
-    dk_spread = exact.slopes.square().mT @ (weight * q) + squares.mT @ of_product
-    dv_spread = exact.kept.square().mT @ (weight * dout)
+    of_product = (squared(errors.delta) + squared(errors.product))[..., None] * q
+    dk_spread = squared(exact.slopes).mT @ (weight * q) + squares.mT @ of_product
+    dv_spread = squared(exact.kept).mT @ (weight * dout)
     return OfKeys(
         dk=exact.slopes.mT @ wide.q,
         dv=exact.kept.mT @ wide.dout,
@@ -60,7 +61,7 @@ def key_sums(work: Work) -> OfKeys:
 def added(one: OfKeys, other: OfKeys) -> OfKeys:
     """What two slices of rows add together."""
     sums = OfKeys(*map(torch.add, one, other))
-    return sums._replace(steps=one.steps.maximum(other.steps))
+    return sums._replace(steps=larger(one.steps, other.steps))
 
 
 def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradient, Gradient]:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.proof.gate import larger, squared
 from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_query_error, allowed_slope_error
 from flashtune.proof.gradients.scores import Work, once
-from flashtune.proof.visible import places
+from flashtune.proof.scores import distances
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,23 +59,22 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     typical = picked(errors.delta + errors.product) * weights + picked(errors.weight).sqrt() * exact.abs()
     typical += picked(errors.least)
     plain = (once(picked(work.plain.laid), problem) - exact).abs()
-    seen = (weights > 0).double()
+    seen = weights.bool().double()
     figures = RowFigures(plain, typical, exact.abs(), seen, picked(errors.steps).expand(seen.shape))
     return Gradient(exact[..., None], allowed_query_error(figures, problem))
 
 
 def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfSlopes:
     """What some rows add to the gradients of slopes."""
-    group, device = problem.group_size, work.keys.device
+    group = problem.group_size
     batch = pairs.batch.repeat_interleave(group)
-    place = places(problem, lengths, batch, work.rows, device)
-    distance = (place - torch.arange(problem.seqlen_kv, device=device)).abs().double()
+    distance = distances(problem, lengths, batch, work.rows, work.keys.device)
     distance = distance.expand(len(batch), -1, -1).reshape(work.exact.laid.shape)
     errors, laid = work.errors, work.exact.laid
     # A row's delta is off for all of its keys alike.
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)
-    spread = errors.weight * (laid * distance).square_().sum(-1) + alike.square()
-    spread += errors.least.square() * distance.square().sum(-1)
+    spread = errors.weight * squared(laid * distance).sum(-1) + squared(alike)
+    spread += squared(errors.least) * squared(distance).sum(-1)
 
     def of_heads(rows: Tensor) -> Tensor:
         total: Tensor = rows.unflatten(1, (group, -1)).sum(-1)
@@ -92,7 +92,7 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
 def added_slopes(one: OfSlopes, other: OfSlopes) -> OfSlopes:
     """What two slices of rows add together."""
     sums = OfSlopes(*map(torch.add, one, other))
-    return sums._replace(steps=one.steps.maximum(other.steps))
+    return sums._replace(steps=larger(one.steps, other.steps))
 
 
 def slope_gradient(problem: Problem, sums: OfSlopes) -> Gradient:

@@ -14,6 +14,7 @@ from flashtune.features import Bias
 from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side
 from flashtune.proof.cases import Case, lengths_of
+from flashtune.proof.chance import aside
 from flashtune.proof.gradients.pairs import sample_pairs
 from flashtune.proof.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.proof.gradients.values import make_dlse, make_dout
@@ -23,7 +24,7 @@ from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, Memory, placed
 from flashtune.proof.placing import Places, put, query_places
 from flashtune.proof.prepared import ROWS_BEHIND
-from flashtune.proof.probes import aside, make_values
+from flashtune.proof.probes import make_values
 from flashtune.proof.reference import sample
 from flashtune.side import NO_SIDE, Side
 

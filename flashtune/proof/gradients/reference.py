@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.features import Bias
+from flashtune.proof.gate import squared
 from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_query_error
 from flashtune.proof.gradients.keys import OfKeys, added, key_gradients, key_sums
 from flashtune.proof.gradients.laid import (
@@ -138,9 +139,9 @@ def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRo
 def _typical(work: Work) -> Tensor:
     """Typical error of each row of dq but for the scale, [pairs, group · rows]."""
     wide, exact, errors = work.wide, work.exact, work.errors
-    squares = wide.k.square()
-    spread: Tensor = errors.weight[..., None] * (exact.slopes.square() @ squares)
-    spread += errors.product.square()[..., None] * (exact.weights.square() @ squares)
-    spread += errors.least.square()[..., None] * squares.sum(-2, keepdim=True)
+    squares = squared(wide.k)
+    spread: Tensor = errors.weight[..., None] * (squared(exact.slopes) @ squares)
+    spread += squared(errors.product)[..., None] * (squared(exact.weights) @ squares)
+    spread += squared(errors.least)[..., None] * squares.sum(-2, keepdim=True)
     alike = (errors.delta + errors.product) * largest(exact.weights @ wide.k)
     return alike + spread.amax(-1).sqrt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.dtypes import TORCH_DTYPES
+from flashtune.proof.gate import norm
 from flashtune.proof.gradients.gate import QueryErrors, Sizes, query_errors
 from flashtune.proof.gradients.weights import Given, Weights, Wide, finite, rounded, weights_of, widened
 
@@ -96,20 +97,16 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
 
 def _sizes(given: Given, wide: Wide, weights: Weights, delta: Tensor) -> Sizes:
     kept = 1.0 / (1.0 - (given.side.dropout or 0.0))
-    product = _norm(wide.dout) * _norm(wide.v).amax(-1, keepdim=True) * kept
+    product = norm(wide.dout) * norm(wide.v).amax(-1, keepdim=True) * kept
     return Sizes(
-        score=given.scale * _norm(wide.q) * _norm(wide.k).amax(-1, keepdim=True),
+        score=given.scale * norm(wide.q) * norm(wide.k).amax(-1, keepdim=True),
         lse=finite(weights.lse).abs(),
         added=weights.added,
         product=product,
-        delta=_norm(wide.dout * weights.out),
+        delta=norm(wide.dout * weights.out),
         change=product + delta.abs(),
         kept=kept,
     )
-
-
-def _norm(vectors: Tensor) -> Tensor:
-    return vectors.square().sum(-1).sqrt()
 
 
 def once(gradient: Tensor, problem: Problem) -> Tensor:

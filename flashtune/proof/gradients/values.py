@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.proof.probes import NEEDLE, Probe, aside
+from flashtune.proof.chance import aside
+from flashtune.proof.probes import NEEDLE, Probe
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.proof.dropping import factors
+from flashtune.proof.gate import squared
+from flashtune.proof.placing import is_all
+from flashtune.proof.reference import HIDDEN, heaviest, softmax
 from flashtune.proof.scores import laid_over, seen_by
 from flashtune.proof.visible import Rows
 from flashtune.side import Side
@@ -18,9 +20,6 @@ if TYPE_CHECKING:
     from flashtune.problem import Problem
     from flashtune.proof.gradients.pairs import Pairs
     from flashtune.proof.lengths import Lengths
-
-# Keys of less weight than this, relative to the row's log-sum-exp, decide nothing.
-LEAST_LOG_WEIGHT = -21.0
 
 
 class Given(NamedTuple):
@@ -69,7 +68,8 @@ class Weights(NamedTuple):
     """The forward pass of some rows.
 
     Attributes:
-        scores: [pairs, group · rows, keys] in float64, with all that is laid over them; -inf where hidden.
+        scores: [pairs, group · rows, keys] in float64, with all that is laid over them; next to -inf
+            where hidden.
         exact: P, alike.
         slope: 1 - tanh² where scores are capped, alike; None where they are not.
         kept: What dropout multiplies P by, alike; None where nothing is dropped.
@@ -94,13 +94,20 @@ class Weights(NamedTuple):
 def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
     """Some rows of some pairs, in float64."""
     batch, heads = pairs.batch[:, None], pairs.heads(problem)
-    own = (pairs.batch, pairs.kv_head)
+    everything = is_all(problem, (batch * problem.heads + heads).flatten(), rows)
 
+    # Nothing is looked up where all is wanted: that would load kernels.
     def stacked(tensor: Tensor) -> Tensor:
+        if everything:
+            split: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size))
+            return split.flatten(0, 1).flatten(1, 2).double()
         return tensor[batch, heads][:, :, rows].flatten(1, 2).double()
 
+    def own(tensor: Tensor) -> Tensor:
+        return (tensor.flatten(0, 1) if everything else tensor[pairs.batch, pairs.kv_head]).double()
+
     dlse = 0.0 if given.dlse is None else stacked(given.dlse)
-    return Wide(stacked(given.q), given.k[own].double(), given.v[own].double(), stacked(given.dout), dlse)
+    return Wide(stacked(given.q), own(given.k), own(given.v), stacked(given.dout), dlse)
 
 
 def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: Tensor) -> Weights:
@@ -108,19 +115,20 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
     device, group, side = wide.q.device, problem.group_size, given.side
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)
     scores = (wide.q @ wide.k.mT).mul_(given.scale)
-    slope = None if side.softcap is None else 1.0 - (scores / side.softcap).tanh_().square_()
+    slope = None if side.softcap is None else 1.0 - squared((scores / side.softcap).tanh_())
     by_head = scores.view(len(some.head), len(rows), -1)
     seen = seen_by(problem, given.lengths, side, some, device)
     laid = laid_over(problem, by_head, given.lengths, side, some)
-    by_head = laid.scores.masked_fill_(seen.hidden, float("-inf"))
+    by_head = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
     scores = by_head.view_as(scores)
-    sinks = None if side.sinks is None else side.sinks[some.head].double()
-    lse = _log_sum_exp(by_head, sinks).view(scores.shape[:2])
-    added = None
-    if laid.added is not None:
-        least = lse.view(by_head.shape[:2])[..., None] + LEAST_LOG_WEIGHT
-        added = laid.added.masked_fill(by_head < least, 0.0).amax(-1).view_as(lse)
+    sinks = None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
+    lse = softmax(by_head, sinks)[2]
+    if sinks is None:
+        # Rows that see no key have equal weights by now.
+        lse.add_(seen.keys.bool().double().log())
+    lse = lse.view(scores.shape[:2])
     exact = (scores - finite(lse)[..., None]).exp_()
+    added = None if laid.added is None else heaviest(laid.added, exact.view_as(by_head)).view_as(lse)
     visible = (~seen.hidden).expand(by_head.shape)
     queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
     keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
@@ -130,15 +138,9 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
     return Weights(scores, exact, slope, kept, out, lse, added, keys, queries)
 
 
-def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Of each row, [heads, rows]; a sink, [heads], is in it."""
-    lse = scores.logsumexp(-1)
-    return lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
-
-
 def finite(lse: Tensor) -> Tensor:
-    """What is taken off the scores: nothing where all are -inf."""
-    return lse.masked_fill(lse == float("-inf"), 0.0)
+    """What is taken off the scores: nothing where all are hidden."""
+    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
 def rounded(out: Tensor, problem: Problem) -> Tensor:
