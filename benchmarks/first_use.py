@@ -4,7 +4,7 @@
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
 process (`here`), and some in processes of their own (`fresh process`), where torch's kernels and the check's
-modules are loaded too: the shortest of a few, since whatever else goes on there only adds. These have
+modules are loaded too: the shorter of two, since whatever else goes on there only adds. These have
 multiplied matrices before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
 """
 
@@ -37,7 +37,7 @@ from flashtune.versions import driver_version
 ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0
 # Processes of a kernel's own, each with an empty database.
-FRESH_TRIES = 4
+FRESH_TRIES = 2
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
 

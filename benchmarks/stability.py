@@ -30,13 +30,14 @@ from flashtune.record import Record
 from flashtune.target import Target, device_target
 from flashtune.tuner.candidates import Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.closing import FINALISTS, FINALS_WITHIN
 from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.finals import run_finals
 from flashtune.tuner.fitting import shipped_fit
 from flashtune.tuner.ranking import promising
 from flashtune.tuner.request import Budget, Experience, SearchRequest
 from flashtune.tuner.resume import warm_configs
-from flashtune.tuner.search import FINALISTS, FINALS_WITHIN, run_search
+from flashtune.tuner.search import run_search
 from flashtune.tuner.selection import candidate_of, finalists, select
 from flashtune.tuner.shapes import parse_shape
 

@@ -45,6 +45,10 @@ class Measurer(Protocol):
         """Times candidates and peers in one run; nothing where that is impossible or came to grief."""
         ...
 
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        """Verifies a candidate with warps that fall behind; None where that tells nothing, or cannot be."""
+        ...
+
 
 def lost_device(device: int, reason: str) -> DeviceLostError:
     """The error of a GPU that cannot be used, and why."""

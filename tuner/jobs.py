@@ -18,11 +18,12 @@ from flashtune.errors import KernelError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
-from flashtune.proof.check import check_kernel
+from flashtune.proof.check import check_delayed, check_kernel
 from flashtune.proof.passes import forget
 from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.compile_pool import MAX_MESSAGE
 from flashtune.tuner.evaluation import Evaluation, lost_device
@@ -110,6 +111,29 @@ def evaluate_candidate(
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
+
+
+def evaluate_late(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
+) -> Evaluation | None:
+    """Verifies a candidate with warps that fall behind; None of one that leaves waiting to the compiler.
+
+    Leaves the process if the GPU's context broke.
+
+    Raises:
+        DeviceLostError: The GPU cannot be used.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    try:
+        verdict = check_delayed(kernel, problem, candidate.config, target, device)
+    except (KernelError, RuntimeError) as error:
+        leave_if_broken(device, error)
+        return Evaluation(Outcome.LAUNCH_ERROR, message=f"delayed: {error}"[:MAX_MESSAGE])
+    if verdict is None:
+        return None
+    return Evaluation(Outcome.OK if verdict.passed else Outcome.WRONG_RESULT, verdict, message=verdict.failed)
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:

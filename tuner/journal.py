@@ -11,7 +11,7 @@ from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.request import Tally
 from flashtune.tuner.resume import finished
-from flashtune.tuner.selection import candidate_of, may_be_selected
+from flashtune.tuner.selection import candidate_of, finalists, may_be_selected
 from flashtune.tuner.study import Answer
 from flashtune.versions import current_versions
 
@@ -79,8 +79,16 @@ class Journal:
         return self._write(candidate, compiled, evaluation, 0.0)
 
     def amend(self, record: Record) -> StoredRecord:
-        """Stores another measurement of a candidate that is there already."""
-        return StoredRecord(self._store.add(record), "", record)
+        """Stores what was found of a candidate later: another time, more proof, or that it is wrong."""
+        candidate = candidate_of(record)
+        before = self.rows[candidate].record
+        self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
+        self._outcomes[before.outcome] -= 1
+        self._outcomes[record.outcome] += 1
+        failed = record.outcome is not Outcome.OK
+        if failed and self.best is not None and candidate_of(self.best) == candidate:
+            self.best = next(iter(finalists(self.records(), 1, 1.0)), None)
+        return self.rows[candidate]
 
     def _write(
         self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float

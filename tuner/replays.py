@@ -16,12 +16,13 @@ from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
 from flashtune.tuner.baselines import POLICIES
 from flashtune.tuner.candidates import Candidate, FamilySpace
+from flashtune.tuner.closing import FINALISTS
 from flashtune.tuner.fitting import fit_tables
 from flashtune.tuner.pool import Pool
 from flashtune.tuner.replay import Replay, best_after, replay_scope, target_of
 from flashtune.tuner.request import Budget, Experience, SearchRequest
 from flashtune.tuner.resume import warm_configs
-from flashtune.tuner.search import FINALISTS, run_search
+from flashtune.tuner.search import run_search
 from flashtune.tuner.truth import TruthTable, fastest
 
 # Cores of the simulated machine that compile, as the machine that made the tables had.

@@ -13,11 +13,10 @@ from flashtune.backward import BackwardTensors, bind_backward
 from flashtune.kernel import Alignment, Kernel
 from flashtune.launch import bind
 from flashtune.proof.cases import Case, lengths_of
+from flashtune.proof.chance import aside
 from flashtune.proof.gradients import prepared as gradients
 from flashtune.proof.memory import Dense, Frame, Memory, placed
 from flashtune.proof.prepared import dense_values
-from flashtune.proof.chance import aside
-
 from flashtune.side import Side
 from flashtune.target import Target
 

@@ -1,20 +1,19 @@
-"""The search: propose, prune, compile, verify, measure, store; then the finals and the selection."""
+"""The search: propose, prune, compile, verify, measure, store; then finals, a last proof, the selection."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
-
-import msgspec
+from collections.abc import Callable
 
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch import same_makers
 from flashtune.errors import ProblemError
-from flashtune.record import Measurement, Outcome, Provenance, Record
+from flashtune.record import Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.closing import prove_choice, run_finals, selected
 from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.evaluation import DeviceLostError
 from flashtune.tuner.fitting import shipped_fit
@@ -32,16 +31,10 @@ from flashtune.tuner.request import (
     SearchResult,
 )
 from flashtune.tuner.resume import known_winners, warm_configs
-from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, select
+from flashtune.tuner.selection import candidate_of
 from flashtune.versions import current_versions
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
-
-# Candidates that are timed once more, in turn. Many, since the first time of each was taken alone: where only
-# the fastest run in turn, the GPU is hotter, and who was first by a few percent may be twentieth.
-FINALISTS = 24
-# The finals take no candidate that is slower than this many times the best.
-FINALS_WITHIN = 1.15
 
 
 def run_search(
@@ -89,7 +82,7 @@ def run_search(
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            final = _finals(scope, journal, tools)
+            final = prove_choice(scope, journal, tools, run_finals(scope, journal, tools))
         except (KeyboardInterrupt, DeviceLostError):
             # What is right and timed may serve, though the finals never compared it in one run.
             _pin(store, request, journal, ())
@@ -131,28 +124,6 @@ def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> t
     return tuple(dict.fromkeys((*defaults, *experience.warm)))
 
 
-def _finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[StoredRecord, ...]:
-    """Times the best candidates, the fastest default, what may stand in, and the peers in one run."""
-    best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
-    rows = (journal.rows.get(candidate) for candidate in scope.defaults())
-    defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
-    if not best:
-        return ()
-    default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
-    stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
-    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
-    job = tools.measurer.finals(scope, entrants)
-    tools.clock.wait_for_all((job,))
-    return tuple(
-        journal.amend(_measured_again(journal.rows[candidate].record, measurement))
-        for candidate, measurement in zip(entrants, job.result(), strict=False)
-    )
-
-
-def _measured_again(record: Record, measurement: Measurement) -> Record:
-    return msgspec.structs.replace(record, measurement=measurement)
-
-
 def _pin(
     store: Store, request: SearchRequest, journal: Journal, final: tuple[StoredRecord, ...]
 ) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
@@ -166,7 +137,7 @@ def _pin(
         whether the choice was made the selection.
     """
     rows = final or tuple(journal.rows.values())
-    best = _selected(rows)
+    best = selected(rows)
     if best is None:
         return None, None, False
     stored = (entry.record for entry in store.selections(request.target.name))
@@ -174,18 +145,11 @@ def _pin(
     pinned = present is None or not _stands(present, best.record, request)
     if pinned:
         store.pin(best.id)
-    other = _selected(row for row in rows if serves_any_tensors(row.record))
+    other = selected(row for row in rows if serves_any_tensors(row.record))
     measured = other is not None and other.record.provenance is Provenance.MEASURED
     if other is None or not (pinned or measured) or not store.stand_in(other.id):
         other = None
     return best, other, pinned
-
-
-def _selected(rows: Iterable[StoredRecord]) -> StoredRecord | None:
-    """The row to select among those of one problem and run."""
-    listed = list(rows)
-    record = select(row.record for row in listed)
-    return next((row for row in listed if row.record is record), None)
 
 
 def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:

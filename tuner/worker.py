@@ -12,10 +12,12 @@ from flashtune.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation, lost_device
-from flashtune.tuner.jobs import evaluate_candidate, fatal_error, prepare, time_finalists
+from flashtune.tuner.jobs import evaluate_candidate, evaluate_late, fatal_error, prepare, time_finalists
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
 
 JOB_SECONDS = 20.0
+# With warps that fall behind, after being compiled.
+DELAYED_PATIENCE = 3.0
 # Gradients are three results of five products, and their reference is as much more work.
 BACKWARD_PATIENCE = 3.0
 FINALS_SECONDS = 180.0
@@ -55,10 +57,20 @@ class GpuWorker:
         del compiled  # Triton's cache has the binary
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation] = Future()
-        seconds = self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
-        job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), seconds)
+        job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), self._patience(scope))
         job.add_done_callback(lambda done: self._settle(done, settled))
         return settled
+
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        """Starts verifying a candidate with warps that fall behind: one that never ends by that is wrong."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        settled: Future[Evaluation | None] = Future()
+        job = self._scheduled(evaluate_late, arguments, DELAYED_PATIENCE * self._patience(scope))
+        job.add_done_callback(lambda done: self._settle(done, settled))
+        return settled
+
+    def _patience(self, scope: Scope) -> float:
+        return self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Starts the finals; if their process is lost they come to nothing."""
@@ -77,7 +89,7 @@ class GpuWorker:
             self._pool = start_pool(1)
         return self._pool.schedule(function, args=arguments, timeout=seconds)
 
-    def _settle(self, job: Future[Evaluation], settled: Future[Evaluation]) -> None:
+    def _settle(self, job: Future[Any], settled: Future[Any]) -> None:
         failure = failure_of(job)
         if failure is None:
             _pass_on(job, settled, None)
@@ -88,7 +100,7 @@ class GpuWorker:
         probe = self._scheduled(prepare, (self._device,), START_SECONDS)
         probe.add_done_callback(lambda done: self._settle_after(done, evaluation, settled))
 
-    def _settle_after(self, probe: Future[None], evaluation: Evaluation, settled: Future[Evaluation]) -> None:
+    def _settle_after(self, probe: Future[None], evaluation: Evaluation, settled: Future[Any]) -> None:
         if failure_of(probe):
             settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
         else:

@@ -24,7 +24,7 @@ from tests.mutants.interpreted import interpreted
 from tests.mutants.pages import PAGE, filled_page, pages_runs
 from tests.mutants.pools import WORKERS, Plan
 from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary, tally
-from tests.mutants.right import sampled_subjects, verify_right
+from tests.mutants.right import sampled_subjects, shipped_subjects, verify_right
 from tests.mutants.runner import run_mutants
 
 SEED = 7
@@ -89,12 +89,16 @@ def run(
 
 @main.command()
 @click.option("--samples", default=40, show_default=True, help="Configs of each family.")
+@click.option("--shipped", is_flag=True, help="Shipped kernels with barriers of their own.")
 @run_options
-def right(samples: int, seconds: float, seed: int | None, workers: int, out: Path | None) -> None:
+def right(
+    samples: int, shipped: bool, seconds: float, seed: int | None, workers: int, out: Path | None
+) -> None:
     """Verifies sampled configs; fails where one is refused that a ten times stricter check accepts."""
     start = time.monotonic()
     plan = _plan(seed, seconds, workers)
-    controls = verify_right(sampled_subjects(samples, plan.seed, plan.target), plan, _show_control)
+    drawn = shipped_subjects(plan.target) if shipped else sampled_subjects(samples, plan.seed, plan.target)
+    controls = verify_right(drawn, plan, _show_control)
     _finish(plan, start, out, controls, ())
     if any(control.wrongly_refused for control in controls):
         sys.exit(1)

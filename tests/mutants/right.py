@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 from pebble import ProcessPool
 
+from flashtune.db.table import shipped_table
 from flashtune.errors import ProblemError
 from flashtune.problem import Problem
+from flashtune.proof.delays import delayed
 from flashtune.proof.prepared import STEPS_PER_SEED
 from flashtune.target import Target
 from flashtune.templates.family import why_not
@@ -56,6 +58,20 @@ def sampled_subjects(count: int, seed: int, target: Target) -> list[Subject]:
         for point in turns
         if point is not None
     ]
+
+
+def shipped_subjects(target: Target) -> list[Subject]:
+    """Shipped kernels that have barriers of their own, each at the smallest problem that it serves."""
+    table = shipped_table(target.name)
+    subjects: dict[str, Subject] = {}
+    for record in sorted(table.records if table else (), key=lambda record: record.problem.minimal_bytes()):
+        if record.config is None:
+            continue
+        subject = Subject(record.family, record.problem, record.config, record.specialization)
+        kernel = rendered(subject)
+        if kernel.digest not in subjects and delayed(kernel) is not None:
+            subjects[kernel.digest] = subject
+    return list(subjects.values())
 
 
 def _moved(point: Point, chance: random.Random, target: Target) -> Problem:

@@ -100,8 +100,14 @@ class FakeMeasurer:
 
     provenance = Provenance.MEASURED
 
-    def __init__(self, judge: Callable[[Candidate], Evaluation]) -> None:
+    def __init__(
+        self,
+        judge: Callable[[Candidate], Evaluation],
+        judge_delayed: Callable[[Candidate], Evaluation | None] = lambda candidate: None,
+    ) -> None:
         self.judge = judge
+        self.judge_delayed = judge_delayed
+        self.delayed: list[Candidate] = []
         self.seen: list[Candidate] = []
         self.limits: list[float | None] = []
         self.entrants: list[tuple[Candidate, ...]] = []
@@ -127,6 +133,10 @@ class FakeMeasurer:
                 msgspec.structs.replace(own, samples=21, peers=peers) for own in measured if own is not None
             )
         )
+
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        self.delayed.append(candidate)
+        return done(self.judge_delayed(candidate))
 
 
 def right(ms: float) -> Evaluation:

@@ -10,11 +10,11 @@ from flashtune.db.store import Store
 from flashtune.errors import ProblemError
 from flashtune.record import Outcome, Provenance, Resources, Verdict
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.closing import FINALISTS
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import DeviceLostError, Evaluation, lost_device
 from flashtune.tuner.prediction import Predictor
 from flashtune.tuner.request import Budget, Phase, Progress, Stop
-from flashtune.tuner.search import FINALISTS
 from tests.tuner.search.fakes import (
     KERNEL,
     FakeCompiler,

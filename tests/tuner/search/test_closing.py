@@ -1,0 +1,105 @@
+"""What is about to be selected is proven with warps that fall behind; who fails makes way for the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.store import Store, open_store
+from flashtune.record import Outcome, Verdict
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.closing import DELAYS
+from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.request import Phase, Progress
+from tests.tuner.search.fakes import FakeMeasurer, by_tile, done
+from tests.tuner.search.small_search import SIZE, search
+
+LATE = Verdict(passed=True, worst_ratio=0.75, checks=40, failed="", device="fake", probes=("random",))
+RACY = Verdict(passed=False, worst_ratio=1e9, checks=40, failed="delayed random q=65", device="fake")
+FAILURES = (
+    Evaluation(Outcome.WRONG_RESULT, RACY, message=RACY.failed),
+    Evaluation(Outcome.TIMEOUT, message="running did not end within its time limit"),
+)
+
+
+def _right_when_late(candidate: Candidate) -> Evaluation:
+    return Evaluation(Outcome.OK, LATE)
+
+
+@pytest.fixture
+def ranked(tmp_path: Path) -> list[Candidate]:
+    """The candidates of the small search, the fastest first."""
+    measurer = FakeMeasurer(by_tile)
+    with open_store(str(tmp_path / "ranked.sqlite")) as store:
+        search(store, measurer)
+    return sorted(measurer.seen, key=lambda candidate: by_tile(candidate).measurement.ms)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.outcome.value)
+def test_a_choice_that_is_wrong_when_warps_are_late_makes_way(
+    store: Store, ranked: list[Candidate], failure: Evaluation
+) -> None:
+    first, second, *_ = ranked
+    heard: list[Progress] = []
+
+    def judged(candidate: Candidate) -> Evaluation:
+        return failure if candidate == first else _right_when_late(candidate)
+
+    measurer = FakeMeasurer(by_tile, judged)
+    result = search(store, measurer, seen=heard)
+    assert measurer.delayed == [first, second]
+    assert result.best is not None
+    assert result.best.config == second.config
+    assert [entry.record for entry in store.selections()] == [result.best]
+    assert result.tally.outcomes == {Outcome.OK: SIZE - 1, failure.outcome: 1}
+    assert heard[-1].phase is Phase.DONE
+    assert heard[-1].best is not None
+    assert heard[-1].best.config != first.config
+    latest = [entry.record for entry in store.records() if entry.record.config == first.config][-1]
+    assert (latest.outcome, latest.measurement, latest.message) == (failure.outcome, None, failure.message)
+
+    again = FakeMeasurer(by_tile, judged)
+    found = search(store, again)
+    assert found.best is not None
+    assert found.best.config == second.config
+    assert again.seen == []
+
+
+def test_a_choice_that_is_right_says_so_and_is_not_proven_twice(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile, _right_when_late)
+    result = search(store, measurer)
+    assert len(measurer.delayed) == 1
+    assert result.best is not None
+    before = by_tile(measurer.delayed[0]).verdict
+    verdict = result.best.verdict
+    assert before is not None
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.checks == before.checks + LATE.checks
+    assert verdict.worst_ratio == max(before.worst_ratio, LATE.worst_ratio)
+    assert verdict.probes == (*(before.probes or ()), DELAYS)
+    again = FakeMeasurer(by_tile, lambda candidate: pytest.fail("proven twice"))
+    found = search(store, again)
+    assert found.best is not None
+    assert found.best.config == result.best.config
+
+
+def test_where_all_are_wrong_when_late_nothing_is_selected(store: Store) -> None:
+    result = search(store, FakeMeasurer(by_tile, lambda candidate: FAILURES[0]))
+    assert result.best is None
+    assert not result.pinned
+    assert store.selections() == []
+
+
+def test_without_finals_the_choice_is_proven_all_the_same(
+    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = ranked
+    measurer = FakeMeasurer(by_tile, lambda one: FAILURES[0] if one == first else _right_when_late(one))
+    monkeypatch.setattr(measurer, "finals", lambda scope, candidates: done(()))
+    result = search(store, measurer)
+    assert measurer.delayed == [first, second]
+    assert result.best is not None
+    assert result.best.config == second.config
+    assert result.best.measurement is not None
