@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -72,42 +73,55 @@ def _neighbours(
     all_rows = Rows(number // problem.heads, number % problem.heads, torch.arange(problem.seqlen_q))
     masks = distinct_masks(lengths, side, all_rows)
     pairs = problem.seqlen_q * (problem.seqlen_kv + 1)
-    where = compared_on(COMPARISONS_OF_A_MASK * masks * pairs, generator.device)
-    # Heads that see alike share one mask.
-    step = max(1, CHUNK_PAIRS // max(1, pairs)) if masks > 1 else len(number)
-    chance = aside(generator, 3)
-    parts = []
-    for some in number.split(step):
-        rows = Rows(all_rows.batch[some], all_rows.head[some], all_rows.rows)
-        seen = unhidden_keys(problem, lengths, side, rows, where)
-        drawn = torch.rand(len(some), problem.seqlen_q, generator=chance, dtype=torch.float64)
-        parts.append(_drawn_borders(seen, drawn))
-    visible, hidden = (
-        torch.cat(part).unflatten(0, (problem.batch, problem.heads)) for part in zip(*parts, strict=True)
-    )
-    return visible, hidden
+    where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, generator.device)
+    drawn = torch.rand(len(number), problem.seqlen_q, generator=aside(generator, 3), dtype=torch.float64)
+    visible, hidden = torch.zeros(2, *drawn.shape, dtype=torch.int64)
+    for some in torch.arange(len(masks.rows.batch)).split(max(1, CHUNK_PAIRS // max(1, pairs))):
+        own = Rows(masks.rows.batch[some], masks.rows.head[some], all_rows.rows)
+        seen = unhidden_keys(problem, lengths, side, own, where)
+        for mask, borders in zip(some.tolist(), _borders(seen), strict=True):
+            heads = masks.of_head == mask
+            visible[heads], hidden[heads] = _drawn(borders, drawn[heads])
+    return visible.view(problem.batch, problem.heads, -1), hidden.view(problem.batch, problem.heads, -1)
 
 
-def _drawn_borders(seen: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """One border of each row: the key on this side, and the one beyond. Any two where there is none.
+class Borders(NamedTuple):
+    """Where each row of a mask stops seeing, or begins to; on the CPU.
 
-    Args:
-        seen: Boolean [heads | 1, seqlen_q, seqlen_kv].
-        drawn: Which of its borders each row gets, between 0 and 1: [heads, seqlen_q], on the CPU.
+    Attributes:
+        counts: How many borders each row has, [rows].
+        hidden: The key beyond each border, those of one row after the other: [borders].
+        visible: The key on this side, likewise.
     """
-    # Nobody sees what is before the first key or behind the last; the latter may be asked for.
+
+    counts: Tensor
+    hidden: Tensor
+    visible: Tensor
+
+
+def _borders(seen: Tensor) -> Iterator[Borders]:
+    """The borders of some masks, [masks, rows, keys]. Nobody sees what is before or behind all keys."""
     padded = torch.nn.functional.pad(seen, (1, 2))
     before, own, after = padded[..., :-2], padded[..., 1:-1], padded[..., 2:]
     border = ~own & (before | after)
-    counts = border.sum(-1).cpu()
-    borders = border.nonzero()[:, -1].cpu()
-    if not len(borders):
+    for one, left in zip(border, before, strict=True):
+        hidden = one.nonzero()[:, 1]
+        visible = torch.where(left[one], hidden - 1, hidden + 1)
+        yield Borders(one.sum(-1).cpu(), hidden.cpu(), visible.cpu())
+
+
+def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The key on this side of one border of each row, and the one beyond; any where a row has none.
+
+    Args:
+        borders: Of the heads' mask.
+        drawn: Which of its borders each row gets, between 0 and 1: [heads, rows].
+    """
+    if not len(borders.hidden):
         return torch.zeros_like(drawn, dtype=torch.int64), torch.zeros_like(drawn, dtype=torch.int64)
-    from_left = before[border].cpu()
-    first = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-    place = (first + (drawn * counts).long()).clamp_max(len(borders) - 1)
-    hidden = borders[place]
-    return torch.where(from_left[place], hidden - 1, hidden + 1), hidden
+    first = borders.counts.cumsum(0) - borders.counts
+    place = (first + (drawn * borders.counts).long()).clamp_max(len(borders.hidden) - 1)
+    return borders.visible[place], borders.hidden[place]
 
 
 def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

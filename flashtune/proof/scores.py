@@ -61,9 +61,13 @@ def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: 
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
         return Seen(hidden.to(device), visible.double().to(device))
-    where = compared_on(COMPARISONS_OF_A_MASK * distinct_masks(lengths, side, some) * pairs, device)
-    seen = unhidden_keys(problem, lengths, side, some, where)
-    return Seen((~seen).to(device), seen.sum(-1).double().to(device))
+    masks = distinct_masks(lengths, side, some)
+    where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
+    seen = unhidden_keys(problem, lengths, side, masks.rows, where)
+    hidden, keys = (~seen).to(device), seen.sum(-1).double().to(device)
+    if len(seen) == 1 or masks.one_each:
+        return Seen(hidden, keys)
+    return Seen(hidden[masks.of_head], keys[masks.of_head])
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:

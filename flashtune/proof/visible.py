@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from flashtune.side import Side
 
-# Up to so many comparisons of rows with keys are done on the CPU, some ten milliseconds of them.
-FEW_COMPARISONS = 2**24
+# Up to so many comparisons of rows with keys are done on the CPU, some milliseconds of them.
+FEW_COMPARISONS = 2**22
 # What a mask of features, or drawing a border of any mask, takes for each pair of a row and a key.
 COMPARISONS_OF_A_MASK = 8
 
@@ -41,10 +41,31 @@ def compared_on(comparisons: int, device: torch.device) -> torch.device:
     return torch.device("cpu") if comparisons <= FEW_COMPARISONS else device
 
 
-def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> int:
-    """How many masks some heads have, as `unhidden_keys` gives them: one where all are alike."""
-    alike = not _differ(lengths) and side.prefix is None and side.bias is None
-    return 1 if alike else len(some.batch)
+class Masks(NamedTuple):
+    """Which of some heads have which mask: most share one with others.
+
+    Attributes:
+        rows: For each mask the sequence and the head that it is made of, [masks] each, and all rows.
+        of_head: Which of them each head has, [heads] in int64, on the CPU.
+    """
+
+    rows: Rows
+    of_head: Tensor
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every head has one of its own, in the heads' order."""
+        return torch.equal(self.of_head, torch.arange(len(self.rows.batch)))
+
+
+def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> Masks:
+    """The masks of some heads: one of all, of each sequence, or, with a bias, of each head."""
+    if side.bias is not None:
+        return Masks(some, torch.arange(len(some.batch)))
+    if not _differ(lengths) and side.prefix is None:
+        return Masks(Rows(some.batch[:1], some.head[:1], some.rows), torch.zeros_like(some.batch))
+    batch, of_head = some.batch.unique(return_inverse=True)
+    return Masks(Rows(batch, torch.zeros_like(batch), some.rows), of_head)
 
 
 def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -101,7 +122,7 @@ def visible_keys(
 
 
 def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
-    """As `visible_keys`, with what a bias hides: [heads | 1, rows, keys]."""
+    """As `visible_keys`, with what a bias hides: [heads, rows, keys]."""
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
         return seen
@@ -117,10 +138,13 @@ def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:
     return bias[some.batch, some.head][:, some.rows]
 
 
-def _lengths(lengths: Lengths, batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Queries and keys of the sequence of each head, [heads | 1, 1, 1]."""
-    some = batch if _differ(lengths) else batch[:1]
-    queries, keys = (torch.tensor(part)[some][:, None, None].to(device) for part in lengths)
+def _lengths(
+    lengths: Lengths, batch: Tensor, device: torch.device
+) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """Queries and keys of the sequence of each head, [heads, 1, 1], or of all."""
+    if not _differ(lengths):
+        return lengths.queries[0], lengths.keys[0]
+    queries, keys = (torch.tensor(part)[batch][:, None, None].to(device) for part in lengths)
     return queries, keys
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.edges import _drawn_borders, _neighbours
+from flashtune.proof.edges import _borders, _drawn, _neighbours
 from flashtune.proof.lengths import Lengths, equal_lengths
 from flashtune.proof.visible import Rows, unhidden_keys
 from flashtune.side import NO_SIDE
@@ -36,7 +36,8 @@ def test_every_row_asks_for_a_key_that_it_sees_beside_one_that_it_does_not(lengt
 def test_every_border_of_a_row_is_drawn_and_no_other() -> None:
     seen = torch.tensor([[[True, True, False, True, False, False, True]]])
     drawn = torch.linspace(0, 1 - 2**-53, 997, dtype=torch.float64)[:, None]
-    visible, hidden = _drawn_borders(seen, drawn)
+    (borders,) = _borders(seen)
+    visible, hidden = _drawn(borders, drawn)
     pairs = set(zip(visible.flatten().tolist(), hidden.flatten().tolist(), strict=True))
     # Of a hidden key between two that are seen the left one is asked for.
     assert pairs == {(1, 2), (3, 4), (6, 5), (6, 7)}
@@ -45,7 +46,8 @@ def test_every_border_of_a_row_is_drawn_and_no_other() -> None:
 @pytest.mark.parametrize("seen", [False, True])
 def test_rows_that_see_nothing_or_all_ask_within_the_keys(seen: bool) -> None:
     rows = torch.full((1, 2, 5), seen)
-    for key in _drawn_borders(rows, torch.full((3, 2), 0.5, dtype=torch.float64)):
+    (borders,) = _borders(rows)
+    for key in _drawn(borders, torch.full((3, 2), 0.5, dtype=torch.float64)):
         assert key.shape == (3, 2)
         assert int(key.min()) >= 0
         assert int(key.max()) <= 5

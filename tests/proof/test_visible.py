@@ -36,27 +36,28 @@ def boolean() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("features", "lengths", "side", "masks"),
+    ("features", "lengths", "side", "count"),
     [
         ({}, EQUAL, Side(), 1),
         ({"window_left": 2}, EQUAL, Side(), 1),
         ({"alibi": True}, EQUAL, Side(slopes=torch.rand(3, 2)), 1),
-        ({"lengths": True}, OWN, Side(), 6),
-        ({"prefix": True}, EQUAL, Side(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 6),
+        ({"lengths": True}, OWN, Side(), 3),
+        ({"prefix": True}, EQUAL, Side(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 3),
         ({"bias": Bias.BOOLEAN, "causal": Causal.NONE}, EQUAL, Side(bias=boolean()), 6),
         ({"bias": Bias.ADDITIVE}, EQUAL, Side(bias=boolean().float().log()), 6),
     ],
 )
 def test_heads_share_a_mask_where_all_are_alike(
-    features: dict[str, Any], lengths: Lengths, side: Side, masks: int
+    features: dict[str, Any], lengths: Lengths, side: Side, count: int
 ) -> None:
     problem = msgspec.structs.replace(PROBLEM, **features)
-    seen = unhidden_keys(problem, lengths, side, SOME, CPU)
-    assert seen.shape == (masks, 5, 7)
-    assert distinct_masks(lengths, side, SOME) == masks
+    masks = distinct_masks(lengths, side, SOME)
+    seen = unhidden_keys(problem, lengths, side, masks.rows, CPU)
+    assert seen.shape == (count, 5, 7)
+    assert masks.one_each == (count == 6)
     for head in range(6):
         one = Rows(SOME.batch[head : head + 1], SOME.head[head : head + 1], SOME.rows)
-        assert torch.equal(unhidden_keys(problem, lengths, side, one, CPU)[0], seen[head % masks])
+        assert torch.equal(unhidden_keys(problem, lengths, side, one, CPU)[0], seen[masks.of_head[head]])
 
 
 def test_few_comparisons_load_no_kernels() -> None:

@@ -148,7 +148,7 @@ def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Rows of the compared pairs, [pairs, seqlen_kv, columns]; what there is none of is any."""
     pairs = prepared.chosen.pairs
     if not problem.packed:
-        return written[pairs.batch, pairs.kv_head]
+        return pairs.of_keys(problem, written)
     first = starts(capacities(problem, prepared.lengths)).to(torch.int64)[pairs.batch][:, None]
     rows = (first + torch.arange(problem.seqlen_kv)).clamp_max(written.shape[2] - 1)
     return written[0][pairs.kv_head[:, None], rows]
@@ -156,12 +156,13 @@ def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
 
 def _of_bias(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     pairs, rows = prepared.chosen
-    return written[pairs.batch[:, None], pairs.heads(problem)][:, :, rows, :, None]
+    picked = pairs.of_queries(problem, written)
+    whole = torch.equal(rows, torch.arange(problem.seqlen_q))
+    return (picked if whole else picked[:, :, rows])[..., None]
 
 
 def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
-    pairs = prepared.chosen.pairs
-    return written[pairs.batch[:, None], pairs.heads(problem)][..., None]
+    return prepared.chosen.pairs.of_queries(problem, written)[..., None]
 
 
 # What was written of each gradient where it is compared, as in `Expected`.

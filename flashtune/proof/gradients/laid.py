@@ -52,7 +52,8 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     here = torch.isin(work.rows, chosen).nonzero().flatten()
 
     def picked(rows: Tensor) -> Tensor:
-        part: Tensor = rows.unflatten(1, (group, -1))[:, :, here]
+        split: Tensor = rows.unflatten(1, (group, -1))
+        part = split if len(here) == len(work.rows) else split[:, :, here]
         return part if part.dim() > 3 else part[..., None]
 
     exact, weights = picked(work.exact.laid), picked(work.exact.weights)

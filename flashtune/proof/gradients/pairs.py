@@ -39,6 +39,25 @@ class Pairs(NamedTuple):
         """Query heads that share each pair's keys: [pairs, group]."""
         return self.kv_head[:, None] * problem.group_size + torch.arange(problem.group_size)
 
+    def are_all(self, problem: Problem) -> bool:
+        """Whether these are all pairs of a problem, in their order."""
+        every = torch.arange(problem.batch * problem.kv_heads)
+        return torch.equal(self.batch * problem.kv_heads + self.kv_head, every)
+
+    def of_queries(self, problem: Problem, tensor: Tensor) -> Tensor:
+        """A tensor's query heads that share each pair's keys, [pairs, group, ...] of [batch, heads, ...].
+
+        Nothing is looked up where all are wanted, which would load kernels of its own.
+        """
+        if self.are_all(problem):
+            split: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size))
+            return split.flatten(0, 1)
+        return tensor[self.batch[:, None], self.heads(problem)]
+
+    def of_keys(self, problem: Problem, tensor: Tensor) -> Tensor:
+        """A tensor's KV heads, [pairs, ...] of [batch, kv_heads, ...], likewise."""
+        return tensor.flatten(0, 1) if self.are_all(problem) else tensor[self.batch, self.kv_head]
+
     def part(self, start: int, count: int) -> Pairs:
         """Some of them."""
         return Pairs(self.batch[start : start + count], self.kv_head[start : start + count])

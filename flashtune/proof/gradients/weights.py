@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.proof.dropping import factors
 from flashtune.proof.gate import squared
-from flashtune.proof.placing import is_all
 from flashtune.proof.reference import HIDDEN, heaviest, softmax
 from flashtune.proof.scores import laid_over, seen_by
 from flashtune.proof.visible import Rows
@@ -93,18 +94,14 @@ class Weights(NamedTuple):
 
 def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
     """Some rows of some pairs, in float64."""
-    batch, heads = pairs.batch[:, None], pairs.heads(problem)
-    everything = is_all(problem, (batch * problem.heads + heads).flatten(), rows)
+    whole = torch.equal(rows, torch.arange(problem.seqlen_q))
 
-    # Nothing is looked up where all is wanted: that would load kernels.
     def stacked(tensor: Tensor) -> Tensor:
-        if everything:
-            split: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size))
-            return split.flatten(0, 1).flatten(1, 2).double()
-        return tensor[batch, heads][:, :, rows].flatten(1, 2).double()
+        picked = pairs.of_queries(problem, tensor)
+        return (picked if whole else picked[:, :, rows]).flatten(1, 2).double()
 
     def own(tensor: Tensor) -> Tensor:
-        return (tensor.flatten(0, 1) if everything else tensor[pairs.batch, pairs.kv_head]).double()
+        return pairs.of_keys(problem, tensor).double()
 
     dlse = 0.0 if given.dlse is None else stacked(given.dlse)
     return Wide(stacked(given.q), own(given.k), own(given.v), stacked(given.dout), dlse)
