@@ -49,7 +49,7 @@ def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[Stored
 def prove_choice(
     scope: Scope, journal: Journal, tools: Equipment, final: tuple[StoredRecord, ...]
 ) -> tuple[StoredRecord, ...]:
-    """Proves what is about to be selected with warps that fall behind; one that fails makes way for the next.
+    """Proves what is about to be selected with warps that fall behind; after one that fails, finals again.
 
     Args:
         scope: The problem and the GPU.
@@ -73,7 +73,10 @@ def prove_choice(
         if evaluation is None:
             break
         known = journal.amend(_judged(record, evaluation))
-        final = tuple(known if one is row else one for one in final)
+        if evaluation.outcome is Outcome.OK:
+            return tuple(known if one is row else one for one in final)
+        # The others may all be far slower than what was not among them for want of room.
+        final = run_finals(scope, journal, tools)
     return final
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from flashtune.compilation import load_module
 from flashtune.errors import KernelError
-from flashtune.kernel import Specialization
+from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Problem
 from flashtune.record import Digest, Outcome, Resources
 from flashtune.target import Target
@@ -103,7 +103,15 @@ def compile_candidate(
         FlashtuneError: The machine cannot compile at all, as with a full disk.
     """
     family = find_family(candidate.family)
-    kernel = render(family, problem, candidate.config, specialization)
+    return compile_kernel(render(family, problem, candidate.config, specialization), target)
+
+
+def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
+    """Compiles a rendered kernel here, and holds what it asks for against the target.
+
+    Raises:
+        FlashtuneError: The machine cannot compile at all, as with a full disk.
+    """
     # A cache that cannot be written is the machine's failure, not the candidate's.
     load_module(kernel)
     try:

@@ -19,13 +19,14 @@ from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_delayed, check_kernel
+from flashtune.proof.delays import delayed
 from flashtune.proof.passes import forget
 from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.compile_pool import MAX_MESSAGE
+from flashtune.tuner.compile_pool import MAX_MESSAGE, compile_kernel
 from flashtune.tuner.evaluation import Evaluation, lost_device
 from flashtune.tuner.finals import kernel_run, run_finals
 from flashtune.tuner.measurement import clock_probe, measure, once
@@ -43,6 +44,8 @@ FATAL_EXIT = 64
 OTHER_FATAL_EXIT = FATAL_EXIT + len(FATAL_ERRORS)
 # What a record says that was too slow for the full proof.
 UNPROVEN = "right on small problems, and too slow to be proven at this size"
+# Before what is said of a kernel whose warps fell behind.
+DELAYED = "delayed: "
 # The pool learns of a job's start a moment after the worker; an exit must not overtake that news.
 EXIT_DELAY = 0.5
 
@@ -116,9 +119,11 @@ def evaluate_candidate(
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
 ) -> Evaluation | None:
-    """Verifies a candidate with warps that fall behind; None of one that leaves waiting to the compiler.
+    """Verifies a candidate with warps that fall behind. Leaves the process if the GPU's context broke.
 
-    Leaves the process if the GPU's context broke.
+    Returns:
+        What that gave. None of a kernel that leaves waiting to the compiler; and where the kernel with
+        delays, which is another one, does not compile, fit or find memory: that says nothing of this one.
 
     Raises:
         DeviceLostError: The GPU cannot be used.
@@ -126,14 +131,19 @@ def evaluate_late(
     prepare(index)
     device = torch.device("cuda", index)
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    late = delayed(kernel)
+    if late is None or compile_kernel(late, target).outcome is not Outcome.OK:
+        return None
     try:
         verdict = check_delayed(kernel, problem, candidate.config, target, device)
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
-        return Evaluation(Outcome.LAUNCH_ERROR, message=f"delayed: {error}"[:MAX_MESSAGE])
-    if verdict is None:
-        return None
-    return Evaluation(Outcome.OK if verdict.passed else Outcome.WRONG_RESULT, verdict, message=verdict.failed)
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            return None
+        return Evaluation(Outcome.LAUNCH_ERROR, message=f"{DELAYED}{error}"[:MAX_MESSAGE])
+    assert verdict is not None
+    outcome = Outcome.OK if verdict.passed else Outcome.WRONG_RESULT
+    return Evaluation(outcome, verdict, message=verdict.failed)
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:

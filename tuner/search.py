@@ -79,13 +79,15 @@ def run_search(
             scope, promised, journal.answers(), request.budget.trials, request.seed, experience.fit
         )
         pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
+        final: tuple[StoredRecord, ...] = ()
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            final = prove_choice(scope, journal, tools, run_finals(scope, journal, tools))
+            final = run_finals(scope, journal, tools)
+            final = prove_choice(scope, journal, tools, final)
         except (KeyboardInterrupt, DeviceLostError):
-            # What is right and timed may serve, though the finals never compared it in one run.
-            _pin(store, request, journal, ())
+            # What is right and timed may serve, though no finals compared it, or no delays proved it.
+            _pin(store, request, journal, tuple(journal.rows[candidate_of(row.record)] for row in final))
             raise
     best, stand_in, pinned = _pin(store, request, journal, final)
     reporter.report(Phase.DONE)
@@ -167,7 +169,9 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
 
 def _default(scope: Scope, journal: Journal, final: tuple[StoredRecord, ...]) -> Record | None:
     """The fastest family default, as timed in the finals if it was there."""
-    timed: dict[Candidate, Record] = {candidate_of(row.record): row.record for row in final}
+    timed: dict[Candidate, Record] = {
+        candidate_of(row.record): row.record for row in final if row.record.outcome is Outcome.OK
+    }
     for candidate in scope.defaults():
         row = journal.rows.get(candidate)
         if candidate not in timed and row is not None and row.record.outcome is Outcome.OK:

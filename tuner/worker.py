@@ -12,11 +12,18 @@ from flashtune.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation, lost_device
-from flashtune.tuner.jobs import evaluate_candidate, evaluate_late, fatal_error, prepare, time_finalists
+from flashtune.tuner.jobs import (
+    DELAYED,
+    evaluate_candidate,
+    evaluate_late,
+    fatal_error,
+    prepare,
+    time_finalists,
+)
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
 
 JOB_SECONDS = 20.0
-# With warps that fall behind, after being compiled.
+# Compiling the kernel with warps that fall behind, and waiting for them.
 DELAYED_PATIENCE = 3.0
 # Gradients are three results of five products, and their reference is as much more work.
 BACKWARD_PATIENCE = 3.0
@@ -66,7 +73,7 @@ class GpuWorker:
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation | None] = Future()
         job = self._scheduled(evaluate_late, arguments, DELAYED_PATIENCE * self._patience(scope))
-        job.add_done_callback(lambda done: self._settle(done, settled))
+        job.add_done_callback(lambda done: self._settle(done, settled, DELAYED))
         return settled
 
     def _patience(self, scope: Scope) -> float:
@@ -89,14 +96,15 @@ class GpuWorker:
             self._pool = start_pool(1)
         return self._pool.schedule(function, args=arguments, timeout=seconds)
 
-    def _settle(self, job: Future[Any], settled: Future[Any]) -> None:
+    def _settle(self, job: Future[Any], settled: Future[Any], how: str = "") -> None:
         failure = failure_of(job)
         if failure is None:
             _pass_on(job, settled, None)
             return
         timed_out, words = failure
         outcome = Outcome.TIMEOUT if timed_out else Outcome.LAUNCH_ERROR
-        evaluation = Evaluation(outcome, message=fatal_error(exit_code_of(job)) or f"running {words}")
+        message = how + (fatal_error(exit_code_of(job)) or f"running {words}")
+        evaluation = Evaluation(outcome, message=message)
         probe = self._scheduled(prepare, (self._device,), START_SECONDS)
         probe.add_done_callback(lambda done: self._settle_after(done, evaluation, settled))
 

@@ -105,15 +105,15 @@ def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator
 
     rows, columns = -(-shape[2] // ROWS_OF_A_BLOCK), -(-shape[3] // block)
     blocks = kept(HIDDEN_BLOCKS, batch, heads, rows, 1, columns, 1)
-    blocks = blocks.expand(-1, -1, -1, ROWS_OF_A_BLOCK, -1, block).flatten(4, 5).flatten(2, 3)
-    seen = kept(HIDDEN_KEYS, *shape) * kept(HIDDEN_ROWS, batch, heads, shape[2], 1)
-    seen *= blocks[:, :, : shape[2], : shape[3]]
+    seen = blocks.expand(-1, -1, -1, ROWS_OF_A_BLOCK, -1, block).flatten(4, 5).flatten(2, 3).contiguous()
+    seen = seen[:, :, : shape[2], : shape[3]].mul_(kept(HIDDEN_KEYS, *shape))
+    seen.mul_(kept(HIDDEN_ROWS, batch, heads, shape[2], 1))
     full = (problem.batch, problem.heads, *shape[2:])
     if problem.bias is Bias.BOOLEAN:
         return seen.bool().expand(full)
     size = 1.5 if probe in LOUD else 0.1
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-    bias = size * normal + seen.log()
+    bias = normal.mul_(size).add_(seen.log_())
     return bias.to(TORCH_DTYPES[problem.dtype]).expand(full)
 
 

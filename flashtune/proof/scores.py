@@ -64,10 +64,10 @@ def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: 
     masks = distinct_masks(lengths, side, some)
     where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
     seen = unhidden_keys(problem, lengths, side, masks.rows, where)
-    hidden, keys = (~seen).to(device), seen.sum(-1).double().to(device)
-    if len(seen) == 1 or masks.one_each:
-        return Seen(hidden, keys)
-    return Seen(hidden[masks.of_head], keys[masks.of_head])
+    hidden, keys = ~seen, seen.sum(-1).double()
+    if len(seen) > 1 and not masks.one_each:
+        hidden, keys = hidden[masks.of_head], keys[masks.of_head]
+    return Seen(hidden.to(device), keys.to(device))
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:

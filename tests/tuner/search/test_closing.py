@@ -8,6 +8,7 @@ import pytest
 
 from flashtune.db.store import Store, open_store
 from flashtune.record import Outcome, Verdict
+from flashtune.tuner import closing
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.closing import DELAYS
 from flashtune.tuner.evaluation import Evaluation
@@ -86,10 +87,42 @@ def test_a_choice_that_is_right_says_so_and_is_not_proven_twice(store: Store) ->
 
 
 def test_where_all_are_wrong_when_late_nothing_is_selected(store: Store) -> None:
-    result = search(store, FakeMeasurer(by_tile, lambda candidate: FAILURES[0]))
+    measurer = FakeMeasurer(by_tile, lambda candidate: FAILURES[0])
+    result = search(store, measurer)
+    assert len(measurer.delayed) == len(set(measurer.delayed)) == SIZE
     assert result.best is None
     assert not result.pinned
     assert store.selections() == []
+
+
+def test_after_all_finalists_failed_there_are_others(
+    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "FINALISTS", 2)
+    wrong = ranked[:4]
+    measurer = FakeMeasurer(by_tile, lambda one: FAILURES[0] if one in wrong else _right_when_late(one))
+    result = search(store, measurer)
+    assert result.best is not None
+    assert result.best.config == ranked[4].config
+    assert result.best.measurement is not None
+    assert result.best.measurement.samples == 21
+
+
+def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
+    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "FINALISTS", 2)
+
+    def interrupted(candidate: Candidate) -> Evaluation:
+        if candidate == ranked[0]:
+            return FAILURES[0]
+        raise KeyboardInterrupt
+
+    measurer = FakeMeasurer(by_tile, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search(store, measurer)
+    (pinned,) = store.selections()
+    assert pinned.record.config == ranked[1].config
 
 
 def test_without_finals_the_choice_is_proven_all_the_same(

@@ -124,6 +124,38 @@ def test_a_process_that_dies_before_it_takes_a_job_is_an_outcome(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
+def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GpuWorker(0, seconds=0.5) as gpu:
+        monkeypatch.setattr(worker, "evaluate_late", fakes.hang)
+        hung = gpu.evaluate_delayed(scope, CANDIDATE)
+        monkeypatch.setattr(worker, "evaluate_late", fakes.leave_with_illegal_access)
+        faulty = gpu.evaluate_delayed(scope, CANDIDATE)
+        monkeypatch.setattr(worker, "evaluate_late", fakes.evaluate_right)
+        right = gpu.evaluate_delayed(scope, CANDIDATE)
+        monkeypatch.setattr(worker, "evaluate_late", fakes.succeed)
+        nothing = gpu.evaluate_delayed(scope, CANDIDATE)
+        found = [job.result(WAIT) for job in (hung, faulty, right)]
+        assert nothing.result(WAIT) is None
+    said = [(one.outcome, one.message) for one in found if one is not None]
+    assert said == [
+        (Outcome.TIMEOUT, "delayed: running did not end within its time limit"),
+        (Outcome.LAUNCH_ERROR, "delayed: illegal memory access"),
+        (Outcome.OK, ""),
+    ]
+
+
+def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "prepare", fakes.lose_device)
+    monkeypatch.setattr(worker, "evaluate_late", fakes.crash)
+    with GpuWorker(0) as gpu, pytest.raises(DeviceLostError, match="unplugged"):
+        gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
 def test_finals_whose_process_is_lost_come_to_nothing(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "time_finalists", fakes.crash)
     with GpuWorker(0) as gpu:
