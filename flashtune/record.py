@@ -76,7 +76,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checks: Problems and probes compared.
         failed: Name of the first check that failed, empty if none.
         device: The GPU's name, or `interpreter`.
-        probes: The probes that were passed; left out where one failed.
+        probes: The probes that were passed, and `delays` where warps fell behind as well; left out where
+            one failed.
     """
 
     passed: bool

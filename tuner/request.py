@@ -20,7 +20,7 @@ class Budget(msgspec.Struct, frozen=True):
 
     Attributes:
         trials: Candidates that were compiled and ran or failed, those of earlier searches included.
-        seconds: Wall clock for one shape, the finals not included.
+        seconds: Wall clock for one shape, the finals and the last proof not included.
         patience: Candidates in a row that did not improve on the best.
     """
 

@@ -36,7 +36,8 @@ class Level(enum.Enum):
     """How much is checked.
 
     quick   A self-check before first use: a dozen small problems.
-    full    A search's candidate: the tuned shape, and every border of the tile.
+    full    A search's candidate: the tuned shape, and every border of the tile. What it is about to select
+            is proven so once more, with warps that fall behind.
     strict  An audit: ten times the probes of full, tensors beyond 2^31 elements, and warps that fall behind.
     """
 

@@ -105,9 +105,10 @@ def _borders(seen: Tensor) -> Iterator[Borders]:
     before, own, after = padded[..., :-2], padded[..., 1:-1], padded[..., 2:]
     border = ~own & (before | after)
     for one, left in zip(border, before, strict=True):
-        hidden = one.nonzero()[:, 1]
-        visible = torch.where(left[one], hidden - 1, hidden + 1)
-        yield Borders(one.sum(-1).cpu(), hidden.cpu(), visible.cpu())
+        row, hidden = one.nonzero(as_tuple=True)
+        # A border whose left side is seen is asked for there.
+        visible = hidden + 1 - 2 * left[row, hidden].long()
+        yield Borders(row.cpu().bincount(minlength=len(one)), hidden.cpu(), visible.cpu())
 
 
 def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:

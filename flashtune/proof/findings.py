@@ -19,7 +19,7 @@ from flashtune.proof.inputs import (
     poison,
     stray_writes,
 )
-from flashtune.proof.placing import missing, pick
+from flashtune.proof.placing import pick
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,20 +102,17 @@ def findings_of(
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
     expected, out = prepared.expected, prepared.out.view
-    rows = _picked(case, prepared, out, expected.out)
+    rows = _picked(case, prepared, out)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
     # Infinity times zero is NaN, and nothing else than zero comes of a number.
     yield Finding(f"{case.label}: elements not written or not finite", nonzero(out * 0), 0.0)
     if lse:
         exact = expected.lse[..., None]
-        lse_rows = _picked(case, prepared, prepared.lse.view[..., None], exact)
+        lse_rows = _picked(case, prepared, prepared.lse.view[..., None])
         ratio = worst_ratio(lse_rows, exact, expected.lse_allowed)
         yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
 
 
-def _picked(case: Case, prepared: Prepared, written: Tensor, exact: Tensor) -> Tensor:
-    """What was written at the compared rows, [heads, rows, ...]; where there is no row, what is exact."""
-    heads, rows = prepared.chosen
-    picked = pick(written, case.problem, prepared.lengths, heads, rows)
-    absent = missing(case.problem, prepared.lengths, heads, rows)
-    return picked if absent is None else torch.where(absent.to(picked.device)[..., None], exact, picked)
+def _picked(case: Case, prepared: Prepared, written: Tensor) -> Tensor:
+    """What was written at the compared rows, [heads, rows, ...]; some other row where there is none."""
+    return pick(written, case.problem, prepared.lengths, *prepared.chosen)

@@ -64,6 +64,8 @@ LEAST_SCORE_STEPS = 16.0
 FUNCTION_STEPS = 32.0
 # For minus infinity where results are compared: a float64 that is no float32.
 FAR = -1e200
+# Keys of less weight than this, relative to the row's largest, decide nothing.
+LEAST_WEIGHT = 2.0**-30
 # What is added to a score: a product, its unit made powers of two, the sum, and the maximum taken off.
 ADDING_STEPS = 4.0
 
@@ -167,6 +169,17 @@ def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
 def _far(tensor: Tensor) -> Tensor:
     """Minus infinity, of which differences would be NaN, as a number that no kernel can write."""
     return tensor.nan_to_num(nan=math.nan, posinf=math.inf, neginf=FAR)
+
+
+def heaviest(added: Tensor, weights: Tensor) -> Tensor:
+    """The largest of what was added to scores of each row whose keys have weight, [heads, rows].
+
+    Args:
+        added: Magnitudes, [heads, rows, keys].
+        weights: Alike, relative to a number that none exceeds by much.
+    """
+    # What is below one is cut off by a cast: comparing would load kernels of its own.
+    return (added * (weights * (1 / LEAST_WEIGHT)).long().bool()).amax(-1)
 
 
 def squared(tensor: Tensor) -> Tensor:

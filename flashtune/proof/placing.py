@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SPARE_PAGES = 3
 # What no kernel can look up without a fault.
 FAULTY_ENTRIES = (2**31 - 1, -(2**31))
+# An error that lets anything pass but what is not finite.
+ANYTHING = 1e300
 
 
 class Places(NamedTuple):
@@ -180,3 +182,13 @@ def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> 
     if not problem.packed:
         return None
     return rows >= torch.tensor(lengths.queries)[heads // problem.heads][:, None]
+
+
+def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
+    """What errors are allowed; any where a sequence has no row, since some other row is compared there.
+
+    Args:
+        allowed: In float64, on any device.
+        absent: Boolean, of the same shape, on the CPU; None where all rows are there.
+    """
+    return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)

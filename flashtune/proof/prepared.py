@@ -19,6 +19,7 @@ from flashtune.proof.gate import inverse
 from flashtune.proof.inputs import Guarded, checksum
 from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, placed
+from flashtune.proof.placing import excused, missing
 from flashtune.proof.probes import make_values
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.quantization import E4M3, LARGEST
@@ -52,7 +53,7 @@ class Prepared(NamedTuple):
         lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q]; of packed sequences [1, heads, rows].
         lengths: Of each sequence.
         chosen: The rows that are compared.
-        expected: What they must be.
+        expected: What they must be; anything may be where a packed sequence has no row.
         checksum: Sums of the bits of all inputs.
     """
 
@@ -94,6 +95,10 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     chosen = sample(problem, generator)
     q, k, v, side = dense
     expected = expect(problem, q, k, v, case.scale, chosen, side, lengths)
+    absent = missing(problem, lengths, *chosen)
+    expected = expected._replace(
+        allowed=excused(expected.allowed, absent), lse_allowed=excused(expected.lse_allowed, absent)
+    )
     lies = (memory.q, memory.k, memory.v, memory.beside, memory.side, memory.out, memory.lse)
     inputs = checksum((memory.q, memory.k, memory.v, *memory.beside))
     return Prepared(*lies, lengths, chosen, expected, inputs)

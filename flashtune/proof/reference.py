@@ -31,6 +31,7 @@ from flashtune.proof.gate import (
     RowScale,
     allowed_error,
     allowed_lse_error,
+    heaviest,
     inverse,
     larger,
     norm,
@@ -48,8 +49,6 @@ MAX_SCORES = 2**28
 MAX_OUTPUTS = 2**23
 # Added to scores of keys that are hidden: finite, so that no row without keys needs a path of its own.
 HIDDEN = -1e30
-# Keys of less weight than this, relative to the row's largest, decide nothing.
-LEAST_WEIGHT = 2.0**-30
 # Up to this many rows all are compared.
 ALL_ROWS = 768
 # Tiles are powers of two: these borders are borders of every smaller tile as well.
@@ -213,17 +212,6 @@ def _expect_heads(
         lse.add_(full.log()),
         allowed_lse_error(plain_lse_error, row_scale, problem),
     )
-
-
-def heaviest(added: Tensor, weights: Tensor) -> Tensor:
-    """The largest of what was added to scores of each row whose keys have weight, [heads, rows].
-
-    Args:
-        added: Magnitudes, [heads, rows, keys].
-        weights: Alike, relative to a number that none exceeds by much.
-    """
-    # What is below one is cut off by a cast: comparing would load kernels of its own.
-    return (added * (weights * (1 / LEAST_WEIGHT)).long().bool()).amax(-1)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

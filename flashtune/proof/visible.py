@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Up to so many comparisons of rows with keys are done on the CPU, some milliseconds of them.
 FEW_COMPARISONS = 2**22
 # What a mask of features, or drawing a border of any mask, takes for each pair of a row and a key.
-COMPARISONS_OF_A_MASK = 8
+COMPARISONS_OF_A_MASK = 3
 
 
 class Rows(NamedTuple):

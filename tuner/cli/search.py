@@ -53,7 +53,7 @@ DEFAULT_TOP = 20
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
-    help="Stop proposing for a shape after S seconds; a few more go into the finals.",
+    help="Stop proposing for a shape after S seconds; a few more go into the finals and a last proof.",
 )
 @click.option(
     "--family", "families", multiple=True, metavar="NAME", help="Search only this kernel family. Repeatable."

@@ -21,7 +21,7 @@ from flashtune.proof.inputs import (
     poison,
     stray_writes,
 )
-from flashtune.proof.placing import capacities, missing, pick, starts
+from flashtune.proof.placing import capacities, pick, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,12 +122,8 @@ def _unlike(
 
 
 def _rows(name: str, case: Case, prepared: Prepared) -> Tensor:
-    """Rows of a gradient as they are compared; those that a packed sequence does not have are exact."""
-    picked = _PICKED[name](case.problem, prepared, prepared.written[name].view)
-    absent = _absent(name, case.problem, prepared)
-    if absent is None:
-        return picked
-    return torch.where(absent[..., None], prepared.expected.gradients[name].exact, picked)
+    """Rows of a gradient as they are compared; of those that a packed sequence does not have some other."""
+    return _PICKED[name](case.problem, prepared, prepared.written[name].view)
 
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
@@ -139,7 +135,7 @@ def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> 
 
 def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Rows of all heads of the compared pairs, [pairs, group, seqlen_q, columns]; absent ones are any."""
-    heads = _heads(problem, prepared)
+    heads = prepared.chosen.pairs.numbers(problem)
     picked = pick(written, problem, prepared.lengths, heads.flatten(), torch.arange(problem.seqlen_q))
     return picked.reshape(*heads.shape, *picked.shape[1:])
 
@@ -149,7 +145,11 @@ def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     pairs = prepared.chosen.pairs
     if not problem.packed:
         return pairs.of_keys(problem, written)
-    first = starts(capacities(problem, prepared.lengths)).to(torch.int64)[pairs.batch][:, None]
+    room = capacities(problem, prepared.lengths)
+    if not sum(room):
+        # The one row that there is belongs to nobody.
+        return written.new_zeros(len(pairs.batch), problem.seqlen_kv, written.shape[-1])
+    first = starts(room).to(torch.int64)[pairs.batch][:, None]
     rows = (first + torch.arange(problem.seqlen_kv)).clamp_max(written.shape[2] - 1)
     return written[0][pairs.kv_head[:, None], rows]
 
@@ -173,23 +173,3 @@ _PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
     "dbias": _of_bias,
     "dslopes": _of_slopes,
 }
-
-
-def _absent(name: str, problem: Problem, prepared: Prepared) -> Tensor | None:
-    """Which of the rows a packed sequence does not have; None where all have all."""
-    device = prepared.tensors.q.device
-    if name == "dq":
-        heads = _heads(problem, prepared)
-        rows = torch.arange(problem.seqlen_q)
-        absent = missing(problem, prepared.lengths, heads.flatten(), rows)
-        return None if absent is None else absent.unflatten(0, tuple(heads.shape)).to(device)
-    if problem.packed and name in ("dk", "dv"):
-        room = torch.tensor(capacities(problem, prepared.lengths))[prepared.chosen.pairs.batch]
-        return (torch.arange(problem.seqlen_kv) >= room[:, None]).to(device)
-    return None
-
-
-def _heads(problem: Problem, prepared: Prepared) -> Tensor:
-    """Heads of the compared pairs, each `sequence · heads of a sequence + head`: [pairs, group]."""
-    pairs = prepared.chosen.pairs
-    return pairs.batch[:, None] * problem.heads + pairs.heads(problem)

@@ -39,6 +39,10 @@ class Pairs(NamedTuple):
         """Query heads that share each pair's keys: [pairs, group]."""
         return self.kv_head[:, None] * problem.group_size + torch.arange(problem.group_size)
 
+    def numbers(self, problem: Problem) -> Tensor:
+        """The same, each as `sequence · heads of a sequence + head`: [pairs, group]."""
+        return self.batch[:, None] * problem.heads + self.heads(problem)
+
     def are_all(self, problem: Problem) -> bool:
         """Whether these are all pairs of a problem, in their order."""
         every = torch.arange(problem.batch * problem.kv_heads)

@@ -15,14 +15,14 @@ from flashtune.kernel import Alignment
 from flashtune.proof.beside import make_side
 from flashtune.proof.cases import Case, lengths_of
 from flashtune.proof.chance import aside
-from flashtune.proof.gradients.pairs import sample_pairs
+from flashtune.proof.gradients.pairs import Pairs, sample_pairs
 from flashtune.proof.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.proof.gradients.values import make_dlse, make_dout
 from flashtune.proof.gradients.weights import Given
 from flashtune.proof.inputs import Guarded, Role, checksum, guarded, guarded_flat, poison
 from flashtune.proof.keeping import Kept
 from flashtune.proof.memory import Dense, Frame, Memory, placed
-from flashtune.proof.placing import Places, put, query_places
+from flashtune.proof.placing import Places, capacities, excused, missing, put, query_places
 from flashtune.proof.prepared import ROWS_BEHIND
 from flashtune.proof.probes import make_values
 from flashtune.proof.reference import sample
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
         side: Its side inputs.
         lengths: Of each sequence.
         chosen: What is compared.
-        expected: What they must be.
+        expected: What they must be; anything may be where a packed sequence has no row.
         checksum: Sums of the bits of all that is read.
     """
 
@@ -80,6 +80,11 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     given = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
     expected = expect_gradients(problem, given, chosen)
+    gradients = {
+        name: one._replace(allowed=excused(one.allowed, _absent(name, problem, lengths, chosen.pairs)))
+        for name, one in expected.gradients.items()
+    }
+    expected = expected._replace(gradients=gradients)
     frame = Frame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
     came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
@@ -99,6 +104,18 @@ def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse:
     came_back = make_dlse(problem, generator) if dlse else None
     q, k, v, dout = (value.to(own) for value in (*values, dout))
     return Given(q, k, v, dout, came_back, side, case.scale, lengths)
+
+
+def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tensor | None:
+    """Which of a gradient's compared rows a packed sequence does not have; None where all have all."""
+    if name == "dq":
+        heads = pairs.numbers(problem)
+        absent = missing(problem, lengths, heads.flatten(), torch.arange(problem.seqlen_q))
+        return None if absent is None else absent.unflatten(0, tuple(heads.shape))
+    if problem.packed and name in ("dk", "dv"):
+        room = torch.tensor(capacities(problem, lengths))[pairs.batch]
+        return torch.arange(problem.seqlen_kv) >= room[:, None]
+    return None
 
 
 def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.proof.dropping import factors
-from flashtune.proof.gate import squared
-from flashtune.proof.reference import HIDDEN, heaviest, softmax
+from flashtune.proof.gate import heaviest, squared
+from flashtune.proof.reference import HIDDEN, softmax
 from flashtune.proof.scores import laid_over, seen_by
 from flashtune.proof.visible import Rows
 from flashtune.side import Side
