@@ -8,6 +8,7 @@ import msgspec
 
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import StoredRecord
+from flashtune.proof.delays import DELAYS
 from flashtune.record import Outcome, Record, Verdict
 from flashtune.tuner.candidates import Scope
 from flashtune.tuner.equipment import Equipment
@@ -20,12 +21,12 @@ from flashtune.tuner.selection import candidate_of, finalists, may_be_selected, 
 FINALISTS = 24
 # The finals take no candidate that is slower than this many times the best.
 FINALS_WITHIN = 1.15
-# What a verdict names beside its probes: warps that fell behind.
-DELAYS = "delays"
 
 
-def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[StoredRecord, ...]:
+def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
     """Times the best candidates, the fastest default, what may stand in, and the peers in one run.
+
+    Where that comes to nothing, those that were timed in one run before are the finalists still.
 
     Raises:
         DeviceLostError: The GPU was taken away.
@@ -34,50 +35,41 @@ def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> tuple[Stored
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
     defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
     if not best:
-        return ()
+        return
     default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
     stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
     entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
     job = tools.measurer.finals(scope, entrants)
     tools.clock.wait_for_all((job,))
-    return tuple(
+    measured = job.result()
+    for candidate, measurement in zip(entrants, measured, strict=False):
         journal.amend(msgspec.structs.replace(journal.rows[candidate].record, measurement=measurement))
-        for candidate, measurement in zip(entrants, job.result(), strict=False)
-    )
+    if measured:
+        journal.finalists = entrants
 
 
-def prove_choice(
-    scope: Scope, journal: Journal, tools: Equipment, final: tuple[StoredRecord, ...]
-) -> tuple[StoredRecord, ...]:
-    """Proves what is about to be selected with warps that fall behind; after one that fails, finals again.
-
-    Args:
-        scope: The problem and the GPU.
-        journal: Where what is found is written.
-        tools: What proves.
-        final: The finalists; empty where there were no finals, and all are chosen from.
-
-    Returns:
-        The finalists, with what is known of them now.
+def prove_choice(scope: Scope, journal: Journal, tools: Equipment) -> None:
+    """Proves what is about to be selected with warps that fall behind; one that fails makes way for the next.
 
     Raises:
         DeviceLostError: The GPU was taken away.
     """
-    while (row := selected(final or journal.rows.values())) is not None:
+    while (row := selected(journal.contenders())) is not None:
         record = row.record
         if record.verdict and record.verdict.probes and DELAYS in record.verdict.probes:
-            break
+            return
         job = tools.measurer.evaluate_delayed(scope, candidate_of(record))
         tools.clock.wait_for_all((job,))
         evaluation = job.result()
         if evaluation is None:
-            break
-        known = journal.amend(_judged(record, evaluation))
+            return
+        journal.amend(_judged(record, evaluation))
         if evaluation.outcome is Outcome.OK:
-            return tuple(known if one is row else one for one in final)
-        # The others may all be far slower than what was not among them for want of room.
-        final = run_finals(scope, journal, tools)
-    return final
+            return
+        following = selected(journal.rows[candidate] for candidate in journal.finalists)
+        # What is left of the finalists may be far slower than what there was no room for among them.
+        if following is None or (following.record.ms or 0.0) > FINALS_WITHIN * (record.ms or 0.0):
+            run_finals(scope, journal, tools)
 
 
 def selected(rows: Iterable[StoredRecord]) -> StoredRecord | None:
@@ -103,10 +95,10 @@ def _judged(record: Record, evaluation: Evaluation) -> Record:
 
 
 def _both(before: Verdict, late: Verdict) -> Verdict:
-    """Two verdicts of one kernel, both passed, as one that names the delays."""
+    """Two verdicts of one kernel, both passed, as one."""
     return msgspec.structs.replace(
         before,
         worst_ratio=max(before.worst_ratio, late.worst_ratio),
         checks=before.checks + late.checks,
-        probes=(*(before.probes or ()), DELAYS),
+        probes=tuple(dict.fromkeys((*(before.probes or ()), *(late.probes or ())))),
     )

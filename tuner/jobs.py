@@ -116,14 +116,22 @@ def evaluate_candidate(
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
 
 
+def build_late(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
+) -> bool:
+    """Compiles a candidate with warps that fall behind; whether that can be launched.
+
+    It cannot where the kernel leaves waiting to the compiler; nor where the one with delays, which is
+    another, does not compile or fit: that says nothing of the candidate.
+    """
+    late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
+    return late is not None and compile_kernel(late, target).outcome is Outcome.OK
+
+
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
-) -> Evaluation | None:
+) -> Evaluation:
     """Verifies a candidate with warps that fall behind. Leaves the process if the GPU's context broke.
-
-    Returns:
-        What that gave. None of a kernel that leaves waiting to the compiler; and where the kernel with
-        delays, which is another one, does not compile, fit or find memory: that says nothing of this one.
 
     Raises:
         DeviceLostError: The GPU cannot be used.
@@ -131,15 +139,13 @@ def evaluate_late(
     prepare(index)
     device = torch.device("cuda", index)
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
-    late = delayed(kernel)
-    if late is None or compile_kernel(late, target).outcome is not Outcome.OK:
-        return None
+    # What other candidates' proofs kept is of no more use.
+    forget()
+    torch.cuda.empty_cache()
     try:
         verdict = check_delayed(kernel, problem, candidate.config, target, device)
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
-        if isinstance(error.__cause__, torch.OutOfMemoryError):
-            return None
         return Evaluation(Outcome.LAUNCH_ERROR, message=f"{DELAYED}{error}"[:MAX_MESSAGE])
     assert verdict is not None
     outcome = Outcome.OK if verdict.passed else Outcome.WRONG_RESULT

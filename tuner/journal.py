@@ -26,6 +26,7 @@ class Journal:
     Attributes:
         rows: The record of each finished candidate, those of earlier searches included.
         stale: Candidates in a row that did not improve on the best.
+        finalists: Those that were timed in one run last; empty before the finals.
     """
 
     def __init__(self, store: Store, scope: Scope, provenance: Provenance) -> None:
@@ -38,6 +39,7 @@ class Journal:
         self._pruned = sum(_was_pruned(row.record) for row in self.rows.values())
         self.best: Record | None = None
         self.stale = 0
+        self.finalists: tuple[Candidate, ...] = ()
         for row in self.rows.values():
             self._compare(row.record)
 
@@ -62,6 +64,11 @@ class Journal:
         """Why candidates failed, numbers left out so that alike reasons count together."""
         failed = (row.record for row in self.rows.values() if row.record.outcome is not Outcome.OK)
         return tuple(Counter(_reason(record) for record in failed).most_common(MOST_REASONS))
+
+    def contenders(self) -> tuple[StoredRecord, ...]:
+        """What is selected from: the finalists, where any of them may be selected, else all."""
+        timed = tuple(self.rows[candidate] for candidate in self.finalists)
+        return timed if any(may_be_selected(row.record) for row in timed) else tuple(self.rows.values())
 
     def prune(self, candidate: Candidate, need: Demand) -> Answer:
         """Stores what the model ruled out."""

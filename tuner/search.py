@@ -31,7 +31,6 @@ from flashtune.tuner.request import (
     SearchResult,
 )
 from flashtune.tuner.resume import known_winners, warm_configs
-from flashtune.tuner.selection import candidate_of
 from flashtune.versions import current_versions
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
@@ -79,17 +78,16 @@ def run_search(
             scope, promised, journal.answers(), request.budget.trials, request.seed, experience.fit
         )
         pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
-        final: tuple[StoredRecord, ...] = ()
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            final = run_finals(scope, journal, tools)
-            final = prove_choice(scope, journal, tools, final)
+            run_finals(scope, journal, tools)
+            prove_choice(scope, journal, tools)
         except (KeyboardInterrupt, DeviceLostError):
             # What is right and timed may serve, though no finals compared it, or no delays proved it.
-            _pin(store, request, journal, tuple(journal.rows[candidate_of(row.record)] for row in final))
+            _pin(store, request, journal)
             raise
-    best, stand_in, pinned = _pin(store, request, journal, final)
+    best, stand_in, pinned = _pin(store, request, journal)
     reporter.report(Phase.DONE)
     return SearchResult(
         problem=request.problem,
@@ -103,7 +101,7 @@ def run_search(
         best_id=best.id if best else None,
         pinned=pinned,
         stand_in=stand_in.record if stand_in else None,
-        default=_default(scope, journal, final),
+        default=_default(scope, journal),
         reasons=journal.reasons(),
     )
 
@@ -127,7 +125,7 @@ def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> t
 
 
 def _pin(
-    store: Store, request: SearchRequest, journal: Journal, final: tuple[StoredRecord, ...]
+    store: Store, request: SearchRequest, journal: Journal
 ) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
     """Selects among the finalists, or among all where there were no finals, and pins the choice.
 
@@ -138,7 +136,7 @@ def _pin(
         The choice, what stands in for the selection where that cannot address every tensor, and
         whether the choice was made the selection.
     """
-    rows = final or tuple(journal.rows.values())
+    rows = journal.contenders()
     best = selected(rows)
     if best is None:
         return None, None, False
@@ -167,17 +165,11 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
     return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
 
 
-def _default(scope: Scope, journal: Journal, final: tuple[StoredRecord, ...]) -> Record | None:
+def _default(scope: Scope, journal: Journal) -> Record | None:
     """The fastest family default, as timed in the finals if it was there."""
-    timed: dict[Candidate, Record] = {
-        candidate_of(row.record): row.record for row in final if row.record.outcome is Outcome.OK
-    }
-    for candidate in scope.defaults():
-        row = journal.rows.get(candidate)
-        if candidate not in timed and row is not None and row.record.outcome is Outcome.OK:
-            timed.setdefault(candidate, row.record)
-    found = [timed[candidate] for candidate in scope.defaults() if candidate in timed]
-    return min(found, key=lambda record: record.ms or 0.0, default=None)
+    rows = [row for candidate in scope.defaults() if (row := journal.rows.get(candidate)) is not None]
+    right = [row.record for row in rows if row.record.outcome is Outcome.OK]
+    return min(right, key=lambda record: record.ms or 0.0, default=None)
 
 
 class _Reporter:

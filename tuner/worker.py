@@ -10,10 +10,11 @@ from typing import Any, Self, TypeVar
 
 from flashtune.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.compile_pool import Compiled
+from flashtune.tuner.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.evaluation import Evaluation, lost_device
 from flashtune.tuner.jobs import (
     DELAYED,
+    build_late,
     evaluate_candidate,
     evaluate_late,
     fatal_error,
@@ -23,7 +24,7 @@ from flashtune.tuner.jobs import (
 from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
 
 JOB_SECONDS = 20.0
-# Compiling the kernel with warps that fall behind, and waiting for them.
+# Warps that fall behind are waited for.
 DELAYED_PATIENCE = 3.0
 # Gradients are three results of five products, and their reference is as much more work.
 BACKWARD_PATIENCE = 3.0
@@ -70,10 +71,22 @@ class GpuWorker:
 
     def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
         """Starts verifying a candidate with warps that fall behind: one that never ends by that is wrong."""
-        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        arguments = (scope.problem, candidate, scope.specialization, scope.target)
         settled: Future[Evaluation | None] = Future()
-        job = self._scheduled(evaluate_late, arguments, DELAYED_PATIENCE * self._patience(scope))
-        job.add_done_callback(lambda done: self._settle(done, settled, DELAYED))
+
+        def prove(built: Future[bool]) -> None:
+            lost, error = failure_of(built), built.exception()
+            if error is None and built.result():
+                seconds = DELAYED_PATIENCE * self._patience(scope)
+                job = self._scheduled(evaluate_late, (*arguments, self._device), seconds)
+                job.add_done_callback(lambda done: self._settle(done, settled, DELAYED))
+            elif error is None or lost:
+                # A compiler that crashes or hangs says nothing of the candidate.
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        self._scheduled(build_late, arguments, COMPILE_SECONDS).add_done_callback(prove)
         return settled
 
     def _patience(self, scope: Scope) -> float:

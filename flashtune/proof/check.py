@@ -146,13 +146,15 @@ def check_delayed(
         KernelError: It does not compile, load or launch.
     """
     # A first call, which is not proven so, imports nothing for it.
-    from flashtune.proof.delays import delayed
+    from flashtune.proof.delays import DELAYS, delayed
 
     late = delayed(kernel)
     if late is None:
         return None
     verdict = check_rendered(late, problem, config, target, device, seed=seed)
-    return verdict if verdict.passed else msgspec.structs.replace(verdict, failed=f"delayed {verdict.failed}")
+    if not verdict.passed:
+        return msgspec.structs.replace(verdict, failed=f"delayed {verdict.failed}")
+    return msgspec.structs.replace(verdict, probes=(*(verdict.probes or ()), DELAYS))
 
 
 def _read(figures: list[Tensor]) -> list[float]:
@@ -172,7 +174,11 @@ def interpretable(problem: Problem) -> Problem:
 def joined(verdicts: list[Verdict]) -> Verdict:
     """Several verdicts on variants of one kernel as one."""
     worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_ratio))
-    return msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
+    found = msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
+    if not found.passed:
+        return found
+    named = (name for verdict in verdicts for name in verdict.probes or ())
+    return msgspec.structs.replace(found, probes=tuple(dict.fromkeys(named)))
 
 
 def _variants(

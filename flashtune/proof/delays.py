@@ -16,6 +16,8 @@ import msgspec
 
 from flashtune.kernel import Kernel
 
+# What a verdict names beside its probes.
+DELAYS = "delays"
 # One place in so many at random, and up to so many nanoseconds, of which `nanosleep` makes twice as many at
 # most: a copy takes about one thousand. Powers of two both.
 ONE_IN = 4

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SPARE_PAGES = 3
 # What no kernel can look up without a fault.
 FAULTY_ENTRIES = (2**31 - 1, -(2**31))
-# An error that lets anything pass but what is not finite.
+# An error that lets any number pass.
 ANYTHING = 1e300
 
 

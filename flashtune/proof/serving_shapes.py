@@ -127,9 +127,7 @@ def beside_plain(
 ) -> Iterator[Shape]:
     """What borders of masks, pages and sinks add to the problems of plain kernels."""
     queries = 4 if decoding else tile.queries + 1
-    lengths = dict.fromkeys(
-        _around_masks(queries, tile, problem, quick=quick, reduced=reduced, decoding=decoding)
-    )
+    lengths = dict.fromkeys(_around_masks(queries, tile, problem, reduced))
     for one, keys in lengths:
         yield Shape(Probe.EDGE, one, keys)
         if not quick:
@@ -146,13 +144,8 @@ def beside_plain(
             yield Shape(Probe.EDGE, 1, keys)
 
 
-def _around_masks(
-    queries: int, tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool
-) -> Iterator[tuple[int, int]]:
-    """Lengths at which some rows of a tile see all keys before them, and others no longer do.
-
-    Single rows stand where rows of a tile do too: a self-check makes do with these, but in decoding.
-    """
+def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> Iterator[tuple[int, int]]:
+    """Lengths at which some rows of a tile see all keys before them, and others no longer do."""
     n = tile.keys
     farthest = FARTHEST_REDUCED if reduced else FARTHEST
     square = min(farthest, FARTHEST_SQUARE)
@@ -168,9 +161,8 @@ def _around_masks(
         elif not top_left and border <= farthest:
             yield queries, border + queries // 2
             yield queries, border + queries + n + 3
-            if decoding or not quick:
-                yield 1, border
-                yield 1, border + 1
+            yield 1, border
+            yield 1, border + 1
     if problem.chunk and not top_left and 2 * problem.chunk <= farthest:
         yield queries, 2 * problem.chunk + queries // 2
     right = problem.window_right

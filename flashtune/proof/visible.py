@@ -122,7 +122,7 @@ def visible_keys(
 
 
 def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
-    """As `visible_keys`, with what a bias hides: [heads, rows, keys]."""
+    """As `visible_keys`, with what a bias hides: [heads | 1, rows, keys]."""
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
         return seen

@@ -11,9 +11,10 @@ from flashtune.features import KvDtype, KvScale
 from flashtune.kernel import Alignment, specialization_of
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.cases import Case
+from flashtune.proof.gate import worst_ratio
 from flashtune.proof.inputs import Layout, stray_writes
 from flashtune.proof.lengths import Lengths, usual_lengths
-from flashtune.proof.placing import FAULTY_ENTRIES, starts
+from flashtune.proof.placing import FAULTY_ENTRIES, excused, starts
 from flashtune.proof.prepared import ROWS_BEHIND, Prepared, prepare
 from flashtune.proof.probes import Probe
 
@@ -157,3 +158,21 @@ def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys() -> None:
     assert int(stray_writes(one.out)) == 0
     one.out.given[0, 0, 10, 0] = 1.0
     assert int(stray_writes(one.out)) == 1
+
+
+def test_whatever_number_is_let_pass_where_a_sequence_has_no_row() -> None:
+    exact = torch.zeros(1, 4, 2, dtype=torch.float64)
+    absent = torch.tensor([[False, True, True, False]])
+    allowed = excused(torch.full((1, 4), 0.5, dtype=torch.float64), absent)
+    written = exact.clone()
+    written[0, 1], written[0, 2] = 1e30, float("-inf")
+    assert worst_ratio(written, exact, allowed) < 1e-9
+    written[0, 3, 1] = 1.0
+    assert worst_ratio(written, exact, allowed) == pytest.approx(2.0)
+    written[0, 1, 0] = float("nan")
+    assert worst_ratio(written, exact, allowed).isnan()
+
+
+def test_nothing_is_let_pass_where_all_rows_are_there() -> None:
+    allowed = torch.full((1, 4), 0.5)
+    assert excused(allowed, None) is allowed

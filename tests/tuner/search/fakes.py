@@ -173,6 +173,10 @@ def succeed(*_: object) -> None:
     return None
 
 
+def agree(*_: object) -> bool:
+    return True
+
+
 def process_id(*_: object) -> int:
     return os.getpid()
 

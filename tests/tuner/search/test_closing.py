@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from flashtune.db.store import Store, open_store
+from flashtune.proof.delays import DELAYS
 from flashtune.record import Outcome, Verdict
 from flashtune.tuner import closing
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.closing import DELAYS
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.request import Phase, Progress
-from tests.tuner.search.fakes import FakeMeasurer, by_tile, done
+from tests.tuner.search.fakes import FakeMeasurer, by_tile, done, right
 from tests.tuner.search.small_search import SIZE, search
 
-LATE = Verdict(passed=True, worst_ratio=0.75, checks=40, failed="", device="fake", probes=("random",))
+LATE = Verdict(passed=True, worst_ratio=0.75, checks=40, failed="", device="fake", probes=("random", DELAYS))
 RACY = Verdict(passed=False, worst_ratio=1e9, checks=40, failed="delayed random q=65", device="fake")
 FAILURES = (
     Evaluation(Outcome.WRONG_RESULT, RACY, message=RACY.failed),
@@ -79,7 +79,7 @@ def test_a_choice_that_is_right_says_so_and_is_not_proven_twice(store: Store) ->
     assert verdict.passed
     assert verdict.checks == before.checks + LATE.checks
     assert verdict.worst_ratio == max(before.worst_ratio, LATE.worst_ratio)
-    assert verdict.probes == (*(before.probes or ()), DELAYS)
+    assert verdict.probes == (*(before.probes or ()), "random", DELAYS)
     again = FakeMeasurer(by_tile, lambda candidate: pytest.fail("proven twice"))
     found = search(store, again)
     assert found.best is not None
@@ -108,13 +108,14 @@ def test_after_all_finalists_failed_there_are_others(
     assert result.best.measurement.samples == 21
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3])
 def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
-    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
+    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     monkeypatch.setattr(closing, "FINALISTS", 2)
 
     def interrupted(candidate: Candidate) -> Evaluation:
-        if candidate == ranked[0]:
+        if candidate in ranked[:failing]:
             return FAILURES[0]
         raise KeyboardInterrupt
 
@@ -122,7 +123,22 @@ def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
     with pytest.raises(KeyboardInterrupt):
         search(store, measurer)
     (pinned,) = store.selections()
-    assert pinned.record.config == ranked[1].config
+    assert pinned.record.config == ranked[failing].config
+    assert pinned.record.measurement is not None
+    assert pinned.record.measurement.samples == 21
+
+
+def test_finals_do_not_run_again_while_others_of_them_are_near(store: Store, ranked: list[Candidate]) -> None:
+    times = {candidate: 1.0 + 0.01 * place for place, candidate in enumerate(ranked)}
+    wrong = ranked[:2]
+    measurer = FakeMeasurer(
+        lambda one: right(times[one]), lambda one: FAILURES[0] if one in wrong else _right_when_late(one)
+    )
+    result = search(store, measurer)
+    assert len(measurer.entrants) == 1
+    assert measurer.delayed == ranked[:3]
+    assert result.best is not None
+    assert result.best.config == ranked[2].config
 
 
 def test_without_finals_the_choice_is_proven_all_the_same(

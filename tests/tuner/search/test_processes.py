@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,17 +128,12 @@ def test_a_process_that_dies_before_it_takes_a_job_is_an_outcome(
 def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
     scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker, "build_late", fakes.agree)
+    found = []
     with GpuWorker(0, seconds=0.5) as gpu:
-        monkeypatch.setattr(worker, "evaluate_late", fakes.hang)
-        hung = gpu.evaluate_delayed(scope, CANDIDATE)
-        monkeypatch.setattr(worker, "evaluate_late", fakes.leave_with_illegal_access)
-        faulty = gpu.evaluate_delayed(scope, CANDIDATE)
-        monkeypatch.setattr(worker, "evaluate_late", fakes.evaluate_right)
-        right = gpu.evaluate_delayed(scope, CANDIDATE)
-        monkeypatch.setattr(worker, "evaluate_late", fakes.succeed)
-        nothing = gpu.evaluate_delayed(scope, CANDIDATE)
-        found = [job.result(WAIT) for job in (hung, faulty, right)]
-        assert nothing.result(WAIT) is None
+        for job in (fakes.hang, fakes.leave_with_illegal_access, fakes.evaluate_right):
+            monkeypatch.setattr(worker, "evaluate_late", job)
+            found.append(gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT))
     said = [(one.outcome, one.message) for one in found if one is not None]
     assert said == [
         (Outcome.TIMEOUT, "delayed: running did not end within its time limit"),
@@ -150,9 +146,22 @@ def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
     scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "prepare", fakes.lose_device)
+    monkeypatch.setattr(worker, "build_late", fakes.agree)
     monkeypatch.setattr(worker, "evaluate_late", fakes.crash)
     with GpuWorker(0) as gpu, pytest.raises(DeviceLostError, match="unplugged"):
         gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+@pytest.mark.parametrize("build", [fakes.hang, fakes.crash, fakes.succeed], ids=lambda job: job.__name__)
+def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(worker, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(worker, "build_late", build)
+    monkeypatch.setattr(worker, "evaluate_late", fakes.evaluate_right)
+    with GpuWorker(0) as gpu:
+        assert gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT) is None
 
 
 @pytest.mark.usefixtures("healthy_gpu")

@@ -1,0 +1,42 @@
+"""Pairs of sequences and KV heads: what is picked of tensors is the same with look-ups and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.proof.gradients.pairs import Pairs
+
+PROBLEM = Problem(
+    dtype=Dtype.BF16, head_dim=8, value_head_dim=8, heads=6, kv_heads=2, batch=3, seqlen_q=4, seqlen_kv=5,
+    causal=Causal.NONE,
+)  # fmt: skip
+EVERY = torch.arange(6)
+
+
+def pairs_of(number: torch.Tensor) -> Pairs:
+    return Pairs(number // 2, number % 2)
+
+
+@pytest.mark.parametrize("rows", [(), (4,), (4, 7)], ids=str)
+def test_all_pairs_are_what_looking_each_up_gives(rows: tuple[int, ...]) -> None:
+    every = pairs_of(EVERY)
+    assert every.are_all(PROBLEM)
+    queries, keys = torch.randn(3, 6, *rows), torch.randn(3, 2, *rows)
+    for number in range(6):
+        one = pairs_of(EVERY[number : number + 1])
+        assert not one.are_all(PROBLEM)
+        assert torch.equal(every.of_queries(PROBLEM, queries)[number], one.of_queries(PROBLEM, queries)[0])
+        assert torch.equal(every.of_keys(PROBLEM, keys)[number], one.of_keys(PROBLEM, keys)[0])
+
+
+def test_pairs_in_another_order_are_looked_up() -> None:
+    turned = pairs_of(EVERY.flip(0))
+    assert not turned.are_all(PROBLEM)
+    keys = torch.randn(3, 2, 4)
+    assert torch.equal(turned.of_keys(PROBLEM, keys), keys.flatten(0, 1).flip(0))
+
+
+def test_heads_are_numbered_through_all_sequences() -> None:
+    assert torch.equal(pairs_of(EVERY).numbers(PROBLEM).flatten(), torch.arange(18))
