@@ -8,8 +8,9 @@ import msgspec
 
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import StoredRecord
+from flashtune.proof.check import joined
 from flashtune.proof.delays import DELAYS
-from flashtune.record import Outcome, Record, Verdict
+from flashtune.record import Outcome, Record
 from flashtune.tuner.candidates import Scope
 from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import Evaluation
@@ -91,14 +92,4 @@ def _judged(record: Record, evaluation: Evaluation) -> Record:
         )
     assert record.verdict is not None
     assert evaluation.verdict is not None
-    return msgspec.structs.replace(record, verdict=_both(record.verdict, evaluation.verdict))
-
-
-def _both(before: Verdict, late: Verdict) -> Verdict:
-    """Two verdicts of one kernel, both passed, as one."""
-    return msgspec.structs.replace(
-        before,
-        worst_ratio=max(before.worst_ratio, late.worst_ratio),
-        checks=before.checks + late.checks,
-        probes=tuple(dict.fromkeys((*(before.probes or ()), *(late.probes or ())))),
-    )
+    return msgspec.structs.replace(record, verdict=joined([record.verdict, evaluation.verdict]))

@@ -85,7 +85,7 @@ class Journal:
         self.stale += 1
         return self._write(candidate, compiled, evaluation, 0.0)
 
-    def amend(self, record: Record) -> StoredRecord:
+    def amend(self, record: Record) -> None:
         """Stores what was found of a candidate later: another time, more proof, or that it is wrong."""
         candidate = candidate_of(record)
         before = self.rows[candidate].record
@@ -95,7 +95,6 @@ class Journal:
         failed = record.outcome is not Outcome.OK
         if failed and self.best is not None and candidate_of(self.best) == candidate:
             self.best = next(iter(finalists(self.records(), 1, 1.0)), None)
-        return self.rows[candidate]
 
     def _write(
         self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float

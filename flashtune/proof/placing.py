@@ -173,8 +173,13 @@ def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows
 
 def is_all(problem: Problem, heads: Tensor, rows: Tensor) -> bool:
     """Whether these are all heads of all sequences and all rows of the longest, in their order."""
-    every_head, every_row = torch.arange(problem.batch * problem.heads), torch.arange(problem.seqlen_q)
-    return torch.equal(heads, every_head) and torch.equal(rows, every_row)
+    every_head = torch.arange(problem.batch * problem.heads)
+    return torch.equal(heads, every_head) and are_all_rows(problem, rows)
+
+
+def are_all_rows(problem: Problem, rows: Tensor) -> bool:
+    """Whether these are all rows of the longest sequence, in their order."""
+    return torch.equal(rows, torch.arange(problem.seqlen_q))
 
 
 def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor | None:

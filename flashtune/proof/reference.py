@@ -37,7 +37,7 @@ from flashtune.proof.gate import (
     norm,
 )
 from flashtune.proof.lengths import Lengths, equal_lengths
-from flashtune.proof.scores import Laid, Seen, laid_over, seen_by
+from flashtune.proof.scores import Laid, Seen, laid_over, seen_by, sinks_of
 from flashtune.proof.visible import Rows
 from flashtune.side import NO_SIDE, Side
 
@@ -148,7 +148,7 @@ def expect(
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
         laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
-        sinks = None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(q.device)
+        sinks = sinks_of(side, some, q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))

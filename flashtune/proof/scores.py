@@ -85,6 +85,11 @@ def distances(
     return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
 
 
+def sinks_of(side: Side, some: Rows, device: torch.device) -> Tensor | None:
+    """The sinks of some heads, [heads, 1] in float64; None where there are none."""
+    return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
+
+
 def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
     """Scores capped, less what distance costs, and with their bias. Overwrites the scores.
 

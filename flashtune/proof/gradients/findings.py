@@ -156,9 +156,7 @@ def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
 
 def _of_bias(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     pairs, rows = prepared.chosen
-    picked = pairs.of_queries(problem, written)
-    whole = torch.equal(rows, torch.arange(problem.seqlen_q))
-    return (picked if whole else picked[:, :, rows])[..., None]
+    return pairs.of_queries(problem, written, rows)[..., None]
 
 
 def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:

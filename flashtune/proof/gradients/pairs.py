@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.proof.chunks import CHUNK_SCORES
+from flashtune.proof.placing import are_all_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,15 +49,24 @@ class Pairs(NamedTuple):
         every = torch.arange(problem.batch * problem.kv_heads)
         return torch.equal(self.batch * problem.kv_heads + self.kv_head, every)
 
-    def of_queries(self, problem: Problem, tensor: Tensor) -> Tensor:
-        """A tensor's query heads that share each pair's keys, [pairs, group, ...] of [batch, heads, ...].
+    def of_queries(self, problem: Problem, tensor: Tensor, rows: Tensor | None = None) -> Tensor:
+        """A tensor's query heads that share each pair's keys, and of these all rows or some.
 
         Nothing is looked up where all are wanted, which would load kernels of its own.
+
+        Args:
+            problem: How many heads share keys.
+            tensor: [batch, heads, ...], or [batch, heads, seqlen_q, ...] where rows are given.
+            rows: In int64, on the CPU.
+
+        Returns:
+            [pairs, group, ...].
         """
         if self.are_all(problem):
-            split: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size))
-            return split.flatten(0, 1)
-        return tensor[self.batch[:, None], self.heads(problem)]
+            picked: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size)).flatten(0, 1)
+        else:
+            picked = tensor[self.batch[:, None], self.heads(problem)]
+        return picked if rows is None or are_all_rows(problem, rows) else picked[:, :, rows]
 
     def of_keys(self, problem: Problem, tensor: Tensor) -> Tensor:
         """A tensor's KV heads, [pairs, ...] of [batch, kv_heads, ...], likewise."""

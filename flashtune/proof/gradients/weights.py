@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.proof.dropping import factors
 from flashtune.proof.gate import heaviest, squared
 from flashtune.proof.reference import HIDDEN, softmax
-from flashtune.proof.scores import laid_over, seen_by
+from flashtune.proof.scores import laid_over, seen_by, sinks_of
 from flashtune.proof.visible import Rows
 from flashtune.side import Side
 
@@ -94,11 +92,9 @@ class Weights(NamedTuple):
 
 def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
     """Some rows of some pairs, in float64."""
-    whole = torch.equal(rows, torch.arange(problem.seqlen_q))
 
     def stacked(tensor: Tensor) -> Tensor:
-        picked = pairs.of_queries(problem, tensor)
-        return (picked if whole else picked[:, :, rows]).flatten(1, 2).double()
+        return pairs.of_queries(problem, tensor, rows).flatten(1, 2).double()
 
     def own(tensor: Tensor) -> Tensor:
         return pairs.of_keys(problem, tensor).double()
@@ -118,7 +114,7 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
     laid = laid_over(problem, by_head, given.lengths, side, some)
     by_head = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
     scores = by_head.view_as(scores)
-    sinks = None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
+    sinks = sinks_of(side, some, device)
     lse = softmax(by_head, sinks)[2]
     if sinks is None:
         # Rows that see no key have equal weights by now.
