@@ -3,14 +3,20 @@
     python -m benchmarks.first_use --write docs/dispatch.md
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
-process (`here`), and some in processes of their own (`fresh process`), where torch's kernels and the check's
-modules are loaded too: the shorter of two, since whatever else goes on there only adds. These have
-multiplied matrices before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
+process (`at work`), and some in processes of their own, where torch's kernels and the check's modules are
+loaded too: where the kernel is compiled as well, and where it lies in Triton's cache. Of two tries each the
+shorter counts, since whatever else goes on only adds. In the latter processes matrices have been multiplied
+before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
+
+Checks are rehearsed while their kernels are compiled, which makes that longer: a try each without says by how
+much.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import enum
 import gc
 import os
 import subprocess
@@ -29,7 +35,7 @@ from flashtune.binaries import binary_of
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Alignment
 from flashtune.rendered import kernel_of
-from flashtune.self_check import forget_verdicts, passes_self_check
+from flashtune.self_check import forget_verdicts, passes_self_check, rehearsing
 from flashtune.target import Target, device_target
 from flashtune.tuner.pages import filled
 from flashtune.versions import driver_version
@@ -41,11 +47,37 @@ FRESH_TRIES = 2
 BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
 
 
-class Fresh(msgspec.Struct, frozen=True):
-    """What a check and the first product of matrices take in a process of its own, in ms."""
+class Way(enum.StrEnum):
+    """What a process of a kernel's own is for."""
 
-    check_ms: float
+    COMPILED = "compiled"
+    CACHED = "cached"
+    ALONE = "alone"
+
+
+class Fresh(msgspec.Struct, frozen=True):
+    """What a first use takes in processes of its own, in ms.
+
+    Attributes:
+        compiled_ms: From where the kernel is compiled there and loaded to where it is proven.
+        cached_ms: Likewise where it was compiled before.
+        cublas_ms: The first product of matrices, left out of the latter.
+        compiling_ms: Compiling and loading it.
+        alone_ms: Compiling and loading it where nothing else goes on.
+    """
+
+    compiled_ms: float
+    cached_ms: float
     cublas_ms: float
+    compiling_ms: float
+    alone_ms: float
+
+
+class First(msgspec.Struct, frozen=True):
+    """One try: compiling and loading a kernel, and what came then until it was proven, in ms."""
+
+    compiling_ms: float
+    check_ms: float
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -54,15 +86,22 @@ class Row(msgspec.Struct, frozen=True):
     problem: str
     family: str
     odd: bool
-    here_ms: float
+    at_work_ms: float
     fresh: Fresh | None
+
+    @property
+    def check_ms(self) -> float:
+        """What the check takes where it takes longest, beyond compiling and, where that is over, loading."""
+        if self.fresh is None:
+            return self.at_work_ms
+        return max(self.at_work_ms, self.fresh.compiled_ms, self.fresh.cached_ms)
 
 
 def main() -> None:
     """Measures, prints and writes."""
     options = _options()
     if options.one is not None:
-        print(_first_product(), _first_check(CASES[options.one], Path(os.environ["FLASHTUNE_DB"])))
+        _one(CASES[options.one], Way(options.way))
         return
     if not torch.cuda.is_available():
         sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
@@ -71,11 +110,12 @@ def main() -> None:
     for row in measure(CASES):
         rows.append(row)
         print(_line(row), flush=True)
-    print(_longest(rows), flush=True)
+    last = _longest(rows), "", _compiling(rows)
+    print(*last, sep="\n", flush=True)
     if options.write:
-        page, text = options.write.read_text(encoding="utf-8"), (_head(), *map(_line, rows), _longest(rows))
+        page, text = options.write.read_text(encoding="utf-8"), (_head(), *map(_line, rows), *last)
         options.write.write_text(filled(page, BEGIN, END, "\n".join(text)), encoding="utf-8")
-    if any(max(row.here_ms, row.fresh.check_ms if row.fresh else 0.0) > LIMIT_MS for row in rows):
+    if any(row.check_ms > LIMIT_MS for row in rows):
         sys.exit(f"over the limit of {LIMIT_MS:.0f} ms")
 
 
@@ -83,6 +123,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of self-checks.")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -94,9 +135,9 @@ def measure(cases: Sequence[Case]) -> Iterator[Row]:
         os.environ["FLASHTUNE_DB"] = str(Path(folder) / "none.sqlite")
         _compile(cases, target)
         # What torch makes at its first use in a process is no check's.
-        _first_check(cases[0], Path(folder) / "unused.sqlite")
+        _first_use(cases[0], Path(folder) / "unused.sqlite")
         for number, case in enumerate(cases):
-            check_ms = _first_check(case, Path(folder) / f"{number}.sqlite")
+            check_ms = _first_use(case, Path(folder) / f"{number}.sqlite").check_ms
             fresh = _fresh(number, Path(folder)) if case.fresh else None
             yield Row(
                 case.problem.key, case.record(target).family, case.alignment is Alignment.ANY, check_ms, fresh
@@ -121,8 +162,8 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
             job.result()
 
 
-def _first_check(case: Case, database: Path) -> float:
-    """What a kernel's check takes, in ms, once it is loaded, on a machine that knows of none."""
+def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
+    """Compiles or finds, loads and checks a kernel on a machine that knows of none."""
     os.environ["FLASHTUNE_DB"] = str(database)
     forget_verdicts()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -130,7 +171,6 @@ def _first_check(case: Case, database: Path) -> float:
     record = case.record(target)
     assert record.config is not None
     kernel = kernel_of(record, case.assumed)
-    binary = binary_of(kernel, target, device)
     problem = msgspec.structs.replace(case.problem, causal=record.problem.causal)
     # Whoever calls has tensors.
     torch.empty(64, 64, dtype=torch.bfloat16, device=device).normal_().to(TORCH_DTYPES[problem.dtype])
@@ -138,10 +178,14 @@ def _first_check(case: Case, database: Path) -> float:
     # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
     gc.collect()
     start = time.perf_counter()
+    rehearsal = rehearsing(kernel, problem, record.config, target, device)
+    with rehearsal if rehearsed else contextlib.nullcontext():
+        binary = binary_of(kernel, target, device)
+        loaded = time.perf_counter()
     passed = passes_self_check(kernel, problem, record.config, target, device, binary)
-    milliseconds = 1e3 * (time.perf_counter() - start)
+    proven = time.perf_counter()
     assert passed, f"{kernel.digest} of {problem.key} fails"
-    return milliseconds
+    return First(1e3 * (loaded - start), 1e3 * (proven - loaded))
 
 
 def _first_product() -> float:
@@ -154,40 +198,70 @@ def _first_product() -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def _one(case: Case, way: Way) -> None:
+    """In a process of its own: prints what its first product of matrices and its first use take."""
+    product_ms = _first_product() if way is Way.CACHED else 0.0
+    first = _first_use(case, Path(os.environ["FLASHTUNE_DB"]), rehearsed=way is not Way.ALONE)
+    print(product_ms, first.compiling_ms, first.check_ms)
+
+
 def _fresh(number: int, folder: Path) -> Fresh:
-    """What a check takes in processes that do nothing else, the shortest of some."""
-    command = [sys.executable, "-m", "benchmarks.first_use", "--one", str(number)]
-    tries = []
-    for attempt in range(FRESH_TRIES):
-        database = str(folder / f"fresh{number}_{attempt}.sqlite")
+    """What a first use takes in processes that do nothing else, the shortest of some."""
+
+    def tries(way: Way, count: int) -> list[tuple[float, ...]]:
+        return list(zip(*(_in_a_process(number, way, folder) for _ in range(count)), strict=True))
+
+    _, compiling_ms, compiled_ms = tries(Way.COMPILED, FRESH_TRIES)
+    cublas_ms, _, cached_ms = tries(Way.CACHED, FRESH_TRIES)
+    _, alone_ms, _ = tries(Way.ALONE, 1)
+    return Fresh(min(compiled_ms), min(cached_ms), min(cublas_ms), compiling_ms[0], alone_ms[0])
+
+
+def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
+    """The first product of matrices, compiling and loading, and the check, in ms."""
+    command = [sys.executable, "-m", "benchmarks.first_use", "--one", str(number), "--way", way]
+    with tempfile.TemporaryDirectory(dir=folder) as own:
         # An installation has the modules' bytecode.
-        environment = {**os.environ, "FLASHTUNE_DB": database, "PYTHONDONTWRITEBYTECODE": ""}
-        tries.append(
-            map(float, subprocess.check_output(command, env=environment, cwd=ROOT, text=True).split())
-        )
-    cublas_ms, check_ms = map(min, zip(*tries, strict=True))
-    return Fresh(check_ms, cublas_ms)
+        environment = {**os.environ, "FLASHTUNE_DB": f"{own}/none.sqlite", "PYTHONDONTWRITEBYTECODE": ""}
+        if way is not Way.CACHED:
+            environment["TRITON_CACHE_DIR"] = f"{own}/triton"
+        said = subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
+    return tuple(map(float, said.split()))
 
 
 def _head() -> str:
     return (
         f"On an {torch.cuda.get_device_name()} (torch {torch.__version__}, Triton {triton.__version__}, "
         f"driver {driver_version()}), in ms:\n\n"
-        "| shape | family | here | fresh process | start of cuBLAS |\n"
-        "| --- | --- | ---: | ---: | ---: |"
+        "| shape | family | at work | fresh, compiled there | fresh, compiled before | start of cuBLAS |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: |"
     )
 
 
 def _line(row: Row) -> str:
-    fresh = f"{row.fresh.check_ms:.0f} | {row.fresh.cublas_ms:.0f}" if row.fresh else " | "
+    fresh = _cells(row.fresh) if row.fresh else " |  | "
     odd = ", odd strides" if row.odd else ""
-    return f"| {row.problem}{odd} | {row.family} | {row.here_ms:.0f} | {fresh} |"
+    return f"| {row.problem}{odd} | {row.family} | {row.at_work_ms:.0f} | {fresh} |"
+
+
+def _cells(fresh: Fresh) -> str:
+    return f"{fresh.compiled_ms:.0f} | {fresh.cached_ms:.0f} | {fresh.cublas_ms:.0f}"
 
 
 def _longest(rows: Sequence[Row]) -> str:
+    found = [msgspec.structs.astuple(row.fresh) for row in rows if row.fresh]
+    longest = Fresh(*map(max, zip(*found, strict=True)))
+    return f"| the longest | | {max(row.at_work_ms for row in rows):.0f} | {_cells(longest)} |"
+
+
+def _compiling(rows: Sequence[Row]) -> str:
     found = [row.fresh for row in rows if row.fresh]
-    check_ms, cublas_ms = max(one.check_ms for one in found), max(one.cublas_ms for one in found)
-    return f"| the longest | | {max(row.here_ms for row in rows):.0f} | {check_ms:.0f} | {cublas_ms:.0f} |"
+    both = sum(one.compiling_ms for one in found) / 1e3
+    alone = sum(one.alone_ms for one in found) / 1e3
+    return (
+        f"Compiling and loading these {len(found)} kernels took {both:.1f} s in all while their checks were "
+        f"rehearsed, and {alone:.1f} s where nothing else went on."
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from flashtune.nearest import is_far
 from flashtune.notices import search_command, tell_once
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer
-from flashtune.self_check import passes_self_check
+from flashtune.self_check import passes_self_check, rehearsing
 
 if TYPE_CHECKING:
     import torch
@@ -80,13 +80,15 @@ def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
     record = selection.record
     assert record.config is not None
     kernel = kernel_of(record, asked.specialization)
-    binary = binary_of(kernel, target, asked.device)
-    if not proven_by(selection, kernel.digest):
-        problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
-        if not passes_self_check(kernel, problem, record.config, target, asked.device, binary):
-            raise VerificationError(
-                f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
-            )
+    if proven_by(selection, kernel.digest):
+        return Choice(kernel, target, binary_of(kernel, target, asked.device))
+    problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
+    with rehearsing(kernel, problem, record.config, target, asked.device):
+        binary = binary_of(kernel, target, asked.device)
+    if not passes_self_check(kernel, problem, record.config, target, asked.device, binary):
+        raise VerificationError(
+            f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
+        )
     return Choice(kernel, target, binary)
 
 

@@ -45,18 +45,20 @@ def kept_weights(seed: Tensor, heads: Tensor, queries: Tensor, keys: int, dropou
 
     Args:
         seed: Int64 [1].
-        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads].
+        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads]. Where these and the rows
+            are on the CPU and the seed is not, the rows' states are worked out there.
         queries: Their rows: int64 [rows], or [heads, rows].
         keys: The first so many keys are asked for.
         dropout: The share that falls.
 
     Returns:
-        Boolean [heads, rows, keys].
+        Boolean [heads, rows, keys], where the seed is.
     """
-    states = row_states(seed, heads[:, None], queries)
-    words = states.first[..., None] + _low(torch.arange(keys, device=seed.device) * STEP)
+    states = row_states(seed.to(heads.device), heads[:, None], queries)
+    first, second = (state[..., None].to(seed.device) for state in states)
+    words = first + _low(torch.arange(keys, device=seed.device) * STEP)
     product = _low(words) * FOLD
-    words = _high(product) ^ _low(product) ^ states.second[..., None]
+    words = _high(product) ^ _low(product) ^ second
     stay: Tensor = _low(words * SPREAD) >= threshold(dropout)
     return stay
 

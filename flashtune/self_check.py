@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -102,6 +103,38 @@ def passes_self_check(
         _known[kernel.digest, target.name] = verdict.passed
         _remember(kernel, target, verdict, seconds)
     return verdict.passed
+
+
+@contextlib.contextmanager
+def rehearsing(
+    kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
+) -> Iterator[None]:
+    """Gets ready to check a kernel that is unknown here, in a thread that ends with the block.
+
+    The block compiles and loads the kernel meanwhile. What a check then no longer has to do, importing its
+    modules and loading torch's kernels, takes a fresh process as long as the check itself.
+    """
+    if _remembered(kernel, target) is not None:
+        yield
+        return
+    enough = threading.Event()
+    # Memory that is freed there is found again by whoever computes on the same stream.
+    stream = torch.cuda.current_stream(device)
+
+    def rehearsed() -> None:
+        from flashtune.proof.rehearsal import rehearse
+
+        # What goes wrong here goes wrong in the check as well, which tells of it.
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
+            rehearse(kernel, problem, config, target, device, enough.is_set)
+
+    thread = threading.Thread(target=rehearsed, name="flashtune-rehearsal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
 
 
 def forget_verdicts() -> None:

@@ -51,22 +51,22 @@ def make_side(
         problem: Which side inputs there are.
         lengths: Of each sequence.
         block: Keys of a tile.
-        generator: Source of randomness; its device is where they are made.
+        generator: Source of randomness; its device is where they are made, but for the seed of dropout.
     """
     return Side(
         slopes=_slopes(probe, problem).to(generator.device) if problem.alibi else None,
         bias=_bias(probe, problem, block, generator) if problem.bias is not Bias.NONE else None,
         sinks=_sinks(probe, problem, lengths, generator) if problem.sinks else None,
         prefix=_prefixes(lengths, block).to(generator.device) if problem.prefix else None,
-        seed=_seed(generator) if problem.dropout else None,
+        seed=_seed(aside(generator, 5)) if problem.dropout else None,
         softcap=_cap(probe) if problem.softcap else None,
         dropout=(HIGH_DROPOUT if probe is Probe.RISING else USUAL_DROPOUT) if problem.dropout else None,
     )
 
 
 def _seed(generator: torch.Generator) -> Tensor:
-    """Both of its words count: int64 [1]."""
-    return torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device)
+    """Both of its words count: int64 [1], on the CPU."""
+    return torch.randint(2**63 - 1, (1,), generator=generator)
 
 
 def _cap(probe: Probe) -> float:

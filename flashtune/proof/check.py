@@ -29,8 +29,6 @@ from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.config import Config
     from flashtune.kernel import Kernel
     from flashtune.proof.findings import Finding
@@ -118,7 +116,7 @@ def check_rendered(
                 # On the CPU figures are known at once, and launches are slow: one failure will do.
                 if interpreting() and not all(finding.holds() for finding in found):
                     break
-            figures = _read([finding.figure for finding in findings])
+            figures = read_figures(findings)
         except (RuntimeError, TritonError) as error:
             forget()
             raise KernelError(first_line(error)) from error
@@ -157,12 +155,14 @@ def check_delayed(
     return msgspec.structs.replace(verdict, probes=(*(verdict.probes or ()), DELAYS))
 
 
-def _read(figures: list[Tensor]) -> list[float]:
-    """Scalars of any type, as they are found on the device: it is waited for once."""
-    found = torch.empty(len(figures), dtype=torch.float64, device=figures[0].device)
-    for place, figure in zip(found, figures, strict=True):
-        place.copy_(figure)
-    values: list[float] = found.tolist()
+def read_figures(findings: list[Finding]) -> list[float]:
+    """All figures, in their order, which are on the device: it is waited for once for each type of them."""
+    values = [0.0] * len(findings)
+    for dtype in {finding.figure.dtype for finding in findings}:
+        alike = [place for place, finding in enumerate(findings) if finding.figure.dtype is dtype]
+        found = torch.stack([findings[place].figure for place in alike]).tolist()
+        for place, value in zip(alike, found, strict=True):
+            values[place] = float(value)
     return values
 
 

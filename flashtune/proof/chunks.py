@@ -7,6 +7,7 @@ such heads are worked on with one copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,6 +56,11 @@ def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chu
     _, counts = torch.unique_consecutive(heads // problem.group_size, return_counts=True)
     sharing = heads.split(counts.tolist())
     return [Chunk(some, 1) for group in sharing for some in group.split(by_scores)]
+
+
+def together(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one behind the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
 
 
 def widened(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from flashtune.proof.visible import Rows
     from flashtune.side import Side
 
+# States of up to so many rows, some eighty steps of arithmetic each, are worked out on the CPU.
+FEW_STATES = 2**16
+
 
 def factors(
     problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device
@@ -39,7 +42,7 @@ def factors(
     if problem.packed:
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
-    stay = kept_weights(
-        side.seed.to(device), number.to(device), rows.to(device), problem.seqlen_kv, side.dropout
-    )
+    where = device if len(number) * some.rows.numel() > FEW_STATES else torch.device("cpu")
+    seed = side.seed.to(device)
+    stay = kept_weights(seed, number.to(where), rows.to(where), problem.seqlen_kv, side.dropout)
     return stay.double().div_(1.0 - side.dropout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,6 +55,8 @@ def findings_of(
     prepared: Prepared,
     target: Target,
     cold: int,
+    *,
+    launched: bool = True,
 ) -> Iterator[Finding]:
     """Launches a kernel on a case, as often as the case asks, and yields what decides.
 
@@ -66,6 +68,7 @@ def findings_of(
         target: The GPU.
         cold: Bytes of the cache that is emptied before each launch but the first, so that copies arrive
             later than a kernel that does not wait for them expects; 0 to leave it.
+        launched: Whether it is launched; without, the findings say that nothing was written.
     """
     q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     lse = prepared.lse.given if kernel.specialization.lse else None
@@ -75,7 +78,9 @@ def findings_of(
         workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
         return workspaces[-1].view
 
-    launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
+    launch: Callable[..., None] = no_launch
+    if launched:
+        launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
     # What is behind the rows of sequences is like what is around a tensor.
     written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
     first: tuple[Tensor, ...] = ()
@@ -98,6 +103,10 @@ def findings_of(
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
     changed = nonzero(checksum(prepared.inputs) - prepared.checksum)
     yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
+
+
+def no_launch(*_: object) -> None:
+    """In place of a launch."""
 
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:

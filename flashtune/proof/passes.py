@@ -73,6 +73,7 @@ def case_findings(
     device: torch.device,
     *,
     keep: bool,
+    launched: bool = True,
 ) -> Iterator[Finding]:
     """Prepares a case, launches the kernel on it and yields what decides.
 
@@ -85,6 +86,7 @@ def case_findings(
         device: Where to run it.
         keep: Whether inputs and reference are kept for kernels to come, and caches emptied between
             launches. A self-check leaves nothing behind in a user's memory.
+        launched: Whether the kernel is launched; without, all findings say that nothing was written.
     """
     alignment = kernel.specialization.alignment
     cold = target.l2_bytes if keep else 0
@@ -94,9 +96,9 @@ def case_findings(
 
         make = prepared_gradients.prepare_and_keep if keep else prepared_gradients.prepare
         gradients = make(case, alignment, device, seed, kernel.specialization.lse)
-        return gradient_findings(kernel, binary, case, gradients, target, cold)
+        return gradient_findings(kernel, binary, case, gradients, target, cold, launched=launched)
     ready = (prepared.prepare_and_keep if keep else prepared.prepare)(case, alignment, device, seed)
-    return findings_of(kernel, binary, case, ready, target, cold)
+    return findings_of(kernel, binary, case, ready, target, cold, launched=launched)
 
 
 def forget() -> None:

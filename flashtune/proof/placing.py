@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
     def to(self, device: torch.device) -> Places:
         """The same on a device."""
-        return Places(*(index.to(device) for index in self))
+        return Places(*torch.stack(self).to(device).unbind())
 
 
 class Table(NamedTuple):

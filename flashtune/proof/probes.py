@@ -194,13 +194,13 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     column = torch.arange(blocks) * 7 % width
     sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
     place = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
-    v = _replaced(0.1 * values.v, place, NEEDLE * sign)
+    v = replaced(0.1 * values.v, place, NEEDLE * sign)
     # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)
 
 
-def _replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:
+def replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:
     """A tensor with some elements, none zero, in place of its own: overwritten where it is large."""
     if tensor.numel() > FEW_ELEMENTS:
         tensor[where] = elements.to(tensor.device)

@@ -24,7 +24,7 @@ import torch
 
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.problem import Problem
-from flashtune.proof.chunks import chunked, widened
+from flashtune.proof.chunks import chunked, together, widened
 from flashtune.proof.dropping import factors
 from flashtune.proof.gate import (
     WEIGHT_RANGE,
@@ -152,8 +152,7 @@ def expect(
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
         parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))
-    # One part is not copied, by a kernel that nothing else needs.
-    return parts[0] if len(parts) == 1 else Expected(*map(torch.cat, zip(*parts, strict=True)))
+    return Expected(*map(together, zip(*parts, strict=True)))
 
 
 def _product(rows: Tensor, shared: Tensor) -> Tensor:

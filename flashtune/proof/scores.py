@@ -13,6 +13,7 @@ from flashtune.proof.visible import (
     Rows,
     bias_of,
     compared_on,
+    counted,
     distinct_masks,
     places,
     unhidden_keys,
@@ -64,7 +65,7 @@ def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: 
     masks = distinct_masks(lengths, side, some)
     where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
     seen = unhidden_keys(problem, lengths, side, masks.rows, where)
-    hidden, keys = ~seen, seen.sum(-1).double()
+    hidden, keys = ~seen, counted(seen)
     if len(seen) > 1 and not masks.one_each:
         hidden, keys = hidden[masks.of_head], keys[masks.of_head]
     return Seen(hidden.to(device), keys.to(device))

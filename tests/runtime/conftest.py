@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(choices, "binary_of", lambda *_: None)
     monkeypatch.setattr(serving, "bind", fake.bind)
+    monkeypatch.setattr(choices, "rehearsing", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(choices, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_servers, "bind_backward", fake.bind_backward)
     return fake

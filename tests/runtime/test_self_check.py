@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+import flashtune.proof.rehearsal
 from flashtune import self_check
 from flashtune.db.checks import Check
 from flashtune.db.store import open_store
@@ -23,7 +26,13 @@ from flashtune.problem import Problem
 from flashtune.proof import check
 from flashtune.record import Record, Verdict
 from flashtune.rendered import kernel_of
-from flashtune.self_check import forget_verdicts, known_seconds, known_verdict, passes_self_check
+from flashtune.self_check import (
+    forget_verdicts,
+    known_seconds,
+    known_verdict,
+    passes_self_check,
+    rehearsing,
+)
 from flashtune.target import find_target
 from flashtune.versions import current_versions
 
@@ -148,6 +157,77 @@ def test_who_waited_for_another_process_takes_its_verdict(
     monkeypatch.setattr(self_check, "_one_of_many", after_another)
     assert not passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
     assert checker.calls == 0
+
+
+class Rehearsal:
+    """Stands in for a rehearsal: waits until it is told that it is enough."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self, *asked: object) -> None:
+        self.began.set()
+        if self.fails:
+            raise RuntimeError("out of memory")
+        enough = asked[-1]
+        assert callable(enough)
+        while not enough():
+            time.sleep(0.001)
+        self.ended.set()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams without a GPU."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)
+def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, error: KernelError | None
+) -> None:
+    rehearsal = Rehearsal()
+    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    record = make_record(problem)
+    assert record.config is not None
+    raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
+    with raised, rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
+        assert rehearsal.began.wait(20)
+        assert not rehearsal.ended.is_set()
+        if error is not None:
+            raise error
+    assert rehearsal.ended.is_set()
+
+
+@pytest.mark.usefixtures("stream")
+def test_what_fails_in_a_rehearsal_is_left_to_the_check(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsal = Rehearsal(fails=True)
+    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    record = make_record(problem)
+    assert record.config is not None
+    with rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
+        assert rehearsal.began.wait(20)
+
+
+def test_a_known_kernel_is_not_rehearsed(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsal = Rehearsal()
+    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    monkeypatch.setattr(check, "check_rendered", Checker(True))
+    record = make_record(problem)
+    assert record.config is not None
+    kernel = kernel_for(record)
+    passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    forget_verdicts()
+    with rehearsing(kernel, problem, record.config, TARGET, DEVICE):
+        pass
+    assert not rehearsal.began.is_set()
 
 
 def test_without_a_lock_everybody_checks(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.backward import bind_backward
-from flashtune.proof.findings import Finding
+from flashtune.proof.findings import Finding, no_launch
 from flashtune.proof.gate import worst_ratio
 from flashtune.proof.gradients.gate import beyond_order
 from flashtune.proof.inputs import (
@@ -41,6 +41,8 @@ def gradient_findings(
     prepared: Prepared,
     target: Target,
     cold: int,
+    *,
+    launched: bool = True,
 ) -> Iterator[Finding]:
     """Launches a kernel on a case, as often as the case asks, and yields what decides.
 
@@ -54,6 +56,7 @@ def gradient_findings(
         prepared: Its tensors, and what must come of them.
         target: The GPU.
         cold: Bytes of the cache that is emptied before each launch but the first; 0 to leave it.
+        launched: Whether it is launched; without, the findings say that nothing was written.
     """
     workspaces: list[Guarded] = []
 
@@ -62,7 +65,9 @@ def gradient_findings(
         return workspaces[-1].view
 
     tensors, side = prepared.tensors, prepared.side
-    launch = bind_backward(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
+    launch: Callable[..., None] = no_launch
+    if launched:
+        launch = bind_backward(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
     first: dict[str, Tensor] = {}
     for repeat in range(case.repeats):
         for one in prepared.written.values():

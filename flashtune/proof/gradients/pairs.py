@@ -46,13 +46,19 @@ class Pairs(NamedTuple):
 
     def are_all(self, problem: Problem) -> bool:
         """Whether these are all pairs of a problem, in their order."""
-        every = torch.arange(problem.batch * problem.kv_heads)
-        return torch.equal(self.batch * problem.kv_heads + self.kv_head, every)
+        return self._run(problem) == slice(0, problem.batch * problem.kv_heads)
+
+    def _run(self, problem: Problem) -> slice | None:
+        """Which of all pairs these are, where they follow one another."""
+        numbers = self.batch * problem.kv_heads + self.kv_head
+        first = int(numbers[0])
+        run = slice(first, first + len(numbers))
+        return run if torch.equal(numbers, torch.arange(run.start, run.stop)) else None
 
     def of_queries(self, problem: Problem, tensor: Tensor, rows: Tensor | None = None) -> Tensor:
         """A tensor's query heads that share each pair's keys, and of these all rows or some.
 
-        Nothing is looked up where all are wanted, which would load kernels of its own.
+        Nothing is looked up where they follow one another, which would load kernels of its own.
 
         Args:
             problem: How many heads share keys.
@@ -62,15 +68,17 @@ class Pairs(NamedTuple):
         Returns:
             [pairs, group, ...].
         """
-        if self.are_all(problem):
-            picked: Tensor = tensor.unflatten(1, (problem.kv_heads, problem.group_size)).flatten(0, 1)
+        run = self._run(problem)
+        if run is None:
+            picked: Tensor = tensor[self.batch[:, None], self.heads(problem)]
         else:
-            picked = tensor[self.batch[:, None], self.heads(problem)]
+            picked = tensor.unflatten(1, (problem.kv_heads, problem.group_size)).flatten(0, 1)[run]
         return picked if rows is None or are_all_rows(problem, rows) else picked[:, :, rows]
 
     def of_keys(self, problem: Problem, tensor: Tensor) -> Tensor:
         """A tensor's KV heads, [pairs, ...] of [batch, kv_heads, ...], likewise."""
-        return tensor.flatten(0, 1) if self.are_all(problem) else tensor[self.batch, self.kv_head]
+        run = self._run(problem)
+        return tensor[self.batch, self.kv_head] if run is None else tensor.flatten(0, 1)[run]
 
     def part(self, start: int, count: int) -> Pairs:
         """Some of them."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from flashtune.features import Bias
+from flashtune.proof.chunks import together
 from flashtune.proof.gate import squared
 from flashtune.proof.gradients.gate import Gradient, RowFigures, allowed_query_error
 from flashtune.proof.gradients.keys import OfKeys, added, key_gradients, key_sums
@@ -81,13 +80,11 @@ def expect_gradients(problem: Problem, given: Given, chosen: Chosen) -> Expected
     some = pieces(problem, chosen.pairs, given.q.device.type)
     parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
-    return Expected(
-        torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]), gradients
-    )
+    return Expected(together([part.out for part in parts]), together([part.lse for part in parts]), gradients)
 
 
 def _joined(parts: list[Gradient], axis: int) -> Gradient:
-    return Gradient(*(torch.cat(tensors, axis) for tensors in zip(*parts, strict=True)))
+    return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
 
 
 def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> Expected:
@@ -111,7 +108,7 @@ def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> E
     if of_slopes is not None:
         gradients["dslopes"] = slope_gradient(problem, of_slopes)
     return Expected(
-        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2), gradients
+        together([part.out for part in parts], 2), together([part.lse for part in parts], 2), gradients
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.proof.chance import aside
-from flashtune.proof.probes import NEEDLE, Probe
+from flashtune.proof.probes import NEEDLE, Probe, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,5 @@ def _with_needles(normal: Tensor, probe: Probe, block: int, generator: torch.Gen
     # Neighbouring blocks and heads that share keys use columns apart.
     column = (torch.arange(blocks) * 5 + torch.arange(heads)[:, None] * 3) % width
     sign = torch.randint(2, (batch, heads, blocks), generator=generator) * 2.0 - 1.0
-    calm = CALM * normal
     some_batch, some_head = torch.arange(batch)[:, None, None], torch.arange(heads)[None, :, None]
-    calm[some_batch, some_head, row, column] = (NEEDLE * sign).to(normal.device)
-    return calm
+    return replaced(CALM * normal, (some_batch, some_head, row, column), NEEDLE * sign)

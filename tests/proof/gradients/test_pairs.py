@@ -27,8 +27,23 @@ def test_all_pairs_are_what_looking_each_up_gives(rows: tuple[int, ...]) -> None
     for number in range(6):
         one = pairs_of(EVERY[number : number + 1])
         assert not one.are_all(PROBLEM)
-        assert torch.equal(every.of_queries(PROBLEM, queries)[number], one.of_queries(PROBLEM, queries)[0])
-        assert torch.equal(every.of_keys(PROBLEM, keys)[number], one.of_keys(PROBLEM, keys)[0])
+        sequence, head = divmod(number, 2)
+        shared = queries[sequence, 3 * head : 3 * head + 3]
+        assert torch.equal(every.of_queries(PROBLEM, queries)[number], shared)
+        assert torch.equal(one.of_queries(PROBLEM, queries)[0], shared)
+        assert torch.equal(every.of_keys(PROBLEM, keys)[number], keys[sequence, head])
+        assert torch.equal(one.of_keys(PROBLEM, keys)[0], keys[sequence, head])
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 4), (0, 1), (0, 5), (1, 3, 4), (4, 3)], ids=str)
+def test_some_pairs_are_what_looking_each_up_gives(numbers: tuple[int, ...]) -> None:
+    some = pairs_of(torch.tensor(numbers))
+    assert not some.are_all(PROBLEM)
+    queries, keys = torch.randn(3, 6, 4, 7), torch.randn(3, 2, 5, 7)
+    heads = some.numbers(PROBLEM)
+    assert torch.equal(some.of_queries(PROBLEM, queries), queries.flatten(0, 1)[heads])
+    assert torch.equal(some.of_queries(PROBLEM, queries, EVERY[1:3]), queries.flatten(0, 1)[heads][:, :, 1:3])
+    assert torch.equal(some.of_keys(PROBLEM, keys), keys.flatten(0, 1)[list(numbers)])
 
 
 def test_pairs_in_another_order_are_looked_up() -> None:
