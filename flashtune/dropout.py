@@ -40,23 +40,32 @@ def threshold(dropout: float) -> int:
     return int(torch.tensor(dropout, dtype=torch.float32).double().item() * WORD)
 
 
-def kept_weights(seed: Tensor, heads: Tensor, queries: Tensor, keys: int, dropout: float) -> Tensor:
+def kept_weights(
+    seed: Tensor,
+    heads: Tensor,
+    queries: Tensor,
+    keys: int,
+    dropout: float,
+    device: torch.device | None = None,
+) -> Tensor:
     """Which weights stay, of a tile of rows for each head.
 
     Args:
         seed: Int64 [1].
-        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads]. Where these and the rows
-            are on the CPU and the seed is not, the rows' states are worked out there.
+        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads]. States of rows are worked
+            out where these are.
         queries: Their rows: int64 [rows], or [heads, rows].
         keys: The first so many keys are asked for.
         dropout: The share that falls.
+        device: Where the result is wanted; None where the heads' numbers are.
 
     Returns:
-        Boolean [heads, rows, keys], where the seed is.
+        Boolean [heads, rows, keys].
     """
     states = row_states(seed.to(heads.device), heads[:, None], queries)
-    first, second = (state[..., None].to(seed.device) for state in states)
-    words = first + _low(torch.arange(keys, device=seed.device) * STEP)
+    device = heads.device if device is None else device
+    first, second = (state[..., None].to(device) for state in states)
+    words = first + _low(torch.arange(keys, device=device) * STEP)
     product = _low(words) * FOLD
     words = _high(product) ^ _low(product) ^ second
     stay: Tensor = _low(words * SPREAD) >= threshold(dropout)

@@ -18,9 +18,10 @@ from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
     from flashtune.config import Config
+    from flashtune.features import Feature
     from flashtune.kernel import Kernel
     from flashtune.launch import Binary
-    from flashtune.problem import Problem
+    from flashtune.problem import Direction, Dtype, Problem
     from flashtune.record import Verdict
     from flashtune.target import Target
 
@@ -29,6 +30,8 @@ LOCK_SECONDS = 30.0
 
 # What this process found or read, by (digest, target's name).
 _known: dict[tuple[str, str], bool] = {}
+# What checks of this process have been rehearsed: each loads what others of its kind need.
+_rehearsed: set[tuple[Direction, Dtype, frozenset[Feature]]] = set()
 
 
 def known_verdict(kernel: Kernel, target: Target) -> bool | None:
@@ -112,11 +115,15 @@ def rehearsing(
     """Gets ready to check a kernel that is unknown here, in a thread that ends with the block.
 
     The block compiles and loads the kernel meanwhile. What a check then no longer has to do, importing its
-    modules and loading torch's kernels, takes a fresh process as long as the check itself.
+    modules and loading torch's kernels, takes a fresh process as long as the check itself. Once does for each
+    pass, type and set of features. Of a thread that multiplied matrices torch keeps a handle of cuBLAS, with
+    its workspace, for the next one: 32 MiB on Hopper.
     """
-    if _remembered(kernel, target) is not None:
+    kind = (problem.direction, problem.dtype, problem.features)
+    if kind in _rehearsed or _remembered(kernel, target) is not None:
         yield
         return
+    _rehearsed.add(kind)
     enough = threading.Event()
     # Memory that is freed there is found again by whoever computes on the same stream.
     stream = torch.cuda.current_stream(device)
@@ -124,8 +131,9 @@ def rehearsing(
     def rehearsed() -> None:
         from flashtune.proof.rehearsal import rehearse
 
-        # What goes wrong here goes wrong in the check as well, which tells of it.
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
+        # Nothing is decided here: whatever is wrong with a kernel or a machine shows in the check. A new
+        # thread's device is the first, which a stream alone would go back to, and begin to use.
+        with contextlib.suppress(Exception), torch.cuda.device(device), torch.cuda.stream(stream):
             rehearse(kernel, problem, config, target, device, enough.is_set)
 
     thread = threading.Thread(target=rehearsed, name="flashtune-rehearsal", daemon=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,11 +28,22 @@ class Machine:
         self.compiles = True
         self.kernels: list[Kernel] = []
         self.checked: list[Kernel] = []
+        self.steps: list[str] = []
         self.launches = 0
         self.backward_launches = 0
         self.usual: str | None = "sdpa-cudnn"
 
+    @contextlib.contextmanager
+    def rehearsing(self, *_: object) -> Iterator[None]:
+        self.steps.append("rehearse")
+        yield
+        self.steps.append("end")
+
+    def binary_of(self, *_: object) -> None:
+        self.steps.append("compile")
+
     def passes(self, kernel: Kernel, *_: object) -> bool:
+        self.steps.append("check")
         self.checked.append(kernel)
         return self.right
 

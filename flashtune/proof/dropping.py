@@ -43,6 +43,6 @@ def factors(
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
     where = device if len(number) * some.rows.numel() > FEW_STATES else torch.device("cpu")
-    seed = side.seed.to(device)
-    stay = kept_weights(seed, number.to(where), rows.to(where), problem.seqlen_kv, side.dropout)
+    number, rows = number.to(where), rows.to(where)
+    stay = kept_weights(side.seed, number, rows, problem.seqlen_kv, side.dropout, device)
     return stay.double().div_(1.0 - side.dropout)

@@ -206,7 +206,7 @@ def replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Ten
         tensor[where] = elements.to(tensor.device)
         return tensor
     # On the CPU, which loads no kernels for it.
-    laid = torch.zeros(tensor.shape, dtype=tensor.dtype).index_put_(where, elements)
+    laid = torch.zeros(tensor.shape, dtype=tensor.dtype).index_put_(where, elements.to(tensor.dtype))
     return tensor * (1.0 - laid.bool().float()).to(tensor.device) + laid.to(tensor.device)
 
 

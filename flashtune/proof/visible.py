@@ -124,7 +124,7 @@ def visible_keys(
 def counted(seen: Tensor) -> Tensor:
     """How many keys each row sees, in float64: [heads, rows] of booleans [heads, rows, keys]."""
     # As bytes, of which the CPU adds up many at a time: booleans one by one take it twenty times as long.
-    return seen.view(torch.int8).sum(-1, dtype=torch.int32).double()
+    return seen.view(torch.uint8).sum(-1, dtype=torch.int32).double()
 
 
 def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
@@ -145,7 +145,7 @@ def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:
-    """Where both hold, broadcast: as bytes, since the CPU takes thirty times as long for booleans."""
+    """Where both hold, broadcast: as bytes, since the CPU takes thirty times as long for rows of booleans."""
     return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
 
 

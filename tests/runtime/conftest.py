@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -120,9 +119,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (decision, pair_decision, backward_ops):
         monkeypatch.setattr(module, "usual_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(choices, "binary_of", lambda *_: None)
+    monkeypatch.setattr(choices, "binary_of", fake.binary_of)
     monkeypatch.setattr(serving, "bind", fake.bind)
-    monkeypatch.setattr(choices, "rehearsing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(choices, "rehearsing", fake.rehearsing)
     monkeypatch.setattr(choices, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_servers, "bind_backward", fake.bind_backward)
     return fake

@@ -178,16 +178,28 @@ class Rehearsal:
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams without a GPU."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Devices and streams without a GPU: those that were entered."""
+    found: list[object] = []
+
+    def enter(one: object) -> contextlib.AbstractContextManager[None]:
+        found.append(one)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(self_check, "_rehearsed", set())
+    return found
 
 
-@pytest.mark.usefixtures("stream")
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)
 def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, error: KernelError | None
+    problem: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    entered: list[object],
+    error: KernelError | None,
 ) -> None:
     rehearsal = Rehearsal()
     monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
@@ -200,9 +212,28 @@ def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
         if error is not None:
             raise error
     assert rehearsal.ended.is_set()
+    assert entered == [DEVICE, f"the caller's on {DEVICE}"]
 
 
-@pytest.mark.usefixtures("stream")
+def test_one_rehearsal_does_for_all_kernels_of_a_kind(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
+) -> None:
+    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", lambda *_: None)
+    record = make_record(problem)
+    assert record.config is not None
+    kinds = (
+        problem,
+        msgspec.structs.replace(problem, seqlen_q=77),
+        msgspec.structs.replace(problem, window_left=9),
+    )
+    for kind, devices in zip(kinds, (1, 1, 2), strict=True):
+        with rehearsing(kernel_for(record), kind, record.config, TARGET, DEVICE):
+            pass
+        assert entered.count(DEVICE) == devices
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("entered")
 def test_what_fails_in_a_rehearsal_is_left_to_the_check(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +246,7 @@ def test_what_fails_in_a_rehearsal_is_left_to_the_check(
 
 
 def test_a_known_kernel_is_not_rehearsed(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
     rehearsal = Rehearsal()
     monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
@@ -228,6 +259,7 @@ def test_a_known_kernel_is_not_rehearsed(
     with rehearsing(kernel, problem, record.config, TARGET, DEVICE):
         pass
     assert not rehearsal.began.is_set()
+    assert not entered
 
 
 def test_without_a_lock_everybody_checks(

@@ -36,6 +36,16 @@ def test_a_timed_kernel_serves_without_check_or_word(
     assert torch.equal(out, again)
     assert [kernel.digest for kernel in machine.kernels] == [record.kernel]
     assert (machine.checked, machine.launches) == ([], 2)
+    assert machine.steps == ["compile"]
+
+
+def test_a_check_is_rehearsed_while_an_unproven_kernel_is_compiled(
+    machine: Machine, problem: Problem
+) -> None:
+    q, k, v = inputs(problem)
+    with pytest.warns(FlashtuneWarning):
+        flashtune.attention(q, k, v, causal=True)
+    assert machine.steps == ["rehearse", "compile", "end", "check"]
 
 
 def test_untuned_shapes_say_so_once_with_the_command(machine: Machine, problem: Problem) -> None:

@@ -125,8 +125,8 @@ def pieces(problem: Problem, pairs: Pairs, device: str) -> Iterator[Piece]:
     """
     limit = CHUNK_SCORES[device]
     scores = problem.group_size * problem.seqlen_q * problem.seqlen_kv
-    together = max(1, limit // max(1, scores))
+    at_once = max(1, limit // max(1, scores))
     slice_rows = max(1, limit // max(1, problem.group_size * problem.seqlen_kv))
     rows = torch.arange(problem.seqlen_q).split(slice_rows)
-    for start in range(0, len(pairs.batch), together):
-        yield Piece(pairs.part(start, together), rows)
+    for start in range(0, len(pairs.batch), at_once):
+        yield Piece(pairs.part(start, at_once), rows)
