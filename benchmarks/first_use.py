@@ -8,7 +8,7 @@ loaded too: where the kernel is compiled as well, and where it lies in Triton's 
 shorter counts, since whatever else goes on only adds. In the latter processes matrices have been multiplied
 before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
 
-Checks are rehearsed while their kernels are compiled, which makes that longer: a try each without says by how
+Checks are rehearsed while their kernels are compiled, which may make that longer: a try without says by how
 much.
 """
 

@@ -131,9 +131,9 @@ def rehearsing(
     def rehearsed() -> None:
         from flashtune.proof.rehearsal import rehearse
 
-        # Nothing is decided here: whatever is wrong with a kernel or a machine shows in the check. A new
+        # Nothing is decided here: what torch cannot do, for want of memory say, shows in the check. A new
         # thread's device is the first, which a stream alone would go back to, and begin to use.
-        with contextlib.suppress(Exception), torch.cuda.device(device), torch.cuda.stream(stream):
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
             rehearse(kernel, problem, config, target, device, enough.is_set)
 
     thread = threading.Thread(target=rehearsed, name="flashtune-rehearsal", daemon=True)

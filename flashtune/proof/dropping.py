@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.dropout import kept_weights
+from flashtune.proof.visible import compared_on
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from flashtune.proof.visible import Rows
     from flashtune.side import Side
 
-# States of up to so many rows, some eighty steps of arithmetic each, are worked out on the CPU.
-FEW_STATES = 2**16
+# What the state of a row takes, some eighty steps of arithmetic on whole numbers.
+COMPARISONS_OF_A_STATE = 64
 
 
 def factors(
@@ -42,7 +43,7 @@ def factors(
     if problem.packed:
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
-    where = device if len(number) * some.rows.numel() > FEW_STATES else torch.device("cpu")
+    where = compared_on(COMPARISONS_OF_A_STATE * len(number) * len(some.rows), device)
     number, rows = number.to(where), rows.to(where)
     stay = kept_weights(side.seed, number, rows, problem.seqlen_kv, side.dropout, device)
     return stay.double().div_(1.0 - side.dropout)
