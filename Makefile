@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer:
 #   make demo    installs flashtune into .venv, runs a search on whatever is there, prints the result
-#   make test    runs every check that needs no GPU
+#   make test    runs the checks that a change must pass, which need no GPU
 # `make help` lists the rest.
 
 SHELL := /usr/bin/env bash
@@ -72,10 +72,33 @@ demo: $(RUNS) ## Search one shape on the GPU, or without one for an H100, and pr
 
 # ---- checking ----------------------------------------------------------------------------------
 
-.PHONY: test
-test: lint types imports unit interpreter tables other-tritons ## Run every check that needs no GPU
+# What `make test` leaves to `make test-all`: most cases of long lists, most kernels of the shipped tables, and
+# most tests under the other Tritons.
+CASES := --sample
+KERNELS := --sample
+UNDER_OTHERS := -m tritons
+# CPU seconds of each test, in a file for each run of pytest.
+TIMES := out/times
 
-.PHONY: lint format types imports
+.PHONY: check test test-all slowest
+check: lint imports types quick ## Run the fast checks, while you work
+
+test: no-times lint types imports unit interpreter tables other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+
+test-all: CASES := --timeout 3600
+test-all: KERNELS :=
+test-all: UNDER_OTHERS :=
+test-all: export FLASHTUNE_FUZZ := large
+test-all: no-times lint types pyright imports unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full
+
+.PHONY: no-times
+no-times:
+	@rm -rf $(TIMES)
+
+slowest: $(DEVELOPS) ## Print the slowest tests of the last `make test`, by CPU time
+	@PYTHONPATH=$(CURDIR) $(PY) -m tests.times $(TIMES)/*.tsv
+
+.PHONY: lint format types pyright imports
 lint: $(DEVELOPS) ## Check style and formatting
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --check --quiet
@@ -84,33 +107,38 @@ format: $(DEVELOPS) ## Apply style and formatting
 	$(PY) -m ruff check --fix --quiet
 	$(PY) -m ruff format --quiet
 
-types: $(DEVELOPS) ## Check types, with mypy and pyright's rules
+types: $(DEVELOPS) ## Check types, with mypy
 	$(PY) -m mypy
+
+pyright: $(DEVELOPS) ## Check types, with pyright's rules
 	$(PY) -m basedpyright
 
 imports: $(DEVELOPS) ## Check who may import whom
 	$(BIN)/lint-imports --no-cache
 
-.PHONY: unit interpreter tables other-tritons test-gpu
+.PHONY: quick unit interpreter tables other-tritons test-gpu
+quick: $(DEVELOPS) ## Run the tests that are fast
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not gpu and not slow' --sample --times $(TIMES)/quick.tsv tests
+
 unit: $(DEVELOPS) ## Run all tests but the interpreter's and the GPU's, the built wheel's among them
-	$(PYTEST) -n $(WORKERS) --dist loadgroup tests
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not gpu' $(CASES) --times $(TIMES)/unit.tsv tests
 
 interpreter: $(DEVELOPS) ## Run the kernels on the CPU
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup $(CASES) --times $(TIMES)/interpreter.tsv tests/interpreter
 
-tables: $(DEVELOPS) ## Verify every kernel of the shipped tables
-	$(if $(wildcard db/tuned/*.json),$(BIN)/flashtune verify,@echo 'No table ships yet: nothing to verify.')
+tables: $(DEVELOPS) ## Verify kernels of the shipped tables
+	$(if $(wildcard db/tuned/*.json),$(BIN)/flashtune verify $(KERNELS),@echo 'No table ships yet: nothing to verify.')
 
 other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret under other Tritons
 
 .PHONY: $(OTHER_TRITONS:%=triton-%)
 $(OTHER_TRITONS:%=triton-%): triton-%: .triton-%/.complete
-	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) --dist loadgroup $(BY_TRITON)
-	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup tests/interpreter
+	PYTHONPATH=$(CURDIR)/.triton-$* $(PYTEST) -n $(WORKERS) --dist loadgroup $(UNDER_OTHERS) $(CASES) --times $(TIMES)/triton-$*.tsv $(BY_TRITON)
+	PYTHONPATH=$(CURDIR)/.triton-$* TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup $(UNDER_OTHERS) $(CASES) --times $(TIMES)/interpreter-$*.tsv tests/interpreter
 
 test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
-	$(PYTEST) -m 'gpu and alone' tests
+	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
+	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
 .PHONY: reference clean
 reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help

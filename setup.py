@@ -6,7 +6,13 @@ else. All other settings stand in `pyproject.toml`.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+# A Markdown link whose address names no scheme. A package index has none of the files that such links name.
+RELATIVE_LINK = re.compile(r"(?<!!)\[(?P<text>[^][]+)\]\((?![a-z]+:)[^()]*\)")
 
 FOLDERS = {
     "flashtune": "flashtune",
@@ -23,4 +29,15 @@ def found_packages() -> list[str]:
     return sorted({*FOLDERS, *below})
 
 
-setup(packages=found_packages(), package_dir=FOLDERS)
+def readme() -> str:
+    """Returns README.md for a package index: a link to a file of the checkout becomes its text alone."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    return RELATIVE_LINK.sub(r"\g<text>", text)
+
+
+setup(
+    packages=found_packages(),
+    package_dir=FOLDERS,
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

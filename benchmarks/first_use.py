@@ -1,6 +1,6 @@
 """What a kernel that is unproven here costs before it serves, beyond compiling and loading: its self-check.
 
-    python -m benchmarks.first_use --write docs/dispatch.md
+    python -m benchmarks.first_use --save benchmarks/results/nvidia-h200-first-use.json
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
 process (`at work`), and some in processes of their own, where torch's kernels and the check's modules are
@@ -28,23 +28,23 @@ from pathlib import Path
 
 import msgspec
 import torch
-import triton
 
 from benchmarks.first_use_cases import CASES, Case
+from benchmarks.saved import RESULTS, Source, load, save, this_run
 from flashtune.binaries import binary_of
 from flashtune.dtypes import TORCH_DTYPES
 from flashtune.kernel import Alignment
 from flashtune.rendered import kernel_of
 from flashtune.self_check import forget_verdicts, passes_self_check, rehearsing
 from flashtune.target import Target, device_target
-from flashtune.tuner.pages import filled
-from flashtune.versions import driver_version
+from flashtune.tuner.pages import table
 
 ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0
 # Processes of a kernel's own, each with an empty database.
 FRESH_TRIES = 2
-BEGIN, END = "<!-- first use: written by benchmarks/first_use.py -->", "<!-- end of first use -->"
+SCRIPT = "benchmarks/first_use.py"
+SAVED = RESULTS / "nvidia-h200-first-use.json"
 
 
 class Way(enum.StrEnum):
@@ -98,30 +98,27 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measures, prints and saves."""
     options = _options()
     if options.one is not None:
         _one(CASES[options.one], Way(options.way))
         return
     if not torch.cuda.is_available():
         sys.exit("kernels are checked on a GPU here and none is visible: run it on a machine with one")
-    print(_head(), flush=True)
     rows: list[Row] = []
     for row in measure(CASES):
         rows.append(row)
-        print(_line(row), flush=True)
-    last = _longest(rows), "", _compiling(rows)
-    print(*last, sep="\n", flush=True)
-    if options.write:
-        page, text = options.write.read_text(encoding="utf-8"), (_head(), *map(_line, rows), *last)
-        options.write.write_text(filled(page, BEGIN, END, "\n".join(text)), encoding="utf-8")
+        print(*_cells_of(row), sep=" | ", flush=True)
+    print(*_lines(this_run(), rows), sep="\n", flush=True)
+    if options.save:
+        save(options.save, rows)
     if any(row.check_ms > LIMIT_MS for row in rows):
         sys.exit(f"over the limit of {LIMIT_MS:.0f} ms")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of self-checks.")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured, in JSON")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -229,29 +226,48 @@ def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
     return tuple(map(float, said.split()))
 
 
-def _head() -> str:
-    return (
-        f"On an {torch.cuda.get_device_name()} (torch {torch.__version__}, Triton {triton.__version__}, "
-        f"driver {driver_version()}), in ms:\n\n"
-        "| shape | family | at work | fresh, compiled there | fresh, compiled before | start of cuBLAS |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: |"
+def texts() -> dict[str, str]:
+    """The text of each place in the page, by name, of the kept run.
+
+    Raises:
+        TableError: No run is kept.
+    """
+    found = load(SAVED, list[Row])
+    return {"first-use": "\n".join(_lines(found.source, found.rows))}
+
+
+def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}, driver {source.driver}), in ms:"
     )
+    yield ""
+    heads = (
+        "shape",
+        "family",
+        "at work",
+        "fresh, compiled there",
+        "fresh, compiled before",
+        "start of cuBLAS",
+    )
+    yield from table(heads, (*map(_cells_of, rows), _longest(rows)))
+    yield ""
+    yield _compiling(rows)
 
 
-def _line(row: Row) -> str:
-    fresh = _cells(row.fresh) if row.fresh else " |  | "
+def _cells_of(row: Row) -> tuple[str, ...]:
+    fresh = _fresh_cells(row.fresh) if row.fresh else ("", "", "")
     odd = ", odd strides" if row.odd else ""
-    return f"| {row.problem}{odd} | {row.family} | {row.at_work_ms:.0f} | {fresh} |"
+    return f"{row.problem}{odd}", row.family, f"{row.at_work_ms:.0f}", *fresh
 
 
-def _cells(fresh: Fresh) -> str:
-    return f"{fresh.compiled_ms:.0f} | {fresh.cached_ms:.0f} | {fresh.cublas_ms:.0f}"
+def _fresh_cells(fresh: Fresh) -> tuple[str, str, str]:
+    return f"{fresh.compiled_ms:.0f}", f"{fresh.cached_ms:.0f}", f"{fresh.cublas_ms:.0f}"
 
 
-def _longest(rows: Sequence[Row]) -> str:
+def _longest(rows: Sequence[Row]) -> tuple[str, ...]:
     found = [msgspec.structs.astuple(row.fresh) for row in rows if row.fresh]
     longest = Fresh(*map(max, zip(*found, strict=True)))
-    return f"| the longest | | {max(row.at_work_ms for row in rows):.0f} | {_cells(longest)} |"
+    return "the longest", "", f"{max(row.at_work_ms for row in rows):.0f}", *_fresh_cells(longest)
 
 
 def _compiling(rows: Sequence[Row]) -> str:

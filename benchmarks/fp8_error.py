@@ -1,7 +1,7 @@
 """What attention errs in 8 bits and in 16, as root mean squares against float64.
 
-    python benchmarks/fp8_error.py                        # prints the table, in Markdown
-    python benchmarks/fp8_error.py --write docs/fp8.md    # and puts it into the page
+    python -m benchmarks.fp8_error                        # prints the table, in Markdown
+    python -m benchmarks.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json
 
 Inputs are FlashAttention-3's (Shah et al., 2024): normal numbers, of which one in a thousand is ten times
 as large. They are rounded to bfloat16, and these are the inputs: what the 16-bit kernel errs is its
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 import flashtune
+from benchmarks.saved import RESULTS, Source, load, save, this_run
 from flashtune.problem import Dtype
 from flashtune.proof.gate import WEIGHT_RANGE
 from flashtune.quantization import E4M3, LARGEST, given_scales, quantize
 from flashtune.side import Side
-from flashtune.tuner.pages import filled
+from flashtune.tuner.pages import table
 
 SEED = 7
 OUTLIER_SHARE = 0.001
@@ -34,7 +34,8 @@ QUERY_HEADS, KV_HEADS = 16, 4
 # Head dim and sequence length.
 SHAPES = ((64, 4096), (128, 1024), (128, 4096), (128, 16384), (256, 4096))
 COLUMNS = ("bf16 kernel", "fp8 kernel", "plain fp8", "plain fp8, a scale for each tensor")
-BEGIN, END = "<!-- errors: written by benchmarks/fp8_error.py -->", "<!-- end of errors -->"
+SCRIPT = "benchmarks/fp8_error.py"
+SAVED = RESULTS / "nvidia-h200-fp8-error.json"
 
 Attend = Callable[[int], Tensor]
 
@@ -56,18 +57,16 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measures, prints and saves."""
     parser = argparse.ArgumentParser(description="What attention errs in 8 bits and in 16.")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured, in JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels are compared here and no GPU is visible: run it on a machine with one")
     rows = [measure(Case(width, seqlen, causal)) for width, seqlen in SHAPES for causal in (False, True)]
-    text = table(rows)
-    print(text)
-    if options.write is not None:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
+    print(*_lines(this_run(), rows), sep="\n")
+    if options.save is not None:
+        save(options.save, rows)
 
 
 def measure(case: Case) -> Row:
@@ -155,23 +154,32 @@ def rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
 
 
-def table(rows: list[Row]) -> str:
-    """The rows in Markdown, with what they were measured on."""
-    return "\n".join(_lines(rows))
+def texts() -> dict[str, str]:
+    """The text of each place in the page, by name, of the kept run.
+
+    Raises:
+        TableError: No run is kept.
+    """
+    found = load(SAVED, list[Row])
+    return {"errors": "\n".join(_lines(found.source, found.rows))}
 
 
-def _lines(rows: list[Row]) -> Iterator[str]:
+def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:
     yield (
-        f"On an {torch.cuda.get_device_name()} (torch {torch.__version__}, Triton {triton.__version__}), "
+        f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}), "
         f"{QUERY_HEADS} query and {KV_HEADS} KV heads:"
     )
     yield ""
-    yield f"| head dim | length | mask | exact output | {' | '.join(COLUMNS)} |"
-    yield f"|---|---|---|---|{'---|' * len(COLUMNS)}"
-    for case, size, errors in rows:
-        mask = "causal" if case.causal else "none"
-        figures = " | ".join(f"{error:.2e}" for error in errors)
-        yield f"| {case.head_dim} | {case.seqlen:,} | {mask} | {size:.2e} | {figures} |"
+    cells = (
+        (
+            str(case.head_dim),
+            f"{case.seqlen:,}",
+            "causal" if case.causal else "none",
+            *(f"{value:.2e}" for value in (size, *errors)),
+        )
+        for case, size, errors in rows
+    )
+    yield from table(("head dim", "length", "mask", "exact output", *COLUMNS), cells)
 
 
 if __name__ == "__main__":

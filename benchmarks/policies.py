@@ -3,9 +3,11 @@
     python benchmarks/policies.py --save policies.json                # all policies, all tables: minutes
     python benchmarks/policies.py --policy default --policy random --seeds 5
 
-No GPU is needed: the search's own driver runs against tests/data/truth on a simulated clock. A search
-knows the winners of the shipped table but those of the problem that it is judged on. Optuna's Gaussian
-process needs scipy. `benchmarks/policies_report.py` makes tables and pictures of what is saved.
+No GPU is needed: the search's own driver runs against tests/data/truth on a simulated clock. The default
+policy knows the winners of the shipped table except those of the judged problem, and a correction of
+predictions that was fitted to the other truth tables. `cold` is the same policy without either; it is
+replayed no further than policies are judged. Optuna's Gaussian process needs scipy.
+`benchmarks/policies_report.py` makes tables and pictures of what is saved.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ import torch
 from flashtune.db.store import open_store
 from flashtune.errors import FlashtuneError
 from flashtune.tuner.baselines import POLICIES
+from flashtune.tuner.fitting import NOTHING
 from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.replays import JUDGED_SHARE, Summary, experience_without, replayed, summarize
+from flashtune.tuner.replays import JUDGED_SHARE, Run, Summary, experience_without, replayed, summarize
+from flashtune.tuner.request import Experience
 from flashtune.tuner.truth import TruthTable, read_tables
 
 TABLES = Path("tests/data/truth")
 SEEDS = 20
+# The default policy without measurements of other problems.
+COLD = "cold"
 
 
 def main() -> None:
@@ -40,7 +46,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if not tables:
         sys.exit(f"error: {options.tables} holds no truth tables: make some with benchmarks/truth.py")
-    found = summaries(tables, tuple(options.policy or POLICIES), options.seeds, options.jobs)
+    found = summaries(tables, tuple(options.policy or (*POLICIES, COLD)), options.seeds, options.jobs)
     if options.save is not None:
         options.save.write_bytes(msgspec.json.encode(found))
 
@@ -60,9 +66,17 @@ def summaries(
                 experience = experience_without(table, tables)
                 for policy in policies:
                     wanted = [(table, experience, policy, seed, empty) for seed in range(seeds)]
-                    found.append(summarize(table, pool.starmap(replayed, wanted)))
+                    found.append(summarize(table, pool.starmap(run, wanted)))
                     print(_line(found[-1]), flush=True)
     return found
+
+
+def run(table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path) -> Run:
+    """One search by a policy of `POLICIES`, or by the default one without experience (`COLD`)."""
+    if policy != COLD:
+        return replayed(table, experience, policy, seed, empty)
+    found = replayed(table, Experience((), NOTHING), "default", seed, empty, JUDGED_SHARE)
+    return msgspec.structs.replace(found, policy=COLD)
 
 
 def _line(summary: Summary) -> str:
@@ -78,7 +92,7 @@ def _line(summary: Summary) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares policies of searching on truth tables.")
     parser.add_argument(
-        "--policy", action="append", choices=sorted(POLICIES), help="repeatable; all if left out"
+        "--policy", action="append", choices=sorted((*POLICIES, COLD)), help="repeatable; all if left out"
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="searches of each policy on each table")
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of truth tables")

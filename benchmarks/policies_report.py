@@ -1,7 +1,9 @@
 """Tables and pictures of what `benchmarks/policies.py --save` has written.
 
-python -m benchmarks.policies_report policies.json              # prints the tables, in Markdown
-python -m benchmarks.policies_report policies.json --write      # and puts them and the pictures into docs/
+python -m benchmarks.policies_report                            # prints the tables, in Markdown
+python -m benchmarks.policies_report policies.json
+
+`python -m benchmarks.documents --write` puts the tables and the pictures of benchmarks/results into docs/.
 """
 
 from __future__ import annotations
@@ -10,24 +12,24 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
+from benchmarks.policies import COLD
 from flashtune.errors import TableError
-from flashtune.tuner.pages import filled
 from flashtune.tuner.replays import JUDGED_SHARE, NEAR, Summary
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/search.md"
-PICTURES = ROOT / "docs/pictures"
-BEGIN, END = "<!-- policies: written by benchmarks/policies_report.py -->", "<!-- end of policies -->"
+SCRIPT = "benchmarks/policies_report.py"
+SAVED = tuple(ROOT / f"benchmarks/results/nvidia-h200-policies{part}.json" for part in ("", "-cold"))
 # Told apart by those who see no colours too; the default stands out.
 COLORS = {
     "default": "#d55e00",
+    COLD: "#e69f00",
     "tpe": "#0072b2",
     "gp": "#009e73",
     "random": "#5b6475",
@@ -42,21 +44,51 @@ Curve = Callable[[Summary], Sequence[tuple[float, float]]]
 
 
 def main() -> None:
-    """Reads, prints and writes."""
-    parser = argparse.ArgumentParser(description="Tables and pictures of compared policies.")
-    parser.add_argument("saved", type=Path, help="what benchmarks/policies.py --save has written")
-    parser.add_argument("--write", action="store_true", help="put them into docs/search.md and docs/pictures")
+    """Reads and prints."""
+    parser = argparse.ArgumentParser(description="Tables of compared policies.")
+    parser.add_argument(
+        "saved", nargs="*", type=Path, default=SAVED, help="what benchmarks/policies.py --save has written"
+    )
     options = parser.parse_args()
     try:
-        found = msgspec.json.decode(options.saved.read_bytes(), type=list[Summary])
-    except (OSError, msgspec.DecodeError) as error:
-        sys.exit(f"error: {options.saved} holds no compared policies: {error}")
-    text = "\n".join(_lines(found))
-    print(text)
-    if options.write:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
-        for name, (title, curve) in CURVES.items():
-            (PICTURES / f"{name}.svg").write_text(picture(found, title, curve), encoding="utf-8")
+        print(texts(options.saved)["policies"])
+    except TableError as error:
+        sys.exit(f"error: {error}")
+
+
+def texts(paths: Iterable[Path]) -> dict[str, str]:
+    """The text of each place in the page, by name.
+
+    Raises:
+        TableError: A file holds no compared policies.
+    """
+    return {"policies": "\n".join(_lines(summaries(paths)))}
+
+
+def pictures(paths: Iterable[Path]) -> dict[str, str]:
+    """The SVG files, by name."""
+    found = whole(summaries(paths))
+    return {name: picture(found, title, curve) for name, (title, curve) in CURVES.items()}
+
+
+def summaries(paths: Iterable[Path]) -> list[Summary]:
+    """The compared policies of some files.
+
+    Raises:
+        TableError: A file holds something else.
+    """
+    found = []
+    for path in paths:
+        try:
+            found += msgspec.json.decode(path.read_bytes(), type=list[Summary])
+        except (OSError, msgspec.DecodeError) as error:
+            raise TableError(f"{path} holds no compared policies: {error}") from error
+    return found
+
+
+def whole(found: Iterable[Summary]) -> list[Summary]:
+    """The policies that were replayed until half of a space was tried: all but the cold one."""
+    return [summary for summary in found if summary.policy != COLD]
 
 
 def policies_of(found: Sequence[Summary]) -> list[str]:
@@ -89,22 +121,25 @@ def mean_trials(summary: Summary) -> float:
     return statistics.mean(trials or len(summary.median) for trials in summary.trials)
 
 
-def _lines(found: Sequence[Summary]) -> Iterator[str]:
-    policies, problems = policies_of(found), problems_of(found)
-    head = f"| problem | {' | '.join(policies)} |"
-    rule = f"| --- |{' ---: |' * len(policies)}"
-    seeds = len(found[0].judged)
-    for when, judged in (
-        (f"with {JUDGED_SHARE:.0%} of the space tried", _after_trials),
-        (f"after {SECONDS} simulated seconds, 15 compilers", _after_seconds),
+def _head(policies: Sequence[str]) -> tuple[str, str]:
+    return f"| problem | {' | '.join(policies)} |", f"| --- |{' ---: |' * len(policies)}"
+
+
+def _lines(everything: Sequence[Summary]) -> Iterator[str]:
+    seeds = len(everything[0].judged)
+    found = whole(everything)
+    for when, several, judged in (
+        (f"with {JUDGED_SHARE:.0%} of the space tried", everything, _after_trials),
+        (f"after {SECONDS} simulated seconds, 15 compilers", found, _after_seconds),
     ):
         yield f"Share of the true best {when}, median of {seeds} seeds (worst seed):"
         yield ""
-        yield from (head, rule, *_shares(found, judged))
+        yield from (*_head(policies_of(several)), *_shares(several, judged))
         yield ""
+    policies, problems = policies_of(found), problems_of(found)
     yield f"Trials until the answer reaches {NEAR} of the true best, mean of {seeds} seeds:"
     yield ""
-    yield from (head, rule)
+    yield from _head(policies)
     for problem in problems:
         cells = (_trials(summary_of(found, policy, problem)) for policy in policies)
         yield f"| {_title(*problem)} | {' | '.join(cells)} |"
@@ -153,14 +188,18 @@ def _over_random(found: Sequence[Summary], policy: str, problems: Sequence[tuple
 
 
 def _title(family: str, problem: str) -> str:
-    """`forward_hopper, D128 causal S=2048` of a problem's key."""
+    return f"{family}, {problem_title(problem)}"
+
+
+def problem_title(problem: str) -> str:
+    """`D128 causal S=2048` of a forward problem's key."""
     parts = problem.split("_")
     mask = "full" if parts[-1] == "none" else "causal"
     length = next(part[1:] for part in parts if part.startswith("k") and part[1:].isdigit())
     width = next(part[1:] for part in parts if part.startswith("d") and part[1:].isdigit())
     heads, kv_heads = next(part[1:] for part in parts if part.startswith("h")).split("x")
     grouped = "" if heads == kv_heads else f", {heads} heads on {kv_heads}"
-    return f"{family}, D{width} {mask} S={length}{grouped}"
+    return f"D{width} {mask} S={length}{grouped}"
 
 
 def _over_trials(summary: Summary, shares: Sequence[float]) -> list[tuple[float, float]]:

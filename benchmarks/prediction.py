@@ -1,10 +1,10 @@
 """How well times are predicted that the prediction was not fitted to, by truth tables.
 
-    python benchmarks/prediction.py                    # prints the table, in Markdown
-    python benchmarks/prediction.py --write            # and puts it into docs/prediction.md
-    python benchmarks/prediction.py --fit              # fits the constants that ship to all tables
+    python -m benchmarks.prediction                    # prints the table, in Markdown
+    python -m benchmarks.prediction --fit              # and fits the constants that ship to all tables
 
 Each problem is judged by constants that were fitted to the other tables alone. No GPU is needed.
+`python -m benchmarks.documents --write` puts the table into docs/prediction.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from flashtune.problem import Causal
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.fitting import FILE, NOTHING, Fit, expected_ms, fit_tables
-from flashtune.tuner.pages import filled
 from flashtune.tuner.truth import TruthTable, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests/data/truth"
 FITTED = ROOT / "tuner" / FILE
-PAGE = ROOT / "docs/prediction.md"
-BEGIN, END = "<!-- judged: written by benchmarks/prediction.py -->", "<!-- end of judged -->"
+SCRIPT = "benchmarks/prediction.py"
 TOP = 10
 
 Floats = NDArray[np.float64]
@@ -57,21 +55,27 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Judges, prints and writes."""
+    """Judges, prints and fits."""
     parser = argparse.ArgumentParser(description="How well times are predicted, by truth tables.")
-    parser.add_argument("--write", action="store_true", help="put the table into the page")
     parser.add_argument("--fit", action="store_true", help="fit the constants that ship to all tables")
     options = parser.parse_args()
     try:
-        tables = read_tables(TABLES)
+        print(texts()["judged"])
+        if options.fit:
+            fit = fit_tables(read_tables(TABLES))
+            FITTED.write_bytes(msgspec.json.format(msgspec.json.encode(fit)) + b"\n")
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
-    text = "\n".join(_lines([judge(table, tables) for table in tables]))
-    print(text)
-    if options.fit:
-        FITTED.write_bytes(msgspec.json.format(msgspec.json.encode(fit_tables(tables))) + b"\n")
-    if options.write:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
+
+
+def texts() -> dict[str, str]:
+    """The text of each place in the page, by name.
+
+    Raises:
+        TableError: A file is no truth table.
+    """
+    tables = read_tables(TABLES)
+    return {"judged": "\n".join(_lines([judge(table, tables) for table in tables]))}
 
 
 def judge(table: TruthTable, tables: Sequence[TruthTable]) -> Judged:

@@ -1,13 +1,13 @@
 """What dispatch's choice costs at shapes that nobody tuned, with all, half and a quarter of the table.
 
-    python benchmarks/regret.py --seconds 400                        # measures, prints and writes
-    python benchmarks/regret.py --load FILE                          # prints what was measured; needs no GPU
-    python benchmarks/regret.py --load FILE --write docs/dispatch.md # and fills in the page
+    python -m benchmarks.regret --seconds 400                        # measures, prints and writes
+    python -m benchmarks.regret --load FILE                          # prints what was measured; needs no GPU
 
 Shapes are drawn at random (batch, heads, lengths, head dims, masks) and none of them is in the table. At each
 one the winners of all the table's shapes of that head dim, the families' defaults and what lies beside
 those are timed in turn; dispatch's choice is held against the fastest of them. A run that is cut short
-has written what it had, and the same command goes on from there.
+has written what it had, and the same command goes on from there. `python -m benchmarks.documents --write`
+puts the tables of the kept runs into docs/dispatch.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flashtune.db.table import shipped_table
@@ -25,7 +25,7 @@ from flashtune.errors import FlashtuneError, UsageError
 from flashtune.problem import Causal
 from flashtune.record import Record
 from flashtune.target import Target, device_target, find_target
-from flashtune.tuner.pages import filled
+from flashtune.tuner.pages import table
 from flashtune.tuner.regret import (
     SHARES,
     Figures,
@@ -42,11 +42,13 @@ from flashtune.versions import current_versions
 RESULTS = Path("benchmarks/results")
 FAMILY = "forward_hopper"
 WORST = 10
-BEGIN, END = "<!-- regret: written by benchmarks/regret.py -->", "<!-- end of regret -->"
+SCRIPT = "benchmarks/regret.py"
+# Seeds of the kept runs that the rule was not made by, and the one of which the page has all tables.
+JUDGED_SEEDS, HELD_OUT = (2, 3, 4, 5, 6, 7), 7
 
 
 def main() -> None:
-    """Measures or loads, prints and writes."""
+    """Measures or loads, and prints."""
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -57,9 +59,36 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("interrupted: what was measured is written")
     print(text)
-    if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """The text of each place in the page, by name, of the runs that a folder keeps.
+
+    Raises:
+        TableError: A run is missing, or is none.
+    """
+    kept = {
+        seed: read_report(folder / f"nvidia-h200-regret-{seed}.json.gz", RegretReport)
+        for seed in JUDGED_SEEDS
+    }
+    records = _records(find_target(kept[HELD_OUT].target))
+    return {
+        "regret": "\n".join(_lines(kept[HELD_OUT], records)),
+        "regret-seeds": "\n".join(_by_seed(list(kept.values()), records)),
+    }
+
+
+def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> Iterator[str]:
+    """What dispatch chooses with the shipped table, at the shapes of each seed and of all."""
+    choose = functools.partial(dispatched, find_target(reports[0].target))
+    everything = tuple(point for report in reports for point in report.points)
+    groups = [(str(report.seed), report.points) for report in reports] + [("all", everything)]
+    rows = []
+    for name, points in groups:
+        found = figures(points, records, 1.0, choose)
+        judged = (f"{share:.1%}" for share in (found.median, found.p95, found.worst))
+        rows.append((name, str(found.points), str(found.unknown), *judged))
+    yield from table(("seed", "shapes", "not timed", "median", "95th percentile", "worst"), rows)
 
 
 def _options() -> argparse.Namespace:
@@ -70,7 +99,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
     parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
     parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables between the page's marks")
     return parser.parse_args()
 
 

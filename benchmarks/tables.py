@@ -1,11 +1,10 @@
-"""Writes what `flashtune bench --save` found into the tables of the pages.
+"""Makes tables of what `flashtune bench --save` found.
 
-    python benchmarks/tables.py                                    # prints them, from benchmarks/results
-    python benchmarks/tables.py --write                            # and puts them into the pages
-    python benchmarks/tables.py --write grid.json gqa.json fp8.json
+    python -m benchmarks.tables                                    # prints them, from benchmarks/results
+    python -m benchmarks.tables grid.json gqa.json fp8.json
 
-Reports may hold parts of the benchmark's grids, in any order. Pages mark where a table belongs by a pair
-of comments; a table for which nothing was measured is left as it is.
+Reports may hold parts of the benchmark's grids, in any order. `python -m benchmarks.documents --write` puts
+the tables of benchmarks/results into the pages.
 """
 
 from __future__ import annotations
@@ -23,39 +22,40 @@ from flashtune.tuner.bench_peers import CUDNN
 from flashtune.tuner.bench_records import OURS, Bench, Row
 from flashtune.tuner.bench_run import read_report
 from flashtune.tuner.bench_summary import AgainstPoint, against
-from flashtune.tuner.pages import table, with_tables
+from flashtune.tuner.pages import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
 PARTS = ("bench", "gqa-fp8", "fp8", "backward")
 RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS)
-MARKED = ("README.md", "docs/hopper.md", "docs/training.md", "benchmarks/results/README.md")
-PAGES = tuple(ROOT / page for page in MARKED)
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
-FAMILY, FLASH = "forward_hopper", "sdpa-flash"
+FLASH = "sdpa-flash"
 SHORTEST, USUAL, USUAL_WIDTHS, WIDE = 512, 8192, (64, 128), (256,)
 
 Results = dict[str, list[Bench]]
 
 
 def main() -> None:
-    """Reads, prints and writes."""
+    """Reads and prints."""
     parser = argparse.ArgumentParser(description="Tables of the pages, from flashtune bench.")
     parser.add_argument("reports", nargs="*", type=Path, default=RESULTS, help="what --save has written")
-    parser.add_argument("--write", action="store_true", help="put the tables between the pages' marks")
     options = parser.parse_args()
     try:
-        results = by_grid(
-            bench for path in options.reports for bench in read_report(path.read_bytes(), path.name).benches
-        )
+        found = texts(options.reports)
     except FlashtuneError as error:
         sys.exit(str(error))
-    texts = {name: text for name, lines in TABLES.items() if (text := "\n".join(lines(results)))}
-    for name, text in texts.items():
+    for name, text in found.items():
         print(f"## {name}\n\n{text}\n")
-    if options.write:
-        for page in PAGES:
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), texts, SCRIPT), encoding="utf-8")
+
+
+def texts(paths: Iterable[Path]) -> dict[str, str]:
+    """The tables of saved reports, by name; one for which nothing was measured is left out.
+
+    Raises:
+        TableError: A file is no report.
+    """
+    results = by_grid(bench for path in paths for bench in read_report(path.read_bytes(), path.name).benches)
+    return {name: text for name, lines in TABLES.items() if (text := "\n".join(lines(results)))}
 
 
 def by_grid(benches: Iterable[Bench]) -> Results:
@@ -138,9 +138,9 @@ def fp8_table(results: Results) -> Iterator[str]:
     yield from _by_length(results["fp8"], intro, ratio)
 
 
-def winners_table(results: Results) -> Iterator[str]:
-    """What each axis is at the selected configs, and where another family was selected."""
-    lines = {title: list(map(_config, line)) for title, line in _lines(results["paper"]).items()}
+def winners_table(benches: Sequence[Bench], family: str) -> Iterator[str]:
+    """Each axis's values at the selected configs of a family, and where another family was selected."""
+    lines = {title: [_config(bench, family) for bench in line] for title, line in _lines(benches).items()}
     axes = dict.fromkeys(axis for line in lines.values() for config in line for axis in config)
     rows = [(f"`{axis}`", *(_values(line, axis) for line in lines.values())) for axis in axes]
     if rows:
@@ -150,7 +150,7 @@ def winners_table(results: Results) -> Iterator[str]:
         yield ""
         same = (f"{row[0]} {row[1]}" for row in rows if len(set(row[1:])) == 1)
         yield f"The same everywhere: {', '.join(same)}."
-    others = [case_of(bench.problem) for bench in results["paper"] if not _config(bench)]
+    others = [case_of(bench.problem) for bench in benches if not _config(bench, family)]
     if others:
         yield f"Another family was selected for {', '.join(others)}."
 
@@ -182,7 +182,8 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "gqa": gqa_table,
     "fp8": fp8_table,
     "backward": backward_table,
-    "winners": winners_table,
+    "winners": lambda results: winners_table(results["paper"], "forward_hopper"),
+    "backward-winners": lambda results: winners_table(results["backward"], "backward_hopper"),
 }
 
 
@@ -232,10 +233,10 @@ def _over(bench: Bench, peer: str) -> float | None:
     return row.ms / _ours(bench).ms if row else None
 
 
-def _config(bench: Bench) -> dict[str, str]:
+def _config(bench: Bench, family: str) -> dict[str, str]:
     """The selected config by axis; empty where another family won."""
-    family, *words = _ours(bench).detail.split()
-    pairs = (word.partition("=") for word in words if family == FAMILY)
+    winner, *words = _ours(bench).detail.split()
+    pairs = (word.partition("=") for word in words if winner == family)
     return {axis: value for axis, equals, value in pairs if equals}
 
 

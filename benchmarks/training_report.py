@@ -1,10 +1,9 @@
 """Tables and pictures of what training was measured to take, from benchmarks/results.
 
 python -m benchmarks.training_report              # prints the tables, in Markdown
-python -m benchmarks.training_report --write      # and puts them and the pictures into docs/
 
-What it reads: the files that `benchmarks/training_memory.py`, `python -m examples.training` and
-`benchmarks/dropout.py` write with `--save`.
+`python -m benchmarks.documents --write` puts them and the pictures into docs/. The files are those that
+benchmarks/training_memory.py, `python -m examples.training` and benchmarks/dropout.py write with `--save`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,35 @@ from benchmarks import dropout, training_memory
 from benchmarks.training_memory import GIB, OURS, Peak
 from benchmarks.training_pictures import losses_picture, memory_picture
 from examples.training import report as example
-from flashtune.errors import TableError, UsageError
+from flashtune.errors import TableError
 from flashtune.problem import Causal
-from flashtune.tuner.pages import table, with_tables
+from flashtune.tuner.pages import table
 from flashtune.tuner.shapes import parse_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 SCRIPT = "benchmarks/training_report.py"
-PAGE = ROOT / "docs/training.md"
-PICTURES = ROOT / "docs/pictures"
 MIB = 2**20
 
 Read = TypeVar("Read")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one way takes of the host, in us: the forward pass, both, and both over SDPA's alike."""
+
+    name: str
+    forward_us: float
+    both_us: float
+    over_sdpa: float
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """What `benchmarks/training_step.py` found."""
+
+    gpu: str
+    torch: str
+    triton: str
+    rows: tuple[Step, ...]
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -42,27 +57,18 @@ class Measured(msgspec.Struct, frozen=True):
     memory: training_memory.Document
     training: example.Document
     dropout: tuple[dropout.Row, ...]
+    steps: Steps
 
 
 def main() -> None:
-    """Reads, prints and writes."""
-    parser = argparse.ArgumentParser(description="Tables and pictures of what training takes.")
-    parser.add_argument(
-        "--write", action="store_true", help="put them into docs/training.md and docs/pictures"
-    )
-    options = parser.parse_args()
+    """Reads and prints."""
+    argparse.ArgumentParser(description="Tables of what training takes.").parse_args()
     try:
-        found = measured(RESULTS)
-        texts = tables(found)
-        page = with_tables(PAGE.read_text(encoding="utf-8"), texts, SCRIPT)
-    except (TableError, UsageError) as error:
+        texts = tables(measured(RESULTS))
+    except TableError as error:
         sys.exit(f"error: {error}")
     for name, text in texts.items():
         print(f"## {name}\n\n{text}\n")
-    if options.write:
-        PAGE.write_text(page, encoding="utf-8")
-        for name, drawn in pictures(found).items():
-            (PICTURES / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
 def measured(folder: Path) -> Measured:
@@ -75,6 +81,7 @@ def measured(folder: Path) -> Measured:
         _read(folder / "nvidia-h200-training-memory.json", training_memory.Document),
         _read(folder / "nvidia-h200-training.json", example.Document),
         _read(folder / "nvidia-h200-dropout.json", tuple[dropout.Row, ...]),
+        _read(folder / "nvidia-h200-training-step.json", Steps),
     )
 
 
@@ -91,6 +98,7 @@ def tables(found: Measured) -> dict[str, str]:
         "memory": "\n".join(_memory(found.memory)),
         "example": "\n".join(_example(found.training)),
         "dropout": "\n".join(_dropout(found.dropout)),
+        "host": "\n".join(_host(found.steps)),
     }
 
 
@@ -190,6 +198,17 @@ def _dropout(rows: tuple[dropout.Row, ...]) -> Iterator[str]:
         for row in rows
     )
     yield from table(heads, lines)
+
+
+def _host(steps: Steps) -> Iterator[str]:
+    where = f"{steps.gpu}, torch {steps.torch}, Triton {steps.triton}"
+    yield f"Microseconds of the host, medians in turn ({where}):"
+    yield ""
+    lines = (
+        (row.name, f"{row.forward_us:.1f}", f"{row.both_us:.1f}", f"{row.over_sdpa:.2f}")
+        for row in steps.rows
+    )
+    yield from table(("way", "forward", "both passes", "both over SDPA"), lines)
 
 
 def _title(shape: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
-from flashtune.record import Digest, ShortText, Verdict, Versions
+from flashtune.record import Digest, Seconds, TargetName, Verdict, Versions
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,7 +19,7 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """
 
     digest: Digest
-    target: ShortText
+    target: TargetName
     versions: Versions
     verdict: Verdict
-    seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    seconds: Seconds | None = None

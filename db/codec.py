@@ -16,7 +16,7 @@ import msgspec
 from flashtune.config import Config
 from flashtune.db.checks import Check
 from flashtune.errors import TableError
-from flashtune.record import Record, Verdict
+from flashtune.record import Provenance, Record, Verdict
 from flashtune.templates.registry import find_family
 
 # Computations that are no family: they have neither config nor kernel.
@@ -24,6 +24,9 @@ BASELINES = frozenset({"standard", "sdpa"})
 # A real record has about 1 KiB.
 MAX_RECORD_BYTES = 256 * 1024
 MAX_ERROR_TEXT = 200
+
+# What decoding JSON of any origin may raise.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _NULL = b"null"
 
@@ -59,18 +62,22 @@ def decode_record(raw: bytes) -> Record:
     """The record of what `encode_record` made, or of a row or file that claims to be such.
 
     Raises:
-        TableError: It is no JSON, has unknown or missing fields, values outside their bounds, an
-            unknown family, or a config that is not the family's.
+        TableError: It is not JSON, has unknown or missing fields, values outside their bounds, an
+            unknown family, a config that is not the family's, or fields that contradict one another.
     """
     if len(raw) > MAX_RECORD_BYTES:
         raise TableError(f"a record of {len(raw)} bytes is no record: the most is {MAX_RECORD_BYTES}")
     try:
         envelope = _ENVELOPE.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise TableError(f"a record is not as it should be: {brief(error)}") from error
     fields = msgspec.structs.asdict(envelope)
     fields["config"] = _decode_config(fields["family"], bytes(fields["config"]))
-    return Record(**fields)
+    record = Record(**fields)
+    flaw = _contradiction(record)
+    if flaw:
+        raise TableError(f"a record contradicts itself: {flaw}")
+    return record
 
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
@@ -106,7 +113,7 @@ def decode_check(raw: bytes) -> Check:
     """
     try:
         return msgspec.json.decode(raw, type=Check)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise TableError(f"a self-check is not as it should be: {brief(error)}") from error
 
 
@@ -117,8 +124,8 @@ def fingerprint(value: msgspec.Struct | bytes) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """An error's text without what a hostile value may have blown up."""
-    text = " ".join(str(error).split())
+    """An error's text on one line, without control codes or what a hostile value may have blown up."""
+    text = "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(error).split()))
     return text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]}..."
 
 
@@ -130,8 +137,18 @@ def _decode_config(family_name: str, raw: bytes) -> Config | None:
     config_type = find_family(family_name).config_type
     try:
         return msgspec.json.decode(raw, type=config_type)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise TableError(f"a record's config is none of family {family_name}: {brief(error)}") from error
+
+
+def _contradiction(record: Record) -> str:
+    """Says which fields of a record cannot be true together; empty if none."""
+    problem, measurement = record.problem, record.measurement
+    if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
+        return f"its problem {problem.key} is empty, and no kernel computes it"
+    if measurement and record.provenance is Provenance.MEASURED and not measurement.samples:
+        return "its time was measured with 0 samples"
+    return ""
 
 
 def _plain_json(value: msgspec.Struct) -> bytes:

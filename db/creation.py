@@ -20,7 +20,7 @@ from flashtune.errors import StoreError
 from flashtune.locking import alone_with
 
 # Every schema that there ever was, oldest first: the names of the migrations.
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 HEAD = REVISIONS[-1]
 SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0

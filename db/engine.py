@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
 
 from flashtune.db.failures import ELSEWHERE, sqlite_error
+from flashtune.db.limits import require_file, restrict
 from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
 from flashtune.errors import StoreError
 
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sqlalchemy import Connection
+    from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_SECONDS = 60.0
+# A statement of ours takes milliseconds, and a migration of a large database seconds.
+STATEMENT_SECONDS = 30.0
+DEADLINE = "flashtune_deadline"
 READING = "flashtune_reading"
 
 
@@ -46,6 +51,7 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
 
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     def connect() -> sqlite3.Connection:
+        require_file(path)
         # A URI lets SQLite itself refuse to write, and to create what is not there.
         name = read_only_uri(path) if read_only else read_write_uri(path)
         # Without an isolation level the driver opens no transactions: the hook below does.
@@ -56,14 +62,24 @@ def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     engine = create_engine(URL.create("sqlite", database=str(path)), creator=connect)
     event.listen(engine, "connect", _on_sqlite_connect)
     event.listen(engine, "begin", _on_sqlite_begin)
+    event.listen(engine, "before_cursor_execute", _before_statement)
+    event.listen(engine, "after_cursor_execute", _after_statement)
     return engine
 
 
-def _on_sqlite_connect(connection: sqlite3.Connection, _: Any) -> None:
-    # Text that is no UTF-8 would fail a whole query: the row is refused when it is decoded.
-    connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
+def _on_sqlite_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+    record.info[DEADLINE] = restrict(connection, STATEMENT_SECONDS)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _before_statement(connection: Connection, *_: Any) -> None:
+    connection.info[DEADLINE].restart()
+
+
+def _after_statement(connection: Connection, *_: Any) -> None:
+    # Rows are fetched from here on, as fast as they are used.
+    connection.info[DEADLINE].stop()
 
 
 def _on_sqlite_begin(connection: Connection) -> None:
@@ -103,5 +119,5 @@ def explained(url: str) -> Iterator[None]:
         raise StoreError(
             f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
         ) from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise sqlite_error(error, url) from error

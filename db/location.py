@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
-from flashtune.errors import UsageError
+from flashtune.errors import MachineError, StoreError, UsageError
+from flashtune.machine import cache_folder
 
 SQLITE = "sqlite:///"
 FILE_NAME = "flashtune.sqlite"
@@ -25,6 +26,7 @@ def database_url(text: str | None) -> str:
 
     Raises:
         UsageError: An SQLite URL without a file, or with options.
+        StoreError: No database is named, and the user has no home folder.
     """
     chosen = text or os.environ.get("FLASHTUNE_DB") or str(_cache_folder() / FILE_NAME)
     if "://" not in chosen:
@@ -78,6 +80,7 @@ def _decoded(name: str) -> Path:
 
 
 def _cache_folder() -> Path:
-    import platformdirs
-
-    return Path(os.environ.get("FLASHTUNE_CACHE_DIR") or platformdirs.user_cache_dir("flashtune"))
+    try:
+        return cache_folder()
+    except MachineError as error:
+        raise StoreError(f"{error}, or name a database with --db or FLASHTUNE_DB") from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,15 +18,24 @@ from flashtune.db.failures import UnreadableRecord
 from flashtune.db.location import describe
 from flashtune.db.rows import (
     StoredRecord,
+    bounded,
     insert_record,
+    insert_records,
     now,
     readable,
     select_records,
     write_check,
 )
-from flashtune.db.rules import by_problem, is_better_selection, why_not_selectable
+from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
 from flashtune.db.schema import CHECKS, SELECTIONS, STAND_INS
-from flashtune.db.selecting import chosen, offer_stand_in, select_chosen, take_selection
+from flashtune.db.selecting import (
+    chosen,
+    chosen_among,
+    offer_stand_in,
+    select_chosen,
+    take_selection,
+    take_unchosen,
+)
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
@@ -33,6 +43,9 @@ if TYPE_CHECKING:
 
     from flashtune.db.table import TunedTable
     from flashtune.record import Record
+
+# Why a record may not become a selection; empty if it may.
+WhyRefused = Callable[["Record"], str]
 
 # Rows fetched at a time, so that a large source never lies in memory whole.
 CHUNK = 500
@@ -57,26 +70,68 @@ class MergeCounts(msgspec.Struct, frozen=True):
     checks_added: int
 
 
-def merge(theirs: Connection, ours: Connection, source_url: str) -> MergeCounts:
+def merge(theirs: Connection, ours: Connection, source_url: str, why_refused: WhyRefused) -> MergeCounts:
     """Copies what `ours` lacks; `source_url` is the other database's."""
     added, known = _merge_records(theirs, ours, source_url)
-    new, replaced, kept = _merge_selections(theirs, ours, source_url)
+    new, replaced, kept = _merge_selections(theirs, ours, source_url, why_refused)
     return MergeCounts(added, known, new, replaced, kept, _merge_checks(theirs, ours, source_url))
 
 
-def merge_tables(tables: Iterable[TunedTable], ours: Connection) -> MergeCounts:
-    """Takes the records of tables and, by the rule of `merge`, their selections."""
+def merge_tables(
+    tables: Sequence[TunedTable], ours: Connection, progress: Callable[[int], None] = lambda records: None
+) -> MergeCounts:
+    """Takes the records of tables and, by the rule of `merge`, their selections; receipts become self-checks.
+
+    `progress` is told how many more records were taken.
+    """
     written = now()
     news: Counter[bool] = Counter()
     ends: Counter[Taken] = Counter()
-    for selection, *stand_ins in (held for table in tables for held in by_problem(table.records).values()):
-        news[insert_record(ours, selection, written)[1]] += 1
-        ends[_take_selection(ours, selection, written, written)] += 1
-        for record in stand_ins:
-            record_id, is_new = insert_record(ours, record, written)
-            news[is_new] += 1
-            offer_stand_in(ours, record, record_id, written)
-    return MergeCounts(news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], 0)
+    for table in tables:
+        problems = iter(by_problem(table.records).values())
+        while held := list(itertools.islice(problems, CHUNK)):
+            records = [record for group in held for record in group]
+            inserted = insert_records(ours, records, written)
+            news.update(is_new for _, is_new in inserted)
+            ids = iter(record_id for record_id, _ in inserted)
+            groups = [[(record, next(ids)) for record in group] for group in held]
+            ends.update(_take_groups(ours, table.target, groups, written))
+            progress(len(records))
+    checks = sum(write_check(ours, one, written, replace=False) for table in tables for one in table.receipts)
+    return MergeCounts(
+        news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], checks
+    )
+
+
+def _take_groups(
+    ours: Connection, target: str, groups: list[list[tuple[Record, int]]], written: str
+) -> Iterator[Taken]:
+    """Takes each problem's selection, and what stands in for it, with their rows."""
+    keys = [group[0][0].problem.key for group in groups]
+    present = chosen_among(ours, SELECTIONS, target, keys)
+    standing = chosen_among(ours, STAND_INS, target, keys)
+    taken = {*present, *standing}
+    fresh = [group for group, key in zip(groups, keys, strict=True) if key not in taken]
+    selections = [group[0] for group in fresh]
+    stand_ins = [
+        other
+        for group in fresh
+        if not serves_any_tensors(group[0][0])
+        for other in group[1:]
+        if serves_any_tensors(other[0])
+    ]
+    take_unchosen(ours, selections, stand_ins, written)
+    yield from (Taken.ADDED for _ in fresh)
+    for (selection, row), *others in groups:
+        there, beside = present.get(selection.problem.key), standing.get(selection.problem.key)
+        if there is None and beside is None:
+            continue
+        # What is chosen already is not compared with itself.
+        same = there is not None and there.id == row
+        yield Taken.KEPT if same else _take_selection(ours, selection, written, written)
+        for record, record_id in others:
+            if beside is None or beside.id != record_id:
+                offer_stand_in(ours, record, record_id, written)
 
 
 def _fetched(
@@ -96,26 +151,36 @@ def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tup
     return added, known
 
 
-def _merge_selections(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int, int]:
+def _merge_selections(
+    theirs: Connection, ours: Connection, source_url: str, why_refused: WhyRefused
+) -> tuple[int, int, int]:
     ends = Counter(
         _take_selection(ours, stored.record, stored.created_at, pinned_at)
-        for stored, pinned_at in _chosen(theirs, SELECTIONS, source_url)
+        for stored, pinned_at in _chosen(theirs, SELECTIONS, source_url, why_refused)
     )
-    for stored, pinned_at in _chosen(theirs, STAND_INS, source_url):
+    for stored, pinned_at in _chosen(theirs, STAND_INS, source_url, why_refused):
         record_id, _ = insert_record(ours, stored.record, stored.created_at)
         offer_stand_in(ours, stored.record, record_id, pinned_at)
     return ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT]
 
 
-def _chosen(theirs: Connection, table: Table, source_url: str) -> list[tuple[StoredRecord, str]]:
+def _chosen(
+    theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
+) -> list[tuple[StoredRecord, str]]:
     """What another database has chosen and may serve, and when it chose it."""
     rows = list(_fetched(theirs, select_chosen(table), source_url))
     pinned = {row.id: str(row.pinned_at) for row in rows}
-    return [
-        (stored, pinned[stored.id])
-        for stored in readable(rows, describe(source_url))
-        if not why_not_selectable(stored.record)
-    ]
+    taken, reasons = [], []
+    for stored in readable(rows, describe(source_url)):
+        reason = why_not_selectable(stored.record) or why_refused(stored.record)
+        if reason:
+            reasons.append(reason)
+        else:
+            taken.append((stored, pinned[stored.id]))
+    if reasons:
+        message = f"{len(reasons)} selections of {describe(source_url)} were left out: {reasons[0]}"
+        warnings.warn(message, UnreadableRecord, stacklevel=2)
+    return taken
 
 
 def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> Taken:
@@ -131,7 +196,7 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
-    for row in _fetched(theirs, select(CHECKS.c.payload, CHECKS.c.created_at), source_url):
+    for row in _fetched(theirs, select(bounded(CHECKS), CHECKS.c.created_at), source_url):
         try:
             check = decode_check(str(row.payload).encode())
         except TableError as error:

@@ -12,6 +12,7 @@ from sqlalchemy import column, inspect, select, table, text
 from flashtune.db.creation import HEAD, REVISIONS, alone
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.failures import ELSEWHERE
+from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.errors import StoreError
 
@@ -104,6 +105,10 @@ def _upgraded(engine: Engine, url: str) -> Upgraded:
 
 def _revision(connection: Connection, url: str) -> str | None:
     """The database's schema, None where it is empty."""
+    if connection.dialect.name == "sqlite":
+        foreign = connection.exec_driver_sql(FOREIGN).scalar()
+        if foreign is not None:
+            raise foreign_object(str(foreign), describe(url))
     tables = inspect(connection).get_table_names()
     if not tables:
         return None

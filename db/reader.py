@@ -1,9 +1,9 @@
 """What the runtime reads of the database: selections and remembered self-checks, never writing.
 
-SQLite is read through the standard library, so that a program that imports flashtune pays for no
-SQLAlchemy. Each question opens the file anew (a third of a millisecond, once per problem and
-process): nothing is shared between threads or with forked children, and a database that appears,
-grows or is replaced while the program runs is seen.
+SQLite is read through the standard library, so that a program that imports flashtune does not import
+SQLAlchemy. Tables are read, and no views: a view is code of the file's author. Each question opens the file
+anew, once per problem and process, in a third of a millisecond. Nothing is shared between threads or with
+forked children, and a database that appears, grows or is replaced while the program runs is seen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashtune.db.codec import decode_check, decode_stored, fingerprint
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint
 from flashtune.db.failures import UnreadableRecord, sqlite_error
+from flashtune.db.limits import FOREIGN, foreign_object, require_file, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 from flashtune.errors import TableError
 
@@ -26,24 +27,33 @@ if TYPE_CHECKING:
     from flashtune.record import Record, Versions
 
     Rows = list[tuple[Any, ...]]
-    # A view, a question with a place for its name, and the question's values.
-    Query = Callable[[str, str, dict[str, str]], Rows]
+    # A table, a question about it, and the question's values.
+    Values = dict[str, str | int]
+    Query = Callable[[str, str, Values], Rows]
 
-BUSY_SECONDS = 5.0
+# How long a lock is waited for, and how long one question may take in all.
+BUSY_SECONDS = 4.0
+READ_SECONDS = 4.0
 
-SELECTIONS = "selected_records"
-STAND_INS = "stand_in_records"
-CHECKS = "known_checks"
-PAYLOADS = "check_payloads"
-RECORD = (
-    "SELECT problem_key, target, payload FROM {view} WHERE target = :target AND problem_key = :problem_key"
-)
-RECORDS = "SELECT problem_key, target, payload FROM {view} WHERE target = :target ORDER BY problem_key"
-CHECK = (
-    "SELECT passed FROM {view} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash"
-)
-PAYLOAD = CHECK.replace("passed", "payload")
-IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'view' AND name = ?"
+SELECTIONS = "selections"
+STAND_INS = "stand_ins"
+CHECKS = "checks"
+# The size is asked first: a value that is larger than any record is not read into memory.
+RECORD = """
+SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
+WHERE chosen.target = :target AND chosen.problem_key = :problem_key
+"""
+RECORDS = """
+SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
+WHERE chosen.target = :target ORDER BY chosen.problem_key
+"""
+CHECK = """
+SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
+"""
+IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
 
 
 def open_reader(url: str | None = None) -> Reader | None:
@@ -78,16 +88,22 @@ class Reader:
         Raises:
             StoreError: The database is damaged, locked or out of reach.
         """
-        rows = self._query(SELECTIONS, RECORD, {"problem_key": problem_key, "target": target})
+        rows = self._query(
+            SELECTIONS, RECORD, {"problem_key": problem_key, "target": target, "most": MAX_RECORD_BYTES}
+        )
         return next(self._readable(rows), None)
 
     def selections(self, target: str) -> tuple[Record, ...]:
         """All selected records of a target, in the order of their problems' keys."""
-        return tuple(self._readable(self._query(SELECTIONS, RECORDS, {"target": target})))
+        return tuple(
+            self._readable(self._query(SELECTIONS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
+        )
 
     def stand_ins(self, target: str) -> tuple[Record, ...]:
         """What stands in for selections of a target that cannot address every tensor, in the same order."""
-        return tuple(self._readable(self._query(STAND_INS, RECORDS, {"target": target})))
+        return tuple(
+            self._readable(self._query(STAND_INS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
+        )
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Whether a kernel passed its self-check here under these versions; None if it had none."""
@@ -95,13 +111,13 @@ class Reader:
         return rows[0][0] == 1 if rows else None
 
     def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
-        """All that is remembered of a kernel's self-check; None too in a database of an older schema.
+        """All that is remembered of a kernel's self-check, None if it had none.
 
         Raises:
             TableError: The row holds no self-check.
         """
-        rows = self._query(PAYLOADS, PAYLOAD, _check_key(digest, target, versions))
-        return decode_check(str(rows[0][0]).encode()) if rows else None
+        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
+        return decode_check(str(rows[0][1]).encode()) if rows else None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
@@ -113,18 +129,27 @@ class Reader:
                 )
 
 
-def _check_key(digest: str, target: str, versions: Versions) -> dict[str, str]:
-    return {"digest": digest, "target": target, "versions_hash": fingerprint(versions)}
+def _check_key(digest: str, target: str, versions: Versions) -> Values:
+    return {
+        "digest": digest,
+        "target": target,
+        "versions_hash": fingerprint(versions),
+        "most": MAX_RECORD_BYTES,
+    }
 
 
-def _query_file(path: Path, url: str, view: str, question: str, values: dict[str, str]) -> Rows:
+def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:
+    require_file(path)
     try:
         with closing(_connect(path)) as connection:
+            foreign = connection.execute(FOREIGN).fetchone()
+            if foreign is not None:
+                raise foreign_object(str(foreign[0]), describe(url))
             # Another process may still be creating the database, or an older flashtune made it.
-            if not connection.execute(IS_THERE, (view,)).fetchone()[0]:
+            if not connection.execute(IS_THERE, (table,)).fetchone()[0]:
                 return []
-            return connection.execute(question.format(view=view), values).fetchall()
-    except sqlite3.Error as error:
+            return connection.execute(question.format(table=table), values).fetchall()
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         if not path.exists():
             return []
         raise sqlite_error(error, url) from error
@@ -132,6 +157,5 @@ def _query_file(path: Path, url: str, view: str, question: str, values: dict[str
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(read_only_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)
-    # Text that is no UTF-8 would fail a whole query: the row is refused when it is decoded.
-    connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
+    restrict(connection, READ_SECONDS)
     return connection

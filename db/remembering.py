@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flashtune.db.codec import encode_check, fingerprint
 from flashtune.db.creation import HEAD, REVISIONS, create_database, is_empty
 from flashtune.db.failures import ELSEWHERE, sqlite_error
+from flashtune.db.limits import FOREIGN, foreign_object, require_file, restrict
 from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
 from flashtune.errors import StoreError
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # How long another process's write is waited for.
 BUSY_SECONDS = 30.0
+# How long SQLite may compute for one write.
+WRITE_SECONDS = 4.0
 # Every schema has the table as it is.
 REMEMBER = (
     "INSERT INTO checks (digest, target, versions_hash, passed, created_at, payload) "
@@ -70,18 +73,23 @@ def remember_check(check: Check, url: str | None = None) -> None:
 def _is_filled(path: Path) -> bool:
     if not path.exists():
         return False
+    require_file(path)
     with closing(_connect(path)) as connection:
         return not is_empty(connection)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(read_write_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    restrict(connection, WRITE_SECONDS)
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
 
 
 def _require_known(connection: sqlite3.Connection, url: str) -> None:
     """Refuses what is no database of flashtune's, or one that a newer flashtune made."""
+    foreign = connection.execute(FOREIGN).fetchone()
+    if foreign is not None:
+        raise foreign_object(str(foreign[0]), describe(url))
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'alembic_version'"
     if not connection.execute(query).fetchone()[0]:
         raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
@@ -97,7 +105,7 @@ def _require_known(connection: sqlite3.Connection, url: str) -> None:
 def _explained(url: str) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise sqlite_error(error, url) from error
     except OSError as error:
         raise StoreError(

@@ -9,7 +9,7 @@ from sqlalchemy import inspect, text
 from flashtune.db.engine import make_engine, reading
 
 if TYPE_CHECKING:
-    from flashtune.db.reader import Query, Rows
+    from flashtune.db.reader import Query, Rows, Values
 
 
 def server_query(url: str) -> Query:
@@ -20,10 +20,10 @@ def server_query(url: str) -> Query:
     """
     engine = make_engine(url)
 
-    def query(view: str, question: str, values: dict[str, str]) -> Rows:
+    def query(table: str, question: str, values: Values) -> Rows:
         with reading(engine, url) as connection:
-            if view not in inspect(connection).get_view_names():
+            if table not in inspect(connection).get_table_names():
                 return []
-            return [tuple(row) for row in connection.execute(text(question.format(view=view)), values)]
+            return [tuple(row) for row in connection.execute(text(question.format(table=table)), values)]
 
     return query

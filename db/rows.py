@@ -5,20 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Table, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Table, case, func, select
 
-from flashtune.db.codec import decode_stored, encode_check, encode_record, fingerprint
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_stored, encode_check, encode_record, fingerprint
 from flashtune.db.failures import UnreadableRecord
 from flashtune.db.schema import CHECKS, RECORDS
 from flashtune.errors import TableError
 from flashtune.record import Record
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Row, Select
+    from sqlalchemy import Connection, Label, Row, Select
+    from sqlalchemy.dialects import postgresql, sqlite
 
     from flashtune.db.checks import Check
 
@@ -44,10 +44,46 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
     Raises:
         TableError: A field is outside its bounds.
     """
+    values = _columns(record, created_at)
+    insert = insert_into(connection, RECORDS).values(values)
+    unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
+    added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
+    if added is not None:
+        return int(added), True
+    known = select(RECORDS.c.id).where(RECORDS.c.content_hash == values["content_hash"])
+    return int(connection.execute(known).scalar_one()), False
+
+
+def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
+    """As `insert_record` for each of some hundred records, in four statements and not two for each.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    rows = [_columns(record, created_at) for record in records]
+    hashes = [str(row["content_hash"]) for row in rows]
+    query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
+    known = {row.content_hash for row in connection.execute(query)}
+    fresh = {
+        content_hash: row for content_hash, row in zip(hashes, rows, strict=True) if content_hash not in known
+    }
+    if fresh:
+        insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])
+        connection.execute(insert, list(fresh.values()))
+    ids = {row.content_hash: int(row.id) for row in connection.execute(query)}
+    # Of equal records the first is the new one.
+    return [(ids[content_hash], fresh.pop(content_hash, None) is not None) for content_hash in hashes]
+
+
+def _columns(record: Record, created_at: str) -> dict[str, object]:
+    """A record as a row.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
     payload = encode_record(record)
-    content_hash = fingerprint(payload)
-    values = {
-        "content_hash": content_hash,
+    return {
+        "content_hash": fingerprint(payload),
         "created_at": created_at,
         "problem_key": record.problem.key,
         "target": record.target,
@@ -62,13 +98,6 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
         "template": record.versions.template,
         "payload": payload.decode(),
     }
-    insert = insert_into(connection, RECORDS).values(values)
-    unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
-    added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
-    if added is not None:
-        return int(added), True
-    known = select(RECORDS.c.id).where(RECORDS.c.content_hash == content_hash)
-    return int(connection.execute(known).scalar_one()), False
 
 
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:
@@ -87,15 +116,27 @@ def write_check(connection: Connection, check: Check, created_at: str, *, replac
 
 def insert_into(connection: Connection, table: Table) -> Upsert:
     """An insert that can say what to do on a conflict: SQLite and PostgreSQL share the syntax."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return cast("Upsert", dialect.insert(table))
+    # Each dialect's import takes 30 ms of CPU or more, and only one of them is needed.
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+
+        return postgresql_insert(table)
+    from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+    return sqlite_insert(table)
 
 
 def select_records() -> Select[*tuple[Any, ...]]:
     """What `readable` needs of each record."""
     return select(
-        RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target, RECORDS.c.payload
+        RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target, bounded(RECORDS)
     ).order_by(RECORDS.c.id)
+
+
+def bounded(table: Table) -> Label[str | None]:
+    """A table's payloads; NULL for one that is too large to be read into memory."""
+    payload = table.c.payload
+    return case((func.length(payload) <= MAX_RECORD_BYTES, payload)).label("payload")
 
 
 def readable(rows: Iterable[Row[*tuple[Any, ...]]], where: str) -> Iterator[StoredRecord]:

@@ -1,7 +1,7 @@
 """The tables. Scalars that queries need stand in columns; the record itself is JSON in one column.
 
-The migrations create them (and the views that the light reader reads); a test
-holds the two together.
+The migrations create them, and the views that the light readers of earlier versions read. A test
+compares the two.
 """
 
 from __future__ import annotations

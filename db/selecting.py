@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select
 
-from flashtune.db.rows import StoredRecord, insert_into, readable
+from flashtune.db.rows import StoredRecord, bounded, insert_into, readable
 from flashtune.db.rules import is_better_selection, serves_any_tensors
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 
@@ -32,7 +32,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
             RECORDS.c.created_at,
             table.c.problem_key,
             table.c.target,
-            RECORDS.c.payload,
+            bounded(RECORDS),
             table.c.pinned_at,
         )
         .join_from(table, RECORDS)
@@ -45,6 +45,48 @@ def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord
     """The row that a table names for a record's (problem, target)."""
     rows = connection.execute(select_chosen(table).where(*_same(table, record)))
     return next(readable(rows, "this database"), None)
+
+
+def chosen_among(
+    connection: Connection, table: Table, target: str, keys: list[str]
+) -> dict[str, StoredRecord]:
+    """The rows that a table names for some problems of a target, by the problem's key."""
+    rows = connection.execute(select_chosen(table, target).where(table.c.problem_key.in_(keys)))
+    return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
+
+
+def take_unchosen(
+    connection: Connection,
+    selections: list[tuple[Record, int]],
+    stand_ins: list[tuple[Record, int]],
+    pinned_at: str,
+) -> None:
+    """Makes rows the selections of problems that have none, and others what stands in for these.
+
+    Args:
+        connection: The database.
+        selections: Records and their rows, at most one for each problem and target.
+        stand_ins: Records and rows for tensors that the selection of their problem cannot address.
+        pinned_at: The time of the choice.
+    """
+    for table, rows in ((SELECTIONS, selections), (STAND_INS, stand_ins)):
+        values = [
+            {
+                "problem_key": record.problem.key,
+                "target": record.target,
+                "record_id": row,
+                "pinned_at": pinned_at,
+            }
+            for record, row in rows
+        ]
+        if not values:
+            continue
+        # A row may be there that this flashtune cannot read.
+        insert = insert_into(connection, table)
+        changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
+        connection.execute(
+            insert.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed), values
+        )
 
 
 def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:

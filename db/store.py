@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from flashtune.db.engine import reading, writing
+from flashtune.db.forgetting import Choose, Forgettable, Group, TakenBack, affected, forget, groups
 from flashtune.db.location import database_url, describe
-from flashtune.db.merge import MergeCounts, merge, merge_tables
+from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
 from flashtune.db.migrate import ready_engine, source_engine
+from flashtune.db.replacing import replace_record
 from flashtune.db.rows import (
     StoredRecord,
     insert_record,
@@ -149,10 +152,48 @@ class Store:
         with writing(self._engine, self.url) as connection:
             write_check(connection, check, now(), replace=True)
 
-    def merge_tables(self, *tables: TunedTable) -> MergeCounts:
+    def preview(self, meant: Forgettable) -> tuple[list[Group], list[TakenBack]]:
+        """What `forget` would delete: records in groups, and the problems whose selection is among them."""
+        with reading(self._engine, self.url) as connection:
+            lost = [TakenBack(*key) for key in affected(connection, meant)]
+            return groups(connection, meant), lost
+
+    def forget(self, meant: Forgettable, choose: Choose) -> list[TakenBack]:
+        """Deletes records, and takes back selections that name them: all of it, or nothing on an error.
+
+        Args:
+            meant: Which records.
+            choose: Picks the record to select of a problem that lost its selection, among what is left.
+
+        Returns:
+            What was taken back, and what is selected in its place.
+
+        Raises:
+            StoreError: The database cannot be written.
+        """
+        with writing(self._engine, self.url) as connection:
+            return forget(connection, meant, choose, now())
+
+    def replace_records(self, changes: Mapping[int, Record]) -> None:
+        """Replaces records by their ids, all of them or none; selections then name the new ones.
+
+        Self-checks of a replaced record's kernel are kept under the new kernel's digest too.
+
+        Raises:
+            TableError: A field is outside its bounds.
+            StoreError: The database cannot be written.
+        """
+        with writing(self._engine, self.url) as connection:
+            for record_id, record in changes.items():
+                replace_record(connection, record_id, record)
+
+    def merge_tables(
+        self, *tables: TunedTable, progress: Callable[[int], None] = lambda records: None
+    ) -> MergeCounts:
         """Brings the records and selections of tuned tables into the database, all of them or none.
 
-        Selections that both have are settled as by `merge_from`.
+        Selections that both have are settled as by `merge_from`. `progress` is told how many more
+        records were taken.
 
         Raises:
             TableError: A table holds what may not serve.
@@ -161,13 +202,18 @@ class Store:
         for table in tables:
             check_table(table, f"the table of {table.target}")
         with writing(self._engine, self.url) as connection:
-            return merge_tables(tables, connection)
+            return merge_tables(tables, connection, progress)
 
-    def merge_from(self, url: str) -> MergeCounts:
+    def merge_from(self, url: str, why_refused: WhyRefused = lambda record: "") -> MergeCounts:
         """Brings everything of another database into this one: all of it, or nothing on an error.
 
         The same record is kept once. Where both have a selection for a (problem, target), the
         faster measured one stays if the same versions made both, else this database's.
+
+        Args:
+            url: The other database.
+            why_refused: Says why a selection of the other database may not become one here, empty if it
+                may. One warning counts those that may not.
 
         Raises:
             StoreError: The other database is missing, damaged, or of another schema.
@@ -176,6 +222,6 @@ class Store:
         source = source_engine(address)
         try:
             with reading(source, address) as theirs, writing(self._engine, self.url) as ours:
-                return merge(theirs, ours, address)
+                return merge(theirs, ours, address, why_refused)
         finally:
             source.dispose()

@@ -7,23 +7,46 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from flashtune.db.codec import brief, decode_record, encode_record, fingerprint
+from flashtune.db.checks import Check
+from flashtune.db.codec import UNDECODABLE, brief, decode_record, encode_record, fingerprint
 from flashtune.db.rules import serves_any_tensors, why_not_selectable
 from flashtune.errors import TableError
-from flashtune.record import Record, ShortText
+from flashtune.files import read_bounded
+from flashtune.record import Digest, Measurement, Record, ShortText, TargetName, Versions
 
-SCHEMA = 1
+SCHEMA = 2
+# Tables of schema 1 have neither receipts nor times.
+READABLE = (1, SCHEMA)
 MAX_TABLE_BYTES = 64 * 1024 * 1024
+MAX_RECEIPTS = 100_000
 # Where the tables that ship lie: `tuned/<target>.json` in this package.
 PACKAGE = "flashtune.db"
 FOLDER = "tuned"
 
 _TARGET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The time of a record's kernel under other versions than the record's.
+
+    Attributes:
+        problem: The problem's key.
+        kernel: Digest of the kernel.
+        versions: The versions that it was timed under.
+        measurement: The time, with those of peers in the same run.
+    """
+
+    problem: ShortText
+    kernel: Digest
+    versions: Versions
+    measurement: Measurement
 
 
 class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,11 +58,16 @@ class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         schema: The layout's number.
         target: Name of the GPU.
         records: In any order; tables are written in the order of the problems.
+        receipts: Passed verdicts of the records' kernels under further versions, and of their siblings with
+            (or without) the log-sum-exp.
+        times: Times of the records' kernels under further versions.
     """
 
     schema: int = SCHEMA
-    target: ShortText
+    target: TargetName
     records: tuple[Record, ...]
+    receipts: tuple[Check, ...] = ()
+    times: tuple[Timing, ...] = ()
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -50,8 +78,10 @@ class _Head(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: int
-    target: ShortText
+    target: TargetName
     records: list[msgspec.Raw]
+    receipts: Annotated[tuple[Check, ...], msgspec.Meta(max_length=MAX_RECEIPTS)] = ()
+    times: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=MAX_RECEIPTS)] = ()
 
 
 def load_table(path: str | Path) -> TunedTable:
@@ -63,8 +93,7 @@ def load_table(path: str | Path) -> TunedTable:
     """
     where = str(path)
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_TABLE_BYTES + 1)
+        raw = read_bounded(Path(path), MAX_TABLE_BYTES + 1)
     except OSError as error:
         raise TableError(f"cannot read the table {where}: {error.strerror}") from error
     return parse_table(raw, where)
@@ -82,16 +111,16 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         )
     try:
         schema = msgspec.json.decode(raw, type=_Head).schema
-        if schema != SCHEMA:
+        if schema not in READABLE:
             raise TableError(
-                f"{where} has table schema {schema} and this flashtune reads {SCHEMA}: "
+                f"{where} has table schema {schema} and this flashtune reads up to {SCHEMA}: "
                 "export it again with this version"
             )
         file = msgspec.json.decode(raw, type=_File)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise TableError(f"{where} is no tuned table ({brief(error)}): export it again") from error
     records = tuple(_record(bytes(entry), position, where) for position, entry in enumerate(file.records, 1))
-    table = TunedTable(target=file.target, records=records)
+    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
     check_table(table, where)
     return table
 
@@ -103,15 +132,30 @@ def dump_table(table: TunedTable) -> bytes:
         TableError: Two records serve the same tensors of one problem, or one may not serve or be stored.
     """
     check_table(table, "the table")
-    blocks = ",\n".join(_block(record) for record in _ordered(table))
-    head = f'{{\n  "schema": {table.schema},\n  "target": {_text(table.target)},\n  "records": ['
-    return (head + (f"\n{blocks}\n  ]\n}}\n" if blocks else "]\n}\n")).encode()
+    lists = {
+        "records": [_block(record) for record in _ordered(table)],
+        "receipts": _lines(table.receipts),
+        "times": _lines(table.times),
+    }
+    parts = [f'  "schema": {table.schema}', f'  "target": {_text(table.target)}']
+    parts += [f'  "{name}": {_list(items)}' for name, items in lists.items() if items or name == "records"]
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def _lines(items: Iterable[Check | Timing]) -> list[str]:
+    """One item a line, in an order of their own."""
+    return sorted(f"    {msgspec.json.encode(item).decode()}" for item in items)
+
+
+def _list(items: list[str]) -> str:
+    return "[\n" + ",\n".join(items) + "\n  ]" if items else "[]"
 
 
 def table_hash(table: TunedTable) -> str:
     """A hash over the table's content, 32 hex digits: neither layout nor order of records change it."""
     head = f"{table.schema} {_text(table.target)}".encode()
-    return fingerprint(b"\n".join((head, *(encode_record(record) for record in _ordered(table)))))
+    evidence = (line.encode() for line in (*_lines(table.receipts), *_lines(table.times)))
+    return fingerprint(b"\n".join((head, *(encode_record(record) for record in _ordered(table)), *evidence)))
 
 
 @functools.cache
@@ -140,8 +184,8 @@ def check_table(table: TunedTable, where: str) -> None:
     """Refuses what dispatch could not use; `where` names the table in errors.
 
     Raises:
-        TableError: A record is of another target or may not serve, or two serve the same tensors of
-            one problem.
+        TableError: A record is of another target or may not serve, two serve the same tensors of one
+            problem, or a receipt or a time belongs to no record.
     """
     seen: set[tuple[str, bool]] = set()
     for position, record in enumerate(table.records, start=1):
@@ -155,6 +199,41 @@ def check_table(table: TunedTable, where: str) -> None:
         if reason:
             raise TableError(f"{where}, record {position} cannot be used: {reason}")
         seen.add(key)
+    for position, receipt in enumerate(table.receipts, start=1):
+        if receipt.target != table.target or not receipt.verdict.passed:
+            raise TableError(f"{where}, receipt {position} cannot be used: it is no pass on {table.target}")
+    kernels = {(record.problem.key, record.kernel) for record in table.records}
+    for position, timing in enumerate(table.times, start=1):
+        if (timing.problem, timing.kernel) not in kernels or not timing.measurement.samples:
+            raise TableError(f"{where}, time {position} cannot be used: it is no measured time of a record")
+
+
+def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Record, ...]:
+    """The records of a table with the evidence that it has for other versions than theirs.
+
+    A record whose kernel passed under those versions takes them, the verdict, and the time if there is one.
+
+    Args:
+        table: The table.
+        versions_of: The versions to look for, by a family's name.
+    """
+    receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
+    times = {(one.problem, one.kernel, one.versions.makers): one for one in table.times}
+
+    def known(record: Record) -> Record:
+        if record.config is None or record.kernel is None:
+            return record
+        makers = versions_of(record.family).makers
+        receipt = receipts.get((record.kernel, makers))
+        if receipt is None or record.versions.makers == makers:
+            return record
+        timing = times.get((record.problem.key, record.kernel, makers))
+        measurement = timing.measurement if timing else record.measurement
+        return msgspec.structs.replace(
+            record, versions=receipt.versions, verdict=receipt.verdict, measurement=measurement
+        )
+
+    return tuple(known(record) for record in table.records)
 
 
 def _ordered(table: TunedTable) -> list[Record]:

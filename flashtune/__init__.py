@@ -8,7 +8,7 @@
 `flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it,
 `flashtune.quantize` makes 8-bit floats of inputs, `flashtune.PagedKVCache` keeps keys and values of growing
 sequences, `flashtune.record_calls` counts what a program calls, and `flashtune.table_hash` is what ranks
-compare.
+compare. All errors are subclasses of `flashtune.FlashtuneError`.
 Names are loaded when they are first used, so that importing the package, as the command line does,
 costs next to nothing.
 """
@@ -20,6 +20,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashtune.api import attention
+    from flashtune.errors import (
+        CacheFullError,
+        FlashtuneError,
+        KernelError,
+        MachineError,
+        ProblemError,
+        StoreError,
+        TableError,
+        TargetError,
+        UsageError,
+        VerificationError,
+    )
     from flashtune.explanation import Explanation, explain, explain_paged, explain_varlen
     from flashtune.kv_cache import PagedKVCache
     from flashtune.merging import merge_attention
@@ -34,10 +46,20 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CacheFullError",
     "Explanation",
+    "FlashtuneError",
     "FlashtuneWarning",
+    "KernelError",
+    "MachineError",
     "PagedKVCache",
     "Plan",
+    "ProblemError",
+    "StoreError",
+    "TableError",
+    "TargetError",
+    "UsageError",
+    "VerificationError",
     "__version__",
     "attention",
     "attention_paged",
@@ -55,6 +77,21 @@ __all__ = [
 ]
 
 _HOMES = {
+    **dict.fromkeys(
+        (
+            "CacheFullError",
+            "FlashtuneError",
+            "KernelError",
+            "MachineError",
+            "ProblemError",
+            "StoreError",
+            "TableError",
+            "TargetError",
+            "UsageError",
+            "VerificationError",
+        ),
+        "flashtune.errors",
+    ),
     "attention": "flashtune.api",
     "attention_paged": "flashtune.paged",
     "attention_varlen": "flashtune.varlen",

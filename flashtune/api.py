@@ -6,7 +6,8 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from flashtune.calls import serve
+from flashtune.arguments import read_count, read_scale
+from flashtune.calls import UNCHECKED, serve
 from flashtune.feature_ops import attend
 from flashtune.modes import runs_eagerly
 from flashtune.ops import call_op
@@ -20,13 +21,12 @@ from flashtune.options import (
     Window,
     is_plain,
     read_bias,
-    read_count,
     read_dropout,
     read_softcap,
     read_window,
 )
 from flashtune.quantization import E4M3, given_scales
-from flashtune.request import require_tensors
+from flashtune.request import read_request, require_tensors
 from flashtune.serving import Result
 from flashtune.side import NO_SIDE, Side
 
@@ -126,20 +126,25 @@ def attention(
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
     scales = given_scales(q_scale, k_scale, v_scale)
-    if not (
-        window is None
-        and softcap is None
-        and alibi_slopes is None
-        and attn_bias is None
-        and attn_mask is None
-        and sinks is None
-        and prefix_lengths is None
-        and kv_lengths is None
-        and not sink_tokens
-        and not chunk
-        and not dropout_p
-        and (scales is NO_SIDE or getattr(q, "dtype", E4M3) is E4M3)
-    ):
+    try:
+        is_simple = (
+            window is None
+            and softcap is None
+            and alibi_slopes is None
+            and attn_bias is None
+            and attn_mask is None
+            and sinks is None
+            and prefix_lengths is None
+            and kv_lengths is None
+            and not sink_tokens
+            and not chunk
+            and not dropout_p
+            and (scales is NO_SIDE or getattr(q, "dtype", E4M3) is E4M3)
+        )
+    except (RuntimeError, ValueError):
+        # An array in place of a number, which has no truth value: the call's record refuses it.
+        is_simple = False
+    if not is_simple:
         call = dense_call(
             q,
             k,
@@ -170,7 +175,13 @@ def attention(
     if runs_eagerly(q, k, v):
         return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
     require_tensors(q, k, v)
-    return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
+    try:
+        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
+    except UNCHECKED:
+        # Where the call is what is wrong, a sentence says so.
+        read_scale(scale)
+        read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales, deterministic=deterministic)
+        raise
 
 
 def dense_call(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flashtune.compilation import interpreting
 from flashtune.errors import ProblemError
+from flashtune.tensor_checks import require_dense
 
 # The scale of a page that holds zeros alone: whatever comes next raises it.
 LEAST_SCALE = 1e-30
@@ -92,6 +93,7 @@ def check_slots(slots: Tensor, device: torch.device) -> None:
     Raises:
         ProblemError: They cannot.
     """
+    require_dense("slots", slots)
     if slots.dtype is not torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise ProblemError(
             f"slots are {slots.dtype} of shape {list(slots.shape)}: pass contiguous int64 [tokens]"
@@ -106,6 +108,7 @@ def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
     Raises:
         ProblemError: They do not.
     """
+    require_dense(name, rows)
     elements = pool.elements
     shape = (tokens, elements.shape[1], elements.shape[3])
     if rows.shape != shape:

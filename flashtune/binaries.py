@@ -38,5 +38,5 @@ def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | 
             load(part, device)
     except KernelError as error:
         # Without its frames, which would keep a caller's tensors alive.
-        return KernelError(str(error))
+        return type(error)(str(error))
     return binary

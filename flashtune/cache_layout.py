@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+import math
+import numbers
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.append import ENCODINGS, LEAST_SCALE, WIDE_DTYPES, Pool
-from flashtune.errors import ProblemError
+from flashtune.arguments import MOST_FLOAT32, MOST_TOKENS, read_count, read_flag, shown
+from flashtune.errors import ProblemError, UsageError
 from flashtune.features import PAGE_SIZES, KvScale
+from flashtune.tensor_checks import require_dense
 
 DTYPES = (*WIDE_DTYPES, *ENCODINGS)
 MAX_HEAD_DIM = 1024
@@ -37,25 +41,26 @@ class Extents(NamedTuple):
     value_head_dim: int
     layers: int
 
-    def check(self) -> None:
-        """Checks that there can be such a cache; how many pages there may be is the ledger's matter.
+    def checked(self) -> Extents:
+        """Returns the sizes as integers, of a cache that there can be.
 
         Raises:
-            ProblemError: There cannot.
+            ProblemError: There cannot be such a cache.
         """
-        if self.page_size not in PAGE_SIZES:
+        if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(
-                f"pages of {self.page_size} tokens are not supported: make them one of {sizes}"
+                f"pages of {shown(self.page_size)} tokens are not supported: make them one of {sizes}"
             )
-        for name in ("kv_heads", "layers"):
-            if getattr(self, name) < 1:
-                raise ProblemError(f"{name} cannot be {getattr(self, name)}: pass 1 or more")
-        if not (1 <= self.head_dim <= MAX_HEAD_DIM and 0 <= self.value_head_dim <= MAX_HEAD_DIM):
-            raise ProblemError(
-                f"head dims of {self.head_dim} and {self.value_head_dim} are not supported: "
-                f"make them 1 to {MAX_HEAD_DIM}, or that of values 0 where values are a part of the keys"
-            )
+        what = f"from 1 to {MAX_HEAD_DIM}, or 0 as value_head_dim where values are columns of the keys"
+        return Extents(
+            read_count("pages", self.pages, f"a number of pages from 1 to {MOST_TOKENS}", 1),
+            self.page_size,
+            read_count("kv_heads", self.kv_heads, "1 or more", 1),
+            read_count("head_dim", self.head_dim, what, 1, MAX_HEAD_DIM),
+            read_count("value_head_dim", self.value_head_dim, what, 0, MAX_HEAD_DIM),
+            read_count("layers", self.layers, "1 or more", 1),
+        )
 
 
 class LayeredPool(NamedTuple):
@@ -92,6 +97,18 @@ class LayeredPool(NamedTuple):
             self.scales[:, targets] = self.scales[:, sources]
 
 
+def read_device(device: torch.device | str | None) -> torch.device:
+    """Returns the device of a cache, torch's default one where none is given.
+
+    Raises:
+        ProblemError: There is no such device.
+    """
+    try:
+        return torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ProblemError(f"device cannot be {shown(device)}: pass 'cuda', 'cuda:0' or 'cpu'") from None
+
+
 def make_pools(
     extents: Extents,
     dtype: torch.dtype,
@@ -124,9 +141,10 @@ def _make_pool(
     scale: Tensor | float | None,
     page_scales: bool,
 ) -> LayeredPool:
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        raise ProblemError(f"a cache of {dtype} is not supported: make it one of {names}")
+        given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise ProblemError(f"a cache of {given} is not supported: make it one of {names}")
     page = (extents.page_size, extents.kv_heads)
     shape = (extents.layers, extents.pages, *(page if layout is PageLayout.NHD else page[::-1]), width)
     scales = kind = None
@@ -134,7 +152,31 @@ def _make_pool(
         scales, kind = _read_scales(extents, device, scale, page_scales)
     elif page_scales or scale is not None:
         raise ProblemError(f"scales belong to caches of float8_e4m3fn or int8, not {dtype}: leave them out")
-    return LayeredPool(torch.zeros(shape, dtype=dtype, device=device), scales, kind, layout)
+    return LayeredPool(_zeros(shape, dtype, device), scales, kind, layout)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    if size < 2**62:
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError) as error:
+            # Torch's sentences are many lines.
+            reason = str(error).partition("\n")[0]
+            raise UsageError(
+                f"a cache of {size / 2**30:.3g} GiB cannot be allocated on {device}: {reason}"
+            ) from error
+    raise UsageError(f"a cache of 2^{size.bit_length() - 1} bytes is too large: make it of fewer pages")
+
+
+def _as_tensor(scale: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(scale, Tensor):
+        require_dense("a scale", scale)
+    elif not isinstance(scale, numbers.Real) or isinstance(scale, bool) or not abs(scale) <= MOST_FLOAT32:
+        raise ProblemError(f"a scale cannot be {shown(scale)}: pass a positive number or a float32 tensor")
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def _read_scales(
@@ -142,11 +184,11 @@ def _read_scales(
 ) -> tuple[Tensor, KvScale]:
     """Scales as kernels take them, and what shares one."""
     shape = (extents.layers, extents.pages, extents.kv_heads)
-    if page_scales:
+    if read_flag("page_scales", page_scales):
         if given is not None:
             raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
         return torch.full(shape, LEAST_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
-    scale = torch.as_tensor(1.0 if given is None else given, dtype=torch.float32, device=device)
+    scale = _as_tensor(1.0 if given is None else given, device)
     if not scale.dim():
         scale = scale[None]
     allowed = [(1,), (extents.kv_heads,), (extents.layers, 1), (extents.layers, extents.kv_heads)]

@@ -10,16 +10,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashtune.arguments import shown
 from flashtune.errors import UsageError
 from flashtune.paging import Ledger
+from flashtune.tensor_checks import require_dense
 
 Integers = NDArray[np.signedinteger[Any]]
 
 
 def listed(sequences: int | Sequence[int], tokens: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Sequences and a count of tokens for each, where either may be one number."""
-    numbers = [sequences] if isinstance(sequences, int) else list(sequences)
-    return numbers, [tokens] * len(numbers) if isinstance(tokens, int) else list(tokens)
+    """Returns sequences and a count of tokens for each, where either may be one number.
+
+    Raises:
+        UsageError: They are neither numbers nor lists.
+    """
+    numbers = [sequences] if isinstance(sequences, int) else numbers_of("sequences", sequences)
+    return numbers, [tokens] * len(numbers) if isinstance(tokens, int) else numbers_of("tokens", tokens)
+
+
+def numbers_of(name: str, value: Sequence[int]) -> list[int]:
+    """Returns a list of numbers, which are not looked at.
+
+    Raises:
+        UsageError: It is no sequence.
+    """
+    try:
+        return list(value)
+    except TypeError:
+        raise UsageError(f"{name} cannot be {shown(value)}: pass a list of numbers") from None
 
 
 def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) -> Integers:
@@ -32,7 +50,7 @@ def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) ->
 
 def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Pages of sequences, int32 [batch, pages of the longest, and 1 at least]; 0 behind the last."""
-    pages = [ledger.holding(one).pages for one in sequences]
+    pages = [ledger.holding(one).pages for one in numbers_of("sequences", sequences)]
     table = np.zeros((len(pages), max([1, *map(len, pages)])), dtype=np.int32)
     for row, held in zip(table, pages, strict=True):
         row[: len(held)] = held
@@ -41,7 +59,8 @@ def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
 
 def lengths_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Tokens of sequences, int32 [batch]."""
-    return np.array([ledger.holding(one).length for one in sequences], dtype=np.int32)
+    lengths = [ledger.holding(one).length for one in numbers_of("sequences", sequences)]
+    return np.array(lengths, dtype=np.int32)
 
 
 def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -52,6 +71,7 @@ def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
     """
     if out is None:
         return
+    require_dense("out", out)
     if out.dtype is not dtype or out.device != device or out.dim() != len(shape):
         raise UsageError(
             f"out is {out.dtype} of {out.dim()} dimensions on {out.device}: "

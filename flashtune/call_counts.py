@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.errors import UsageError
+from flashtune.files import read_bounded
 from flashtune.kernel import Specialization
 from flashtune.locking import alone_with
 from flashtune.problem import Problem
@@ -62,8 +63,7 @@ def read_counts(path: Path) -> tuple[CallCount, ...]:
         UsageError: It cannot be read, or is no such file.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_bounded(path, MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read the recorded calls {path}: {error.strerror}") from error
     except ValueError as error:

@@ -13,19 +13,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flashtune.arguments import MOST_FLOAT32
 from flashtune.choices import forget_choices
 from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
 from flashtune.pair_decision import backward_specialization
-from flashtune.quantization import negated
+from flashtune.quantization import with_positive_scale
 from flashtune.recording import counted, on_change, recording
 from flashtune.request import Request, read_request, requires_grad
 from flashtune.serving import Result, Serve, prepare
 from flashtune.side import NO_SIDE, Side
 from flashtune.training import prepare_pair
+from flashtune.value_checks import with_checks
 
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
 MEMO_LIMIT = 4096
+
+# What unchecked arguments may raise where a key is made of them.
+UNCHECKED = (AttributeError, NotImplementedError, RuntimeError, TypeError)
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -97,10 +102,15 @@ def serve(
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
-    if scale is not None and scale < 0.0:
-        q, scale = negated(q), -scale
-    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    server = _servers.get(key)
+    try:
+        if scale is not None and not (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
+            q, scale = with_positive_scale(q, scale)
+        key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
+        server = _servers.get(key)
+    except UNCHECKED:
+        # What has no key is no valid call: this raises the sentence that says why.
+        read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales, deterministic=deterministic)
+        raise
     if server is None:
         server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
     return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
@@ -146,6 +156,7 @@ def prepared(
 
     def make(request: Request) -> Serve:
         server = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
+        server = with_checks(server, request)
         if not recording() or request.is_empty or request.is_double:
             return server
         if request.needs_grad:

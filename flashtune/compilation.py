@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import tempfile
 import threading
@@ -16,7 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
+from flashtune.machine import KERNELS, cache_folder, machine_errors, unwritable
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource, CompiledKernel
@@ -32,18 +32,19 @@ _LOADING = threading.Lock()
 
 
 def kernel_folder() -> Path:
-    """Where rendered kernels are kept: `FLASHTUNE_CACHE_DIR` or the user's cache folder."""
-    import platformdirs
+    """Where rendered kernels are kept: `FLASHTUNE_CACHE_DIR` or the user's cache folder.
 
-    root = os.environ.get("FLASHTUNE_CACHE_DIR") or platformdirs.user_cache_dir("flashtune")
-    return Path(root) / "kernels"
+    Raises:
+        MachineError: The user has no home folder.
+    """
+    return cache_folder() / KERNELS
 
 
 def load_module(kernel: Kernel) -> ModuleType:
     """The rendered source as a module. Triton wants its functions in a file, so one is written.
 
     Raises:
-        KernelError: The cache folder cannot be written.
+        MachineError: The cache folder cannot be written.
     """
     name = f"flashtune_kernel_{kernel.digest}"
     with _LOADING:
@@ -79,15 +80,15 @@ def _write_once(path: Path, source: str) -> None:
             draft.write_bytes(content)
             draft.replace(path)
     except OSError as error:
-        raise KernelError(
-            f"cannot write the kernel cache {path.parent}: {error.strerror}; set FLASHTUNE_CACHE_DIR"
-        ) from error
+        where = f"the kernel cache {path.parent}"
+        raise MachineError(unwritable(where, error, "set FLASHTUNE_CACHE_DIR")) from error
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
     """The binary of a kernel for a target; needs no GPU. Triton's own cache answers repeats.
 
     Raises:
+        MachineError: The machine cannot compile, as with a full disk.
         KernelError: The compiler refused it; the message is the compiler's first line.
     """
     import triton
@@ -95,7 +96,10 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
     function = getattr(load_module(kernel), kernel.entry)
     source = _source(function, kernel)
     try:
-        return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+        with machine_errors():
+            return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+    except MachineError:
+        raise
     except Exception as error:  # the compiler raises anything, from RuntimeError to errors of its own
         raise KernelError(first_line(_origin(error))) from error
 

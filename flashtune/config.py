@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-BlockSize = Annotated[int, msgspec.Meta(ge=16, le=1024)]
-Warps = Annotated[int, msgspec.Meta(ge=1, le=32)]
+if TYPE_CHECKING:
+    # Sizes are computed, which type checkers cannot follow.
+    BlockSize = int
+    Warps = int
+else:
+    # Triton takes no others: sides of tiles and numbers of warps are powers of two.
+    BlockSize = Literal[16, 32, 64, 128, 256, 512, 1024]
+    Warps = Literal[1, 2, 4, 8, 16, 32]
+
 Stages = Annotated[int, msgspec.Meta(ge=1, le=8)]
 RegisterCap = Annotated[int, msgspec.Meta(ge=0, le=255)]
 

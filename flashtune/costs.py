@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from flashtune.features import Feature
 from flashtune.visibility import distinct_keys
 
@@ -45,17 +47,45 @@ def nominal_flops(problem: Problem) -> int:
     return full // 2 if problem.is_causal else full
 
 
+def keys_read(problem: Problem) -> int:
+    """Returns the keys of one KV head of all sequences that at least one query sees.
+
+    Lengths that a tensor holds are taken to be those of a tuned shape on average: one sequence is the
+    longest, and the others have three quarters of its keys. Packed sequences count as in `flops`.
+    """
+    keys = distinct_keys(problem.sight)
+    if problem.packed:
+        return problem.batch * keys * problem.packed // max(1, problem.batch * problem.seqlen_q)
+    if problem.batch and problem.features & {Feature.LENGTHS, Feature.PAGES}:
+        usual = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
+        return keys + (problem.batch - 1) * distinct_keys(usual.sight)
+    return problem.batch * keys
+
+
 def minimal_bytes(problem: Problem) -> int:
     """HBM bytes when each input is read once and each output written once."""
-    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
-    keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight)
-    if problem.packed:
-        keys = keys * problem.packed // max(1, problem.batch * problem.seqlen_q)
+    inputs, outputs = _tensor_bytes(problem)
+    if not problem.is_backward:
+        return inputs + outputs
+    # Each has a gradient: that of the output is read, the others are written.
+    return 2 * (inputs + outputs) + _rows(problem) * LSE_BYTES
+
+
+def written_bytes(problem: Problem) -> int:
+    """Returns the bytes of the outputs, or of the gradients of the inputs in the backward pass."""
+    inputs, outputs = _tensor_bytes(problem)
+    return inputs if problem.is_backward else outputs
+
+
+def _rows(problem: Problem) -> int:
+    """Rows of queries of all heads."""
+    return (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
+
+
+def _tensor_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of queries, keys and values, and of outputs."""
+    rows = _rows(problem)
     width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
     queries = rows * problem.head_dim * problem.dtype.itemsize
-    outputs = rows * problem.value_head_dim * problem.out_dtype.itemsize
-    moved = queries + keys * width * problem.kv_itemsize + outputs
-    if not problem.is_backward:
-        return moved
-    # Each has a gradient: that of the output is read, the others are written.
-    return 2 * moved + rows * LSE_BYTES
+    keys = problem.kv_heads * keys_read(problem) * width * problem.kv_itemsize
+    return queries + keys, rows * problem.value_head_dim * problem.out_dtype.itemsize

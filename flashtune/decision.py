@@ -13,6 +13,7 @@ from flashtune.delegation import usual_backend
 from flashtune.dispatch import STANDARD, default_selection, faster_peer, select
 from flashtune.errors import ProblemError
 from flashtune.kernel import Specialization, specialization_of
+from flashtune.masked_sdpa import known_refusal, may_serve
 from flashtune.record import Selection
 from flashtune.request import Prefer, Request
 from flashtune.side import NO_SIDE, Side
@@ -72,7 +73,7 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
         selection = default_selection(request.problem, target, needed)
         return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
-    # No baseline is selected where a log-sum-exp or a feature is wanted: SDPA has none of them.
+    # No baseline is selected where a log-sum-exp or a feature is wanted.
     features = bool(request.problem.features)
     generated = request.prefer is Prefer.GENERATED or request.return_lse or features
     tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v, side)
@@ -86,7 +87,7 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
     if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
         usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
         passed_over = _passed_over(usual, selection)
-    return _of_selection(request, selection, target, q, k, v, passed_over)
+    return _of_selection(request, selection, target, (q, k, v, side), passed_over)
 
 
 def baseline(request: Request) -> Server:
@@ -123,13 +124,17 @@ def _passed_over(usual: Selection, selection: Selection) -> str:
 
 
 def _of_selection(
-    request: Request, selection: Selection, target: Target, q: Tensor, k: Tensor, v: Tensor, passed_over: str
+    request: Request,
+    selection: Selection,
+    target: Target,
+    given: tuple[Tensor, Tensor, Tensor, Side],
+    passed_over: str,
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
-        peer = _faster_peer(request, selection, q, k, v)
+        peer = _faster_peer(request, selection, *given)
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
-            return Decision(server, f"{peer} was measured as faster beyond noise", target, selection)
+            return Decision(server, why_a_peer_serves(peer, selection), target, selection)
     return Decision(Server.GENERATED, passed_over + where_found(selection), target, selection)
 
 
@@ -144,14 +149,28 @@ def where_found(selection: Selection) -> str:
     return where[selection.source]
 
 
-def _faster_peer(request: Request, selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """The baseline that was measured as faster and may serve in place of a generated kernel, or None."""
+def why_a_peer_serves(peer: str, *passes: Selection) -> str:
+    """One clause that says why a baseline serves, of one pass or of both."""
+    together = ", both passes together" if len(passes) > 1 else ""
+    if all(selection.forecast is None for selection in passes):
+        return f"{peer} was measured as faster beyond noise{together}"
+    return f"{peer} is expected to be faster{together}"
+
+
+def _faster_peer(
+    request: Request, selection: Selection, q: Tensor, k: Tensor, v: Tensor, side: Side
+) -> str | None:
+    """The baseline that is faster and may serve in place of a generated kernel, or None."""
     problem = request.problem
     if problem.packed or problem.page_size or problem.lengths:
         # The standard computation would ask the device for lengths, and wait.
         return None
-    usual = None if problem.features else usual_backend(*request.views(q, k, v), problem)
-    return faster_peer(selection.measured, problem, usual)
+    usual = None
+    if not problem.features:
+        usual = usual_backend(*request.views(q, k, v), problem)
+    elif may_serve(request) and known_refusal(request) is None:
+        usual = usual_backend(*request.views(q, k, v), problem, side.bias)
+    return faster_peer(selection, problem, usual)
 
 
 def _forecast_in_words(selection: Selection) -> str:

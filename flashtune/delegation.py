@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.launches import LEAST_SCALE
+from flashtune.masked_sdpa import unexpanded
 from flashtune.problem import Causal, Problem
 
 # How `torch._fused_sdp_choice` numbers its backends, as peers are named in records.
@@ -45,20 +46,26 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
 
 
-def usual_backend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    """The peer that SDPA picks by itself, or None where it would take its unfused path or a mask.
+def usual_backend(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
+) -> str | None:
+    """The peer that SDPA picks by itself, or None where it was not measured as it would serve.
+
+    That is its unfused path, and its causal masks of lengths that differ.
 
     Args:
         q: Queries as [batch, heads, seqlen, head_dim]; k and v alike.
         k: Keys.
         v: Values.
         problem: What they pose.
+        bias: What is added to scores, or whether a query sees a key; None where there is neither.
     """
-    causal = problem.causal is not Causal.NONE
+    causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
+    mask = None if bias is None else unexpanded(bias)
     # There is no public way to ask.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-        q, k, v, None, 0.0, causal, scale=None, enable_gqa=problem.heads != problem.kv_heads
+        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=problem.heads != problem.kv_heads
     )
     return PEERS.get(int(choice))

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from flashtune.compilation import interpreting
 from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
 from flashtune.leaving_out import without
-from flashtune.nearest import FEW_QUERIES, is_far, same_computation
+from flashtune.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
 from flashtune.problem import Problem
-from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Versions
+from flashtune.record import Outcome, Provenance, Record, Selection, Standing
+from flashtune.related import forecast_related
 from flashtune.standard import score_bytes
 from flashtune.tables import Tables
 from flashtune.target import Target
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import families, find_family
-from flashtune.versions import current_versions
+from flashtune.versions import current_versions, is_proven
 
 # Whose default config serves what nobody tuned, the first that can; other families come after them.
 DEFAULT_FAMILIES = (
@@ -43,6 +45,8 @@ LATENT_ROWS = 64
 
 # SDPA must win by more than two runs of one measurement differ.
 NOISE = 0.02
+# Where both times are expected and not measured, it must win by more.
+FORECAST_NOISE = 0.05
 STANDARD = "standard"
 
 
@@ -72,8 +76,11 @@ def select(
         if found is not None:
             source, record = found
             return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
-    tuned = (record for record in tables.effective() if record.config)
+    tuned = tuple(record for record in tables.effective() if record.config)
     expected = forecast(problem, tuned, target, serves)
+    if expected is None:
+        default = default_selection(problem, target, specialization)
+        expected = forecast_related(problem, tuned, target, serves, default.record.family)
     if expected is not None and not _is_new_decoding(problem, expected[1].nearest.problem):
         record, why = expected
         standing = _standing(record, Standing.VERIFIED)
@@ -90,6 +97,9 @@ def of_nearest(selection: Selection) -> Selection | None:
     """The selection of the nearest tuned shape, where another one was expected to be faster than it."""
     why = selection.forecast
     if why is None or why.nearest == selection.record:
+        return None
+    if not tuned_alike(selection.record.problem, (why.nearest,)):
+        # It is of another type or head dim, and computes another problem.
         return None
     return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
 
@@ -168,49 +178,72 @@ def _why_not(family: Family, problem: Problem, target: Target, specialization: S
     return why_not(family, problem, target, specialization)
 
 
-def faster_peer(record: Record, problem: Problem, usual_sdpa: str | None) -> str | None:
-    """The baseline that was measured as faster than the record beyond noise, or None.
+def faster_peer(selection: Selection, problem: Problem, usual_sdpa: str | None) -> str | None:
+    """The baseline that is faster than a selection beyond noise, or None.
 
-    The standard computation counts only where the problem has no more scores than the record's:
-    they are held in memory, and what was cheap on a short neighbour may not fit here.
+    At a tuned shape both were measured in one run; at others both are expected to take so long.
+    The standard computation counts only where the problem has no more scores than the shape that was
+    measured: they are held in memory.
 
     Args:
-        record: A tuned record with its peers' times.
+        selection: What was found for the problem.
         problem: What it is to serve.
         usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
             `sdpa-cudnn`; None where SDPA could serve only by another way than was measured.
     """
-    if record.config is None:
-        return record.family
-    if record.measurement is None:
-        return None
-    limit = min(record.measurement.p20, record.measurement.ms * (1 - NOISE))
-    times = {peer.name: peer.ms for peer in record.measurement.peers}
-    names = [usual_sdpa or ""]
-    if score_bytes(problem) <= score_bytes(record.problem):
-        names.append(STANDARD)
-    ms, name = min((times.get(name, math.inf), name) for name in names)
-    return name if ms < limit else None
+    if selection.record.config is None:
+        return selection.record.family
+    return _fastest_baseline((_times(selection),), problem, usual_sdpa)
 
 
 def faster_peer_of_pair(
-    forward: Record, backward: Record, problem: Problem, usual_sdpa: str | None
+    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
 ) -> str | None:
-    """The baseline whose passes together were measured as faster than both records beyond noise, or None.
+    """The baseline whose passes together are faster than both selections beyond noise, or None.
 
     It was timed beside each of them, so that each pass is compared within one run. Arguments are as those
     of `faster_peer`, of the forward problem.
     """
-    ours = forward.measurement, backward.measurement
-    if ours[0] is None or ours[1] is None:
+    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
+
+
+class _Times(NamedTuple):
+    """What one pass takes: its kernel, what a baseline must take less than, the baselines, all in ms.
+
+    `scores` are the bytes of all scores of the shape that was measured.
+    """
+
+    limit: float
+    peers: dict[str, float]
+    scores: int
+
+
+def _times(selection: Selection) -> _Times | None:
+    """The times of a selection and its peers, or None where neither was measured nor is expected."""
+    why, measurement = selection.forecast, selection.measured.measurement
+    if measurement is None:
         return None
-    limit = min(sum(each.p20 for each in ours if each), sum(each.ms for each in ours if each) * (1 - NOISE))
+    peers = {peer.name: peer.ms for peer in measurement.peers}
+    scores = score_bytes(selection.measured.problem)
+    if why is None:
+        return _Times(min(measurement.p20, measurement.ms * (1 - NOISE)), peers, scores)
+    # The standard computation is taken to stay as far behind the nearest shape's config as it is there.
+    expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in peers.items() if name == STANDARD}
+    expected |= {peer.name: peer.ms for peer in why.peers}
+    return _Times(why.ms * (1 - FORECAST_NOISE), expected, scores)
+
+
+def _fastest_baseline(
+    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None
+) -> str | None:
+    known = [times for times in passes if times is not None]
+    if len(known) < len(passes):
+        return None
     names = [usual_sdpa or ""]
-    if score_bytes(problem) <= min(score_bytes(forward.problem), score_bytes(backward.problem)):
+    if score_bytes(problem) <= min(times.scores for times in known):
         names.append(STANDARD)
-    times = [{peer.name: peer.ms for peer in each.peers} for each in ours if each]
-    ms, name = min((sum(time.get(name, math.inf) for time in times), name) for name in names)
-    return name if ms < limit else None
+    ms, name = min((sum(times.peers.get(name, math.inf) for times in known), name) for name in names)
+    return name if ms < sum(times.limit for times in known) else None
 
 
 def proven_by(selection: Selection, digest: str) -> bool:
@@ -221,17 +254,6 @@ def proven_by(selection: Selection, digest: str) -> bool:
 def _standing(record: Record, best: Standing) -> Standing:
     if record.config is None:
         return best
-    passed = record.verdict is not None and record.verdict.passed
-    if passed and same_makers(record.versions, current_versions(record.family)):
+    if is_proven(record, current_versions(record.family)):
         return best
     return Standing.UNPROVEN
-
-
-def same_makers(one: Versions, other: Versions) -> bool:
-    """Whether two sets of versions make the same binaries: template, Triton, its ptxas, the driver."""
-    return (one.template, one.triton, one.ptxas, one.driver) == (
-        other.template,
-        other.triton,
-        other.ptxas,
-        other.driver,
-    )

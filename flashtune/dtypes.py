@@ -19,3 +19,5 @@ DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 KV_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in STORED_DTYPES.items()}
 # Magnitudes that elements of a quantised cache go up to; int8 is used on both sides of zero alike.
 LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
+# Floats that torch computes with.
+WIDE_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

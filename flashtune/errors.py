@@ -33,6 +33,10 @@ class KernelError(FlashtuneError):
     """A kernel that could not be rendered, compiled, loaded or launched."""
 
 
+class MachineError(KernelError):
+    """A kernel could not be compiled or launched because of the machine: a full disk, a missing tool."""
+
+
 class VerificationError(FlashtuneError):
     """A kernel whose results differ from the reference, or whose receipt is missing or stale."""
 

@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from flashtune.api import dense_call
+from flashtune.arguments import read_scale
 from flashtune.decision import Decision, Server, baseline, decide, needed_specialization
 from flashtune.dispatch import of_nearest, proven_by
 from flashtune.feature_calls import unsigned
@@ -19,7 +20,7 @@ from flashtune.paged import paged_call
 from flashtune.pair_decision import backward_specialization, decide_pair
 from flashtune.problem import Problem
 from flashtune.quantization import given_scales
-from flashtune.record import Selection, Standing
+from flashtune.record import PeerTime, Selection, Standing
 from flashtune.rendered import kernel_of
 from flashtune.request import Prefer, Request, read_request, require_tensors, requires_grad
 from flashtune.self_check import known_seconds, known_verdict
@@ -92,19 +93,12 @@ def explain(
     if not is_plain(call):
         return explain_call(call)
     scales = given_scales(options.get("q_scale"), options.get("k_scale"), options.get("v_scale"))
-    request = read_request(
-        q,
-        k,
-        v,
-        options.get("causal", False),
-        options.get("layout", "bhsd"),
-        return_lse,
-        options.get("prefer", "fastest"),
-        requires_grad(q, k, v, scales),
-        scales,
-        options.get("deterministic", False),
-    )
-    return _explained(request, q, k, v, scales)
+    read_scale(call.scale)
+    causal, layout, _, _, prefer, *_ = call.options
+    common = causal, layout, return_lse, prefer
+    request = read_request(q, k, v, *common, scales=scales, deterministic=call.options.deterministic)
+    needs_grad = requires_grad(q, k, v, scales)
+    return _explained(msgspec.structs.replace(request, needs_grad=needs_grad), q, k, v, scales)
 
 
 def explain_varlen(
@@ -152,6 +146,7 @@ def explain_paged(
 
 def explain_call(call: Call) -> Explanation:
     """What would serve a call with features."""
+    read_call(call, False)
     call = unsigned(call)
     request = read_call(call, requires_grad(call.q, call.k, call.v, call.side))
     return _explained(request, call.q, call.k, call.v, call.side)
@@ -239,6 +234,12 @@ def _record_lines(selection: Selection) -> list[str]:
         f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
     ]
     if record.measurement is not None:
-        peers = "".join(f", {peer.name} {peer.ms:.4g} ms" for peer in record.measurement.peers)
-        lines.append(f"  measured there: {record.measurement.ms:.4g} ms{peers}")
+        lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
+    if selection.forecast is not None:
+        why = selection.forecast
+        lines.append(f"  expected here: {_times_in_words(why.ms, why.peers)}")
     return lines
+
+
+def _times_in_words(ms: float, peers: tuple[PeerTime, ...]) -> str:
+    return f"{ms:.4g} ms" + "".join(f", {peer.name} {peer.ms:.4g} ms" for peer in peers)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.calls import asked_gradients, known_server, prepared
+from flashtune.arguments import MOST_FLOAT32
+from flashtune.calls import UNCHECKED, asked_gradients, known_server, prepared
 from flashtune.feature_request import read_call
 from flashtune.normal_form import rounded_up
 from flashtune.pair_decision import side_gradients
-from flashtune.quantization import negated
+from flashtune.quantization import with_positive_scale
 from flashtune.request import requires_grad
 from flashtune.serving import Result, Serve
-from flashtune.side_inputs import check_kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
     Of the lengths of packed sequences the longest counts, and of it only the next power of two.
-
-    Raises:
-        ProblemError: A side input is no tensor.
+    What is no valid call may raise any of `UNCHECKED`.
     """
     q, k, v, _, options, side = call
     if options.max_seqlen_q or options.max_seqlen_k:
@@ -43,11 +41,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     if side.dropout is not None:
         # Where it lies is the same for all calls, and plans are made before there is one.
         side = side._replace(seed=None)
-    try:
-        beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
-    except AttributeError:
-        check_kinds(side, q.device)
-        raise
+    beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
     return (
         q.shape,
         k.shape,
@@ -84,9 +78,14 @@ def serve_call(call: Call) -> Result:
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
-    call = unsigned(call)
-    key = key_of_call(call)
-    server = known_server(key)
+    try:
+        call = unsigned(call)
+        key = key_of_call(call)
+        server = known_server(key)
+    except UNCHECKED:
+        # What has no key is no valid call: this raises the sentence that says why.
+        read_call(call, False)
+        raise
     if server is None:
         server = server_of_call(key, call)
     result: Result = server(call.q, call.k, call.v, call.scale, call.side)
@@ -94,10 +93,16 @@ def serve_call(call: Call) -> Result:
 
 
 def unsigned(call: Call) -> Call:
-    """A call with a scale that is not negative: its queries have turned signs instead."""
-    if call.scale is None or not call.scale < 0.0:
+    """Returns a call with a scale that is not negative: its queries have turned signs instead.
+
+    Raises:
+        ProblemError: The scale is no finite number.
+    """
+    scale = call.scale
+    if scale is None or (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
         return call
-    return call._replace(q=negated(call.q), scale=-call.scale)
+    q, scale = with_positive_scale(call.q, scale)
+    return call._replace(q=q, scale=scale)
 
 
 def server_of_call(key: tuple[object, ...], call: Call) -> Serve:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtune.backward_ops import differentiated
+from flashtune.calls import UNCHECKED
 from flashtune.feature_calls import serve_call, unsigned
 from flashtune.feature_request import read_call
 from flashtune.layouts import Layout
@@ -34,7 +35,12 @@ def attend(call: Call) -> Result:
         return serve_call(seeded(call))
     require_tensors(call.q, call.k, call.v)
     call = seeded(call)
-    out, lse = torch.ops.flashtune.attention_features(*operands(call))
+    try:
+        out, lse = torch.ops.flashtune.attention_features(*operands(call))
+    except UNCHECKED:
+        # Where the call is what is wrong, a sentence says so.
+        read_call(call, False)
+        raise
     return (out, lse) if call.options.return_lse else out
 
 

@@ -4,23 +4,53 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar, cast
 
+import msgspec
 from torch import Tensor
 
+from flashtune.calls import UNCHECKED
 from flashtune.errors import ProblemError
 from flashtune.feature_calls import key_of_call, server_of_call, unsigned
+from flashtune.feature_request import read_call
 from flashtune.gradients import go_back, leaves_like
 from flashtune.options import Call, read_bias, seeded
+from flashtune.request import Request, requires_grad
 from flashtune.serving import Result
+from flashtune.shape_text import shape_text
 from flashtune.shared_prefix import attend_shared, shared_calls
 from flashtune.side import Side
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
 
+def plan_words(request: Request, scale: float | None) -> str:
+    """Returns what `repr` shows of a plan: its shape and the options that are not in it."""
+    words = [
+        repr(shape_text(request.problem)),
+        f"layout={request.layout.value!r}",
+        f"device={str(request.device)!r}",
+        f"prefer={request.prefer.value!r}",
+        f"scale={scale!r}" if scale is not None else "",
+        "return_lse=True" if request.return_lse else "",
+        "with gradients" if request.needs_grad else "",
+    ]
+    return ", ".join(filter(None, words))
+
+
 class CallPlan(Generic[Planned_co]):
     """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
 
-    __slots__ = ("_dropout", "_key", "_options", "_parts", "_scale", "_serve", "_shared", "_softcap")
+    __slots__ = (
+        "_dropout",
+        "_key",
+        "_options",
+        "_parts",
+        "_scale",
+        "_serve",
+        "_shared",
+        "_softcap",
+        "_words",
+    )
+    NAME = "plan"
 
     def __init__(self, call: Call, shared_prefix: int = 0) -> None:
         """Selects, compiles, loads, checks where needed, and runs it once.
@@ -30,7 +60,11 @@ class CallPlan(Generic[Planned_co]):
             KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
             VerificationError: Only generated kernels may serve and they are wrong on this GPU.
         """
-        # Of the call no tensor is kept.
+        # Nothing but a valid call has a key.
+        request = read_call(call, False)
+        needs_grad = requires_grad(call.q, call.k, call.v, call.side)
+        self._words = plan_words(msgspec.structs.replace(request, needs_grad=needs_grad), call.scale)
+        # Keep no tensor of the call alive.
         self._options, self._scale = call.options, call.scale
         self._softcap, self._dropout = call.side.numbers
         self._shared = shared_prefix
@@ -46,13 +80,23 @@ class CallPlan(Generic[Planned_co]):
         q, k, v = leaves_like(call.q, call.k, call.v)
         go_back(self._run(call._replace(q=q, k=k, v=v)), (q, k, v))
 
+    def __repr__(self) -> str:
+        """Returns the planned shape, as `--shape` takes it, and the options."""
+        shared = f", shared_prefix={self._shared}" if self._shared else ""
+        return f"flashtune.{self.NAME}({self._words}{shared})"
+
     def _run(self, call: Call) -> Planned_co:
         """Attention of a call of the planned kind.
 
         Raises:
             ProblemError: It is of another kind.
         """
-        if key_of_call(call) != self._key:
+        try:
+            key = key_of_call(call)
+        except UNCHECKED:
+            read_call(call, False)
+            raise
+        if key != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: plan with tensors like them"
@@ -112,6 +156,7 @@ class VarlenPlan(CallPlan[Planned_co]):
     """What `flashtune.plan_varlen` gives."""
 
     __slots__ = ()
+    NAME = "plan_varlen"
 
     def __call__(
         self,
@@ -148,6 +193,7 @@ class PagedPlan(CallPlan[Planned_co]):
     """What `flashtune.plan_paged` gives."""
 
     __slots__ = ()
+    NAME = "plan_paged"
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashtune.arguments import read_flag, read_scale
 from flashtune.dtypes import DTYPES, KV_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.features import Bias, KvDtype, KvScale
@@ -13,7 +14,7 @@ from flashtune.options import Call
 from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
 from flashtune.request import Prefer, Request, read_causal, read_option, require_tensors, scales_wanted
 from flashtune.side_inputs import check_kinds, check_shapes, scale_kind, side_views
-from flashtune.tensor_checks import check_double, dtype_of
+from flashtune.tensor_checks import check_double, check_extents, dtype_of
 
 ORDERS = {
     Layout.BHSD: "[batch, heads, seqlen, head_dim]",
@@ -35,6 +36,9 @@ def read_call(call: Call, needs_grad: bool) -> Request:
             an option has a value that it does not know.
     """
     options, side = call.options, call.side
+    read_scale(call.scale)
+    for name in ("return_lse", "deterministic"):
+        read_flag(name, getattr(options, name))
     layout = read_option("layout", options.layout, tuple(Layout))
     kv_layout = read_option("layout", options.kv_layout, tuple(Layout))
     _check_tensors(call, layout, kv_layout)
@@ -83,6 +87,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
         latent=options.latent > 0,
         dropout=side.dropout is not None,
     )
+    check_extents(problem)
     check_shapes(problem, side, batch)
     problem = normal_form(problem)
     # Shapes that do not fit are told before anything is computed.
@@ -94,7 +99,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
         problem,
         q.device,
         layout,
-        bool(options.return_lse),
+        options.return_lse,
         prefer,
         needs_grad,
         kv_layout,
@@ -144,7 +149,7 @@ def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
         ("v", v, orders[kv_layout]),
     ):
         dimensions = order.count(",") + 1
-        if tensor.layout is not torch.strided or tensor.dim() != dimensions:
+        if tensor.dim() != dimensions:
             raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ProblemError(
@@ -192,6 +197,8 @@ def _check_alike(call: Call, layout: Layout, kv_layout: Layout) -> None:
         raise ProblemError(f"k is {list(call.k.shape)} and v {list(call.v.shape)}: make all but widths equal")
     if call.side.block_table is not None and not k.shape[2]:
         raise ProblemError(f"k is {list(call.k.shape)}: pass pages {PAGES[kv_layout]}")
+    if call.side.block_table is not None and not k.shape[0] and call.side.block_table.numel():
+        raise ProblemError("k_cache has no pages and block_table names some: pass the whole cache")
     if call.side.block_table is None and q.shape[0] != k.shape[0]:
         raise ProblemError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}: make them equal")
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:

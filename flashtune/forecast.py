@@ -16,19 +16,23 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.config import Config
-from flashtune.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
+from flashtune.nearest import (
+    FEW_QUERIES,
+    PRIOR,
+    distance,
+    nearest_record,
+    regression,
+    tuned_alike,
+    weight,
+)
+from flashtune.peer_forecast import expected_peers
 from flashtune.problem import Problem
 from flashtune.record import Forecast, Provenance, Record
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 
-# How many steps of a factor of two away what was measured still says something: of how much longer a launch
-# takes than its schedule, and of what holds configs up that did not win.
-REACH = 1.5
+# How many steps of a factor of two away what was measured still says what holds configs up that did not win.
 HELD_REACH = 1.0
-# What counts beside the near shapes as much as this share of one: that a family is as elsewhere, and that
-# nothing holds a config up.
-PRIOR = 0.3
 # So many near shapes are asked what holds a config up, and none answers more than this (a logarithm).
 ASKED = 4
 MOST_HELD = 0.3
@@ -70,7 +74,8 @@ def forecast(
         target: The GPU.
         serves: Whether a record's kernel can serve the call.
     """
-    able = [record for record in tuned_alike(problem, records) if serves(record)]
+    alike = tuned_alike(problem, records)
+    able = [record for record in alike if serves(record)]
     nearest = nearest_record(problem, able)
     if nearest is None:
         return None
@@ -82,7 +87,8 @@ def forecast(
     ]
     best = min(candidates, key=lambda candidate: candidate.rank)
     usual = next(one for one in candidates if one.record == nearest)
-    return best.record, Forecast(ms=best.ms, nearest=nearest, nearest_ms=usual.ms)
+    peers = expected_peers(problem, alike, target)
+    return best.record, Forecast(ms=best.ms, nearest=nearest, nearest_ms=usual.ms, peers=peers)
 
 
 def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> Iterator[_Candidate]:
@@ -123,7 +129,7 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
             # Its span at the tuned shapes could only speak against it.
             if config not in tuned and span(config) * (1 + more) < span(start):
-                record = _untimed(tuned[start].record, config)
+                record = untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
 
 
@@ -148,28 +154,19 @@ def _known(record: Record, problem: Problem, target: Target) -> _Known:
 
 def _longer(known: Sequence[_Known]) -> float:
     """How much longer a family's launches take than their schedules: a logarithm."""
-    pairs = ((one.longer, _weight(one.distance, REACH)) for one in known)
-    timed = [(longer, weight) for longer, weight in pairs if longer is not None]
-    if not timed:
-        return 0.0
-    mean = sum(longer for longer, _ in timed) / len(timed)
-    others = sum(weight * (longer - mean) for longer, weight in timed)
-    return mean + others / (sum(weight for _, weight in timed) + PRIOR)
+    timed = [(one.longer, one.distance) for one in known if one.longer is not None]
+    return regression(timed) if timed else 0.0
 
 
 def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
     """How much longer a config takes than others by what its schedule does not know: a logarithm."""
     held = total = 0.0
     for one in near:
-        weight = _weight(one.distance, HELD_REACH)
+        share = weight(one.distance, HELD_REACH)
         ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
-        held += weight * min(MOST_HELD, max(0.0, ahead))
-        total += weight
+        held += share * min(MOST_HELD, max(0.0, ahead))
+        total += share
     return held / (total + PRIOR)
-
-
-def _weight(steps: float, reach: float) -> float:
-    return math.exp(-0.5 * (steps / reach) ** 2)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -190,7 +187,7 @@ def _is_beside(config: Config, other: Config) -> bool:
     return [one == another for one, another in pairs].count(False) == 1
 
 
-def _untimed(record: Record, config: Config) -> Record:
+def untimed(record: Record, config: Config) -> Record:
     """The record of a config that nobody verified or timed."""
     return msgspec.structs.replace(
         record,

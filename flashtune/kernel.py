@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from flashtune.canonical_source import canonical_source
 from flashtune.config import LaunchOptions
 from flashtune.problem import Dtype
 from flashtune.side import Side
@@ -76,8 +78,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: LaunchOptions
 
 
-# What has no steps beside it keeps the digest that it had before there were any: receipts hang on it.
-class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+# `omit_defaults` keeps digests when an optional field is added; `dict` holds the cached digest.
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """Rendered source of (family, problem's static features, config), and its specialisation.
 
     Attributes:
@@ -139,10 +141,14 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             return None
         return Kernel(self.family, step.entry, self.source, step.arguments, step.options, self.specialization)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
-        """Hash over everything that decides the binary, 32 hex digits."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+        """Hash over everything that decides what is launched, 32 hex digits.
+
+        Comments, docstrings and the stand-alone wrapper of the source do not count; see `canonical_source`.
+        """
+        counted = msgspec.structs.replace(self, source=canonical_source(self.source))
+        return hashlib.sha256(msgspec.json.encode(counted)).hexdigest()[:32]
 
 
 def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | None = None) -> Specialization:

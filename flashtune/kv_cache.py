@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from flashtune.append import append_rows, check_rows, check_slots
-from flashtune.cache_layout import Extents, PageLayout, make_pools
+from flashtune.arguments import read_count, shown
+from flashtune.cache_layout import Extents, PageLayout, make_pools, read_device
 from flashtune.cache_tables import check_out, delivered, lengths_of, listed, slots_of, table_of
 from flashtune.errors import ProblemError
 from flashtune.features import KvScale
 from flashtune.paging import Ledger, check_counts
+from flashtune.tensor_checks import require_dense
+from flashtune.value_checks import check_slot_values, values_are_checked
 
 
 class PagedKVCache:
@@ -78,20 +81,21 @@ class PagedKVCache:
             ProblemError: There cannot be such a cache.
         """
         width = head_dim if value_head_dim is None else value_head_dim
-        self._extents = Extents(pages, page_size, kv_heads, head_dim, width, layers)
-        self._extents.check()
-        if layout not in tuple(PageLayout):
-            raise ProblemError(f"layout cannot be {layout!r}: pass 'nhd' or 'hnd'")
-        place = torch.get_default_device() if device is None else torch.device(device)
-        self._ledger = Ledger(pages, page_size)
+        self._extents = Extents(pages, page_size, kv_heads, head_dim, width, layers).checked()
+        if not isinstance(layout, str) or layout not in tuple(PageLayout):
+            raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
+        place = read_device(device)
         common = (dtype, place, PageLayout(layout))
         self._keys, self._values = make_pools(self._extents, *common, k_scale, v_scale, page_scales)
+        # The ledger of pages that cannot be allocated would take minutes to make.
+        self._ledger = Ledger(self._extents.pages, page_size)
         self.keys, self.values = self._keys.elements, self._values.elements
         self.k_scales, self.v_scales = self._keys.scales, self._values.scales
         kinds = self._keys.kind, self._values.kind
         # A scale for all heads is one for each of them.
         self.kv_scale = KvScale.HEAD if KvScale.HEAD in kinds else kinds[0]
         self.device, self.dtype = self.keys.device, dtype
+        self._checks_slots = values_are_checked(self.device)
         self._pools = [(self._keys.layer(one), self._values.layer(one)) for one in range(layers)]
 
     def add(self) -> int:
@@ -168,23 +172,27 @@ class PagedKVCache:
                 quantised; the last dimension contiguous.
             v: [tokens, kv_heads, value_head_dim], likewise; None where that is 0.
             slots: Int64 [tokens], as `extend` gave them; rows of negative slots go nowhere. With scales of
-                pages, the tokens of a sequence are to be appended in order.
+                pages, the tokens of a sequence are to be appended in order. On a GPU their values are checked
+                only with `FLASHTUNE_CHECK=1`.
             layer: Which layer's they are.
 
         Raises:
             ProblemError: The tensors do not fit.
         """
-        if not 0 <= layer < len(self._pools):
-            raise ProblemError(f"there is no layer {layer}: the cache has {len(self._pools)}")
+        pools = self._pools[self._number_of(layer)]
+        if v is None:
+            require_dense("k", k)
         values = k[..., :0] if v is None else v
         check_slots(slots, self.device)
-        for name, rows, pool in zip(("k", "v"), (k, values), self._pools[layer], strict=True):
+        for name, rows, pool in zip(("k", "v"), (k, values), pools, strict=True):
             check_rows(name, rows, pool, len(slots))
-        append_rows(k, values, *self._pools[layer], slots)
+        if self._checks_slots:
+            check_slot_values(slots, self._extents.pages * self._extents.page_size)
+        append_rows(k, values, *pools, slots)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values as views [pages, kv_heads, page_size, head_dim], in any layout."""
-        keys, values = self._pools[layer]
+        keys, values = self._pools[self._number_of(layer)]
         return keys.elements, values.elements
 
     def length(self, sequence: int) -> int:
@@ -240,4 +248,11 @@ class PagedKVCache:
 
     def contiguous_bytes(self, max_length: int) -> int:
         """Bytes that the live sequences would take if each were given `max_length` tokens beforehand."""
-        return len(self.sequences) * max_length * self.token_bytes
+        length = read_count("max_length", max_length, "the tokens of the longest sequence")
+        return len(self.sequences) * length * self.token_bytes
+
+    def _number_of(self, layer: int) -> int:
+        """Returns the number of a layer, which the cache has."""
+        if not isinstance(layer, int) or not 0 <= layer < len(self._pools):
+            raise ProblemError(f"there is no layer {shown(layer)}: the cache has {len(self._pools)}")
+        return layer

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtune.dtypes import WIDE_FLOATS
 from flashtune.errors import ProblemError
 from flashtune.layouts import Layout
 from flashtune.request import read_option
+from flashtune.tensor_checks import require_dense
 
 
 def merge_attention(
@@ -31,6 +33,13 @@ def merge_attention(
     Raises:
         ProblemError: The parts do not fit one another, or the layout is unknown.
     """
+    for name, part in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        require_dense(name, part)
+        if part.dtype not in WIDE_FLOATS or part.device != out_a.device:
+            raise ProblemError(
+                f"{name} is {part.dtype} on {part.device} and out_a on {out_a.device}: pass 16, 32 "
+                "or 64 bit floats on one device"
+            )
     order = read_option("layout", layout, tuple(Layout))
     rows = tuple(out_a.shape[:-1])
     if order in (Layout.BSHD, Layout.THD):
@@ -38,7 +47,7 @@ def merge_attention(
     if out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == rows:
         raise ProblemError(
             f"outputs are {list(out_a.shape)} and {list(out_b.shape)}, log-sum-exps {list(lse_a.shape)} and "
-            f"{list(lse_b.shape)}: pass two parts of one call in layout {layout!r}"
+            f"{list(lse_b.shape)}: pass two parts of one call in layout {order.value!r}"
         )
     # A row that sees nothing in either part has no shares: its zeros stay zeros, and so do its gradients.
     hidden = (lse_a == -torch.inf) & (lse_b == -torch.inf)

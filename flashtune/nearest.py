@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from flashtune.problem import Causal, Problem
 from flashtune.record import Record
 
+# How many steps of a factor of two away what was measured still says how much longer a launch takes than its
+# schedule.
+REACH = 1.5
+# The mean of all shapes counts beside the near ones as much as this share of one.
+PRIOR = 0.3
 # Beyond a factor of four in some extent, a neighbour's config is a guess, and dispatch says so.
 FAR = 2.0
 # With so few queries keys must be split among programs.
@@ -59,6 +64,24 @@ def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None
 def distance(one: Problem, other: Problem) -> float:
     """How far two shapes are apart: steps of a factor of two, summed as squares over four extents."""
     return math.dist(_extents(one), _extents(other))
+
+
+def regression(known: Sequence[tuple[float, float]], reach: float = REACH) -> float:
+    """The expected value at a shape: the mean of all known values, moved towards those of near shapes.
+
+    Args:
+        known: Values at other shapes, at least one, each with the distance of its shape.
+        reach: How far away a value still counts, in steps of a factor of two.
+    """
+    mean = sum(value for value, _ in known) / len(known)
+    weights = [weight(steps, reach) for _, steps in known]
+    moved = sum(each * (value - mean) for each, (value, _) in zip(weights, known, strict=True))
+    return mean + moved / (sum(weights) + PRIOR)
+
+
+def weight(steps: float, reach: float) -> float:
+    """How much a shape counts that is so many steps of a factor of two away."""
+    return math.exp(-0.5 * (steps / reach) ** 2)
 
 
 def is_far(one: Problem, other: Problem) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from flashtune.arguments import LEAST_FLOAT32, MOST_FLOAT32, read_count, shown
 from flashtune.dropout import draw_seed
 from flashtune.errors import ProblemError
 from flashtune.side import Side
@@ -130,8 +131,8 @@ def read_window(window: object) -> Window:
         return NO_WINDOW
     if not isinstance(window, tuple) or len(window) != 2:
         raise ProblemError(
-            f"window cannot be {window!r}: pass (left, right), the keys that a query sees before its own "
-            "and behind it, with -1 or None for all"
+            f"window cannot be {shown(window)}: pass (left, right), the keys that a query sees before its "
+            "own and behind it, with -1 or None for all"
         )
     left, right = window
     return _bound("left", left), _bound("right", right)
@@ -143,28 +144,36 @@ def _bound(name: str, value: object) -> Bound:
     return read_count(f"the window's {name} bound", value, "a number of keys, or -1 or None for all of them")
 
 
-def read_count(name: str, value: object, what: str) -> int:
-    """A number of tokens.
+def read_longest(max_seqlen_q: object, q: object) -> int:
+    """Returns the number of queries of the longest packed sequence.
 
     Raises:
-        ProblemError: It is no number, or negative.
+        ProblemError: It is no number, or above the tokens that q has.
     """
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31:
-        return value  # type: ignore[return-value]  # compilers trace with symbols in place of numbers
-    raise ProblemError(f"{name} cannot be {value!r}: pass {what}")
+    longest = read_count("max_seqlen_q", max_seqlen_q, "the queries of the longest sequence")
+    packed = isinstance(q, Tensor) and not q.is_nested and q.dim() == 3
+    tokens = q.shape[0] if packed else 0  # type: ignore[attr-defined]
+    if tokens and longest > tokens:
+        raise ProblemError(
+            f"max_seqlen_q is {longest} and q has {tokens} tokens: pass q as [tokens, heads, head_dim], and "
+            "the queries of the longest sequence"
+        )
+    return longest
 
 
 def read_softcap(softcap: float | None) -> float | None:
     """A cap of the scores; 0 is none, as flash_attn has it.
 
     Raises:
-        ProblemError: It is negative or no finite number.
+        ProblemError: It is negative or no number that float32 holds.
     """
-    if not softcap:
+    if softcap is None:
         return None
-    if not isinstance(softcap, (int, float)) or not 0 < softcap < float("inf"):
-        raise ProblemError(f"softcap cannot be {softcap!r}: pass a positive number, or None for no cap")
-    return float(softcap)
+    if not isinstance(softcap, (int, float)) or not (
+        softcap == 0 or LEAST_FLOAT32 <= softcap <= MOST_FLOAT32
+    ):
+        raise ProblemError(f"softcap cannot be {shown(softcap)}: pass a positive number, or None for no cap")
+    return float(softcap) or None
 
 
 def read_dropout(dropout: float) -> float | None:
@@ -175,7 +184,7 @@ def read_dropout(dropout: float) -> float | None:
     """
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MOST_DROPOUT:
         raise ProblemError(
-            f"dropout_p cannot be {dropout!r}: pass a number from 0 up to, and not as much as, 1"
+            f"dropout_p cannot be {shown(dropout)}: pass a number from 0 up to, and not as much as, 1"
         )
     return float(dropout) or None
 

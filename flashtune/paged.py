@@ -6,6 +6,7 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
+from flashtune.arguments import read_count, shown
 from flashtune.errors import ProblemError
 from flashtune.feature_ops import attend
 from flashtune.feature_plans import PagedPlan
@@ -18,12 +19,12 @@ from flashtune.options import (
     PageLayoutOption,
     PreferOption,
     Window,
-    read_count,
+    read_longest,
     read_softcap,
     read_window,
 )
 from flashtune.serving import Result
-from flashtune.shared_prefix import attend_shared
+from flashtune.shared_prefix import attend_shared, read_shared
 from flashtune.side import Side
 
 PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
@@ -112,6 +113,7 @@ def attention_paged(
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
     call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
+    shared_prefix = read_shared(shared_prefix)
     return attend_shared(call, shared_prefix) if shared_prefix else attend(call)
 
 
@@ -141,8 +143,8 @@ def paged_call(
     value_head_dim: int | None = None,
 ) -> Call:
     """The record of a call of `attention_paged`; arguments and errors are its own."""
-    if layout not in PAGE_LAYOUTS:
-        raise ProblemError(f"layout cannot be {layout!r}: pass 'nhd' or 'hnd'")
+    if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
+        raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
     if block_table is None or seqlens_k is None:
         raise ProblemError("block_table or seqlens_k is None: pass the pages and lengths of sequences")
     if (v_cache is None) != (value_head_dim is not None):
@@ -150,9 +152,9 @@ def paged_call(
             "values are either a tensor or the first value_head_dim columns of the keys: pass one of v_cache "
             "and value_head_dim"
         )
-    latent = read_count("value_head_dim", value_head_dim or 0, "how many columns of the keys are values")
-    if value_head_dim is not None and not latent:
-        raise ProblemError("value_head_dim is 0: pass how many columns of the keys are values")
+    latent = 0
+    if value_head_dim is not None:
+        latent = read_count("value_head_dim", value_head_dim, "how many columns of the keys are values", 1)
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         raise ProblemError("cu_seqlens_q and max_seqlen_q belong together: pass both for packed queries")
     options = Options(
@@ -164,7 +166,7 @@ def paged_call(
         read_window(window),
         read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
-        read_count("max_seqlen_q", max_seqlen_q or 0, "the queries of the longest sequence"),
+        0 if max_seqlen_q is None else read_longest(max_seqlen_q, q),
         latent=latent,
     )
     side = Side(
@@ -227,4 +229,4 @@ def plan_paged(
         ProblemError: As `attention_paged`; KernelError and VerificationError too.
     """
     call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
-    return PagedPlan(call, shared_prefix)
+    return PagedPlan(call, read_shared(shared_prefix))

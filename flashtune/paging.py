@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
+from flashtune.arguments import read_count, shown
 from flashtune.errors import CacheFullError, UsageError
 
 # Block tables and lengths are int32.
@@ -68,9 +69,7 @@ class Ledger:
         Raises:
             UsageError: There is no page, or there are more than block tables can number.
         """
-        if not 1 <= pages <= MOST:
-            raise UsageError(f"a cache cannot have {pages} pages: give it from 1 to {MOST}")
-        self.pages = pages
+        self.pages = pages = read_count("pages", pages, f"a number of pages from 1 to {MOST}", 1, MOST)
         self.page_size = page_size
         # The page that was freed last is taken first, and a new ledger hands them out in order.
         self._free = array("i", range(pages - 1, -1, -1))
@@ -112,9 +111,9 @@ class Ledger:
         """
         try:
             return self._holdings[sequence]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UsageError(
-                f"sequence {sequence!r} is not in this cache: add it, or was it freed?"
+                f"sequence {shown(sequence)} is not in this cache: add it, or was it freed?"
             ) from None
 
     def add(self) -> int:
@@ -140,11 +139,8 @@ class Ledger:
             UsageError: The sequence is shorter, or there is no such sequence.
         """
         held = self.holding(sequence)
-        if not 0 <= length <= held.length:
-            raise UsageError(
-                f"sequence {sequence} has {held.length} tokens and cannot be truncated to {length}: "
-                f"pass from 0 to {held.length}"
-            )
+        what = f"how many of the {held.length} tokens of sequence {sequence} to keep"
+        length = read_count("length", length, what, 0, held.length)
         kept = self._pages_for(length)
         self._release(held.pages[kept:])
         self._holdings[sequence] = Holding(length, held.pages[:kept])
@@ -234,9 +230,13 @@ def check_counts(sequences: Sequence[int], tokens: Sequence[int]) -> None:
     Raises:
         UsageError: There is not, one is negative, or a sequence is named twice.
     """
+    for number in tokens:
+        if type(number) is not int or not 0 <= number <= MOST:
+            read_count("a count of tokens", number, "0 or more, and truncate to take some away")
     if len(sequences) != len(tokens):
         raise UsageError(f"{len(sequences)} sequences and {len(tokens)} counts of tokens: pass one for each")
+    for sequence in sequences:
+        if type(sequence) is not int:
+            read_count("a sequence", sequence, "its number")
     if len(set(sequences)) < len(sequences):
         raise UsageError("a sequence is named twice: pass one count for all its tokens")
-    if min(tokens, default=0) < 0:
-        raise UsageError(f"{min(tokens)} tokens cannot be: pass 0 or more, and truncate to take some away")

@@ -18,6 +18,7 @@ from flashtune.decision import (
     check_device,
     needed_specialization,
     where_found,
+    why_a_peer_serves,
 )
 from flashtune.delegation import usual_backend
 from flashtune.dispatch import STANDARD, default_selection, faster_peer_of_pair, select
@@ -183,7 +184,7 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
         server = Server.STANDARD if peer == STANDARD else Server.SDPA
-        reason = f"{peer} was measured as faster beyond noise, both passes together"
+        reason = why_a_peer_serves(peer, forward, backward)
         return PairDecision(
             Decision(server, reason, target, forward), Decision(server, reason, target, backward)
         )
@@ -201,10 +202,8 @@ def _faster_peer(
     ragged = problem.packed or problem.lengths
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
-    records = forward.measured, backward.measured
-    if any(record.measurement is None or not record.measurement.peers for record in records):
-        return None
-    return faster_peer_of_pair(*records, problem, None if problem.features else usual())
+    # With a mask the gradients of some of SDPA's backends may be NaN.
+    return faster_peer_of_pair(forward, backward, problem, None if problem.features else usual())
 
 
 def _ungenerated(request: Request) -> PairDecision | None:

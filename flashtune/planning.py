@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
+import msgspec
 from torch import Tensor
 
 from flashtune.api import dense_call
-from flashtune.calls import call_key, server_of
+from flashtune.arguments import read_scale
+from flashtune.calls import UNCHECKED, call_key, server_of
 from flashtune.errors import ProblemError
-from flashtune.feature_plans import DensePlan
+from flashtune.feature_plans import DensePlan, plan_words
 from flashtune.gradients import go_back, leaves_like
 from flashtune.options import (
     CausalOption,
@@ -19,7 +21,7 @@ from flashtune.options import (
     is_plain,
 )
 from flashtune.quantization import given_scales, negated
-from flashtune.request import require_tensors
+from flashtune.request import Request, read_request, require_tensors, requires_grad
 from flashtune.serving import Result, Serve
 from flashtune.side import NO_SIDE
 
@@ -67,7 +69,7 @@ class Plan(Protocol[Planned_co]):
 class PlainPlan(Generic[Planned_co]):
     """What `plan` gives for a call without masks, lengths or a quantised cache."""
 
-    __slots__ = ("_deterministic", "_key", "_negated", "_options", "_scale", "_serve")
+    __slots__ = ("_deterministic", "_key", "_negated", "_options", "_scale", "_serve", "_words")
 
     def __init__(
         self,
@@ -75,14 +77,20 @@ class PlainPlan(Generic[Planned_co]):
         key: tuple[object, ...],
         options: tuple[CausalOption, LayoutOption, bool, PreferOption],
         scale: float | None,
+        request: Request,
         deterministic: bool = False,
     ) -> None:
         self._serve = serve
+        self._words = plan_words(request, scale)
         self._key = key
         self._options = options
         self._deterministic = deterministic
         self._negated = scale is not None and scale < 0
         self._scale = -scale if scale is not None and scale < 0 else scale
+
+    def __repr__(self) -> str:
+        """Returns the planned shape, as `--shape` takes it, and the options."""
+        return f"flashtune.plan({self._words})"
 
     def __call__(
         self,
@@ -98,7 +106,12 @@ class PlainPlan(Generic[Planned_co]):
         """As `Plan`; of tensors beside these there are none."""
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
-        if given or call_key(q, k, v, *self._options, scales, self._deterministic) != self._key:
+        try:
+            key = call_key(q, k, v, *self._options, scales, self._deterministic)
+        except UNCHECKED:
+            read_request(q, k, v, *self._options, scales=scales)
+            raise
+        if given or key != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: call flashtune.plan(...) with them"
@@ -151,7 +164,7 @@ def plan(
 
 
 def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseOptions) -> Plan[Result]:
-    scale = asked.get("scale")
+    scale = read_scale(asked.get("scale"))
     scales = given_scales(asked.get("q_scale"), asked.get("k_scale"), asked.get("v_scale"))
     options = (
         asked.get("causal", False),
@@ -160,12 +173,15 @@ def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseO
         asked.get("prefer", "fastest"),
     )
     deterministic = asked.get("deterministic", False)
+    # Nothing but a valid call has a key.
+    request = read_request(q, k, v, *options, scales=scales, deterministic=deterministic)
+    request = msgspec.structs.replace(request, needs_grad=requires_grad(q, k, v, scales))
     key = call_key(q, k, v, *options, scales, deterministic)
     # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
     served = negated(q) if scale is not None and scale < 0 else q
     served_key = call_key(served, k, v, *options, scales, deterministic)
     server = server_of(served_key, served, k, v, *options, scales, deterministic)
-    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, deterministic)
+    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, request, deterministic)
     # Libraries and allocators make what they keep in a first run, which a capture could not hold.
     fresh = leaves_like(q, k, v)
     result = planned(*fresh, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)

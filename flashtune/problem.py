@@ -248,3 +248,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def minimal_bytes(self) -> int:
         """HBM bytes when each input is read once and each output written once."""
         return costs.minimal_bytes(self)
+
+    def written_bytes(self) -> int:
+        """Bytes of what is written, among the `minimal_bytes`."""
+        return costs.written_bytes(self)

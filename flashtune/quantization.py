@@ -11,9 +11,12 @@ import functools
 import torch
 from torch import Tensor
 
+from flashtune.arguments import MOST_TOKENS, kind_of, read_scale, shown
+from flashtune.dtypes import WIDE_FLOATS
 from flashtune.errors import ProblemError
 from flashtune.problem import Problem
 from flashtune.side import NO_SIDE, Side
+from flashtune.tensor_checks import require_dense
 
 E4M3 = torch.float8_e4m3fn
 # The largest number of the type.
@@ -45,11 +48,16 @@ def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
     Raises:
         ProblemError: The layout is unknown, or the tensor has not four dimensions.
     """
-    if layout not in ("bhsd", "bshd"):
-        raise ProblemError(f"layout cannot be {layout!r}: pass 'bhsd' or 'bshd'")
-    if tensor.dim() != 4 or not tensor.is_floating_point():
+    require_dense("the tensor to quantise", tensor)
+    if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
+        raise ProblemError(f"layout cannot be {shown(layout)}: pass 'bhsd' or 'bshd'")
+    if tensor.dim() != 4 or tensor.dtype not in WIDE_FLOATS:
         kind = f"{tensor.dim()} dimensions of {tensor.dtype}"
-        raise ProblemError(f"the tensor to quantise has {kind}: pass four of a floating type")
+        raise ProblemError(
+            f"the tensor to quantise has {kind}: pass four of a floating type of 16 to 64 bits"
+        )
+    if max(tensor.shape) > MOST_TOKENS:
+        raise ProblemError(f"the tensor to quantise is {list(tensor.shape)}: kernels take fewer tokens")
     rows = (2, 3) if layout == "bhsd" else (1, 3)
     if tensor.numel():
         largest = tensor.abs().amax(rows, keepdim=True).float()
@@ -66,6 +74,16 @@ def negated(tensor: Tensor) -> Tensor:
     if tensor.dtype is not E4M3:
         return -tensor
     return (tensor.view(torch.uint8) ^ SIGN_BIT).view(E4M3)
+
+
+def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """Returns queries and a factor of the scores that is not negative; their products stay the same.
+
+    Raises:
+        ProblemError: The factor is no finite number.
+    """
+    factor = read_scale(scale)
+    return (negated(q), -factor) if factor is not None and factor < 0.0 else (q, factor)
 
 
 def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
@@ -86,7 +104,8 @@ def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
                 "leave it out"
             )
         if not isinstance(scale, Tensor):
-            raise ProblemError(f"{name} is a {type(scale).__name__}: pass a float32 tensor, or None for 1")
+            raise ProblemError(f"{name} is {kind_of(scale)}: pass a float32 tensor, or None for 1")
+        require_dense(name, scale)
         if scale.dtype is not torch.float32 or scale.shape != (problem.batch, count):
             raise ProblemError(
                 f"{name} is {scale.dtype} of shape {list(scale.shape)}: pass float32 of shape "

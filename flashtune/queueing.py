@@ -18,6 +18,7 @@ from triton.runtime._allocation import _allocator
 from flashtune.compilation import first_line
 from flashtune.descriptors import without_making
 from flashtune.errors import KernelError
+from flashtune.machine import machine_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,9 +60,10 @@ def load(compiled: Any, device: torch.device) -> Callable[..., None]:
     Triton 3.6 and older compile a launcher in C for arguments of a new kind, in a third of a second.
 
     Raises:
+        MachineError: The machine cannot load it, as without a C compiler.
         KernelError: It cannot be loaded there.
     """
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), machine_errors():
         try:
             # Reading `run` loads the binary onto the current device.
             run: Callable[..., None] = compiled.run

@@ -8,12 +8,16 @@ from typing import Annotated
 import msgspec
 
 from flashtune.config import Config
+from flashtune.errors import TableError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
+# `$` would let a line break pass at the end.
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+TargetName = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+\Z")]
 ShortText = Annotated[str, msgspec.Meta(max_length=400)]
 
 
@@ -62,7 +66,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registers: NonNegative = 0
     spill_bytes: NonNegative = 0
     serialized_wgmma: bool = False
-    compile_seconds: float = 0.0
+    compile_seconds: Seconds = 0.0
     # Left out of stored records where it says nothing, so that those made before it hash as they did.
     warps: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
@@ -78,6 +82,9 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: The GPU's name, or `interpreter`.
         probes: The probes that were passed, and `delays` where warps fell behind as well; left out where
             one failed.
+
+    Raises:
+        TableError: It says that the kernel passed, and its other fields contradict that.
     """
 
     passed: bool
@@ -87,6 +94,18 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: ShortText
     # Left out of stored records where it says nothing, as `Resources.warps`.
     probes: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=32)] | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if not self.passed:
+            return
+        if self.failed:
+            raise TableError("a verdict says that a kernel passed and names a check that failed")
+        if not self.checks:
+            raise TableError("a verdict says that a kernel passed and counts no check")
+        if not 0 <= self.worst_ratio <= 1:
+            raise TableError(
+                f"a verdict says that a kernel passed with {self.worst_ratio:g} of the error that is allowed"
+            )
 
 
 class PeerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +125,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         samples: How many samples.
         throttled: Whether the clock was held down while sampling.
         peers: Other implementations timed in the same run.
+
+    Raises:
+        TableError: The median lies outside of the percentiles.
     """
 
     ms: Milliseconds
@@ -114,6 +136,12 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: NonNegative
     throttled: bool = False
     peers: tuple[PeerTime, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.p20 <= self.ms <= self.p80:
+            raise TableError(
+                f"a median of {self.ms:g} ms is not between percentiles of {self.p20:g} and {self.p80:g} ms"
+            )
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +154,11 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ptxas: ShortText
     driver: ShortText
 
+    @property
+    def makers(self) -> tuple[str, str, str, str]:
+        """The versions that decide a binary and how it runs: template, Triton, its ptxas, the driver."""
+        return self.template, self.triton, self.ptxas, self.driver
+
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that is known of one candidate.
@@ -135,7 +168,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     problem: Problem
-    target: ShortText
+    target: TargetName
     family: ShortText
     config: Config | None
     specialization: Specialization
@@ -161,11 +194,13 @@ class Forecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ms: What it is expected to take there.
         nearest: The record of the nearest tuned shape.
         nearest_ms: What that one's config is expected to take.
+        peers: What other implementations are expected to take, as far as they were timed at such shapes.
     """
 
     ms: Milliseconds
     nearest: Record
     nearest_ms: Milliseconds
+    peers: tuple[PeerTime, ...] = ()
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,13 +10,22 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.arguments import read_flag, shown
 from flashtune.dtypes import DTYPES, KV_DTYPES, TORCH_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.layouts import DENSE_LAYOUTS, Layout
 from flashtune.problem import Causal, Direction, Problem
 from flashtune.quantization import check_scales
 from flashtune.side import NO_SIDE, Side
-from flashtune.tensor_checks import check_alike, check_double, check_shapes, check_tensor, dtype_of
+from flashtune.tensor_checks import (
+    check_alike,
+    check_double,
+    check_extents,
+    check_shapes,
+    check_tensor,
+    dtype_of,
+    require_dense,
+)
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -135,6 +144,8 @@ def read_request(
             an option has a value that it does not know.
     """
     require_tensors(q, k, v)
+    for name, value in (("return_lse", return_lse), ("deterministic", deterministic)):
+        read_flag(name, value)
     order = read_option("layout", layout, DENSE_LAYOUTS)
     if k.dtype is v.dtype and k.dtype in KV_DTYPES and q.dtype in DTYPES and not DTYPES[q.dtype].is_quantized:
         raise ProblemError(scales_wanted(q, k))
@@ -154,6 +165,7 @@ def read_request(
         seqlen_kv=k.shape[length_axis],
         causal=read_causal(causal),
     )
+    check_extents(problem)
     if scales is not NO_SIDE:
         check_scales(problem, q.device, scales)
     preference = read_option("prefer", prefer, tuple(Prefer))
@@ -164,7 +176,7 @@ def read_request(
         problem,
         q.device,
         order,
-        bool(return_lse),
+        return_lse,
         preference,
         needs_grad,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -181,14 +193,13 @@ def scales_wanted(q: Tensor, k: Tensor) -> str:
 
 
 def require_tensors(q: object, k: object, v: object) -> None:
-    """Checks that there is anything to ask for.
+    """Checks that queries, keys and values are tensors with strides.
 
     Raises:
-        ProblemError: One of them is no tensor.
+        ProblemError: One of them is none.
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, Tensor):
-            raise ProblemError(f"{name} is a {type(value).__name__}: pass a torch tensor")
+        require_dense(name, value)
 
 
 def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
@@ -207,7 +218,7 @@ def read_causal(causal: bool | str) -> Causal:
         return Causal.BOTTOM_RIGHT if causal else Causal.NONE
     if isinstance(causal, str) and causal in list(Causal):
         return Causal(causal)
-    raise ProblemError(f"causal cannot be {causal!r}: pass False, True, 'top_left' or 'bottom_right'")
+    raise ProblemError(f"causal cannot be {shown(causal)}: pass False, True, 'top_left' or 'bottom_right'")
 
 
 def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
@@ -217,7 +228,7 @@ def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
         ProblemError: It is another one.
     """
     for choice in known:
-        if value == choice:
+        if isinstance(value, str) and value == choice:
             return choice
     choices = " or ".join(repr(choice.value) for choice in known)
-    raise ProblemError(f"{name} cannot be {value!r}: pass {choices}")
+    raise ProblemError(f"{name} cannot be {shown(value)}: pass {choices}")

@@ -19,6 +19,7 @@ from flashtune.delegation import sdpa_attention
 from flashtune.dispatch import default_selection
 from flashtune.launch import Launch, bind
 from flashtune.layouts import Layout
+from flashtune.masked_sdpa import masked_attention
 from flashtune.problem import Dtype
 from flashtune.quantization import check_scales, given_scales
 from flashtune.rendered import kernel_of
@@ -138,12 +139,19 @@ def baseline_server(server: Server, request: Request) -> Serve:
 
     def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
         factor = default_scale if scale is None else scale
-        with _types_as_given(q):
+        with types_as_given(q):
             return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
+
+    def serve_masked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+        assert side.bias is not None
+        factor = default_scale if scale is None else scale
+        with types_as_given(q):
+            out = masked_attention(*request.views(q, k, v), side.bias, factor, problem.causal)
+        return layout.as_given(out)
 
     def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
-        with _types_as_given(q):
+        with types_as_given(q):
             if problem.features:
                 beside = side_views(problem, side, views[1].shape[0])
                 out, lse = standard_features(
@@ -155,10 +163,12 @@ def baseline_server(server: Server, request: Request) -> Serve:
                 )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
-    return serve_sdpa if server is Server.SDPA else serve_standard
+    if server is Server.STANDARD:
+        return serve_standard
+    return serve_masked if problem.features else serve_sdpa
 
 
-def _types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
+def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """Autocast would make 16-bit numbers of scores, and of what is returned."""
     device = q.device.type
     casting = torch.is_autocast_enabled(device)

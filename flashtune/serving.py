@@ -17,8 +17,19 @@ from flashtune.choices import (
 from flashtune.decision import Server, baseline, decide, needed_specialization, output_like
 from flashtune.errors import KernelError, VerificationError
 from flashtune.launch import bind
+from flashtune.masked_sdpa import may_serve, refusal
+from flashtune.notices import tell_once
 from flashtune.request import Prefer, Request
-from flashtune.servers import Result, Serve, baseline_server, in_words, interpreted, launcher, nothing
+from flashtune.servers import (
+    Result,
+    Serve,
+    baseline_server,
+    in_words,
+    interpreted,
+    launcher,
+    nothing,
+    types_as_given,
+)
 from flashtune.side import NO_SIDE, Side
 from flashtune.side_inputs import side_views
 
@@ -40,16 +51,30 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
         KernelError: Only generated kernels may serve, and none compiles or loads.
         VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
-    if request.problem.features and not request.is_empty:
+    # Whether SDPA serves a mask depends on strides too, which choices do not know.
+    if request.problem.features and not request.is_empty and not may_serve(request):
         choice = known_choice(asked_forward(request, q, k, v, side))
         if choice is not None:
             return bound_forward(choice, request, q, k, v, side)
     decision = decide(request, q, k, v, side)
+    if decision.server is Server.SDPA and request.problem.features:
+        decision = _masked(decision, request, q, k, v, side)
     if decision.server in (Server.GENERATED, Server.INTERPRETER):
         return _generated_or_baseline(decision, request, q, k, v, side)
     if decision.server is Server.NOBODY:
         return functools.partial(nothing, request)
     return baseline_server(decision.server, request)
+
+
+def _masked(decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Decision:
+    """The decision for SDPA with a mask once it was tried, or the one without it and a warning."""
+    assert side.bias is not None
+    with types_as_given(q):
+        why_not = refusal(request, *request.views(q, k, v), side.bias)
+    if why_not is None:
+        return decision
+    tell_once("masked SDPA", f"torch's SDPA {why_not}, so another kernel serves {request.problem.key}")
+    return decide(request, q, k, v, side)
 
 
 def prepare_generated(

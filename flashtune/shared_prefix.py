@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flashtune.arguments import read_count
 from flashtune.errors import ProblemError
 from flashtune.feature_ops import attend
 from flashtune.layouts import Layout
 from flashtune.merging import merge_attention
-from flashtune.options import NO_WINDOW, Call, read_count
+from flashtune.options import NO_WINDOW, Call
 from flashtune.request import require_tensors
 from flashtune.serving import Result
 from flashtune.side import Side
@@ -99,8 +100,16 @@ def _as_suffix(out: Tensor, lse: Tensor, layout: Layout, batch: int) -> tuple[Te
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
+def read_shared(tokens: object) -> int:
+    """Returns how many first tokens all sequences share.
+
+    Raises:
+        ProblemError: It is no number of tokens.
+    """
+    return read_count("shared_prefix", tokens, "how many first tokens all sequences share")
+
+
 def _shared_pages(call: Call, tokens: int) -> int:
-    read_count("shared_prefix", tokens, "how many first tokens all sequences share")
     side, options = call.side, call.options
     size = call.k.shape[1 if options.kv_layout == Layout.BSHD else 2] if call.k.dim() == 4 else 0
     if not size or tokens % size:

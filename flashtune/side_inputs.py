@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from flashtune.errors import ProblemError
 from flashtune.features import KvScale
 from flashtune.side import TENSORS, Side
+from flashtune.tensor_checks import require_dense
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashtune.problem import Problem
 
 # Under which names callers know side inputs where these differ from a kernel's.
@@ -35,8 +37,7 @@ def check_kinds(side: Side, device: torch.device) -> None:
         if tensor is None:
             continue
         called = CALLED.get(name, name)
-        if not isinstance(tensor, Tensor):
-            raise ProblemError(f"{called} is a {type(tensor).__name__}: pass a torch tensor")
+        require_dense(called, tensor)
         if tensor.device != device:
             raise ProblemError(f"{called} is on {tensor.device} and q on {device}: move it there")
         if name == "bias":

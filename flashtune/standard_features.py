@@ -18,6 +18,7 @@ from flashtune.features import Bias
 from flashtune.problem import Causal
 from flashtune.side import Side
 from flashtune.standard import scaled_scores, score_dtype
+from flashtune.value_checks import check_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +70,10 @@ class _Sequence(NamedTuple):
 
 def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[_Sequence]:
     """One sequence after the other: copies of all at once would take the memory of a second cache."""
+    if side.block_table is not None:
+        assert side.seqlens_kv is not None
+        # The host reads lengths below in any case. A page beyond the cache would break CUDA's context.
+        check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
     everything = slice(None)
     if side.cu_seqlens_q is None:
         places = [(slice(b, b + 1), everything, everything) for b in range(q.shape[0])]

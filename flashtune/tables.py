@@ -15,6 +15,7 @@ from flashtune.db.rules import by_problem, serves_any_tensors
 from flashtune.errors import StoreError
 from flashtune.notices import tell_once
 from flashtune.record import Outcome, Provenance, Record
+from flashtune.versions import current_versions
 
 
 class Tables(msgspec.Struct, frozen=True):
@@ -53,12 +54,12 @@ class Tables(msgspec.Struct, frozen=True):
 @functools.cache
 def tuned_records(target_name: str) -> Tables:
     """The tables of a GPU. A database that cannot be read counts as empty, and a warning says so."""
-    from flashtune.db.table import shipped_table
+    from flashtune.db.table import shipped_table, under
 
     shipped = shipped_table(target_name)
     return Tables(
         database=by_problem(filter(_may_serve, _selected(target_name))),
-        shipped=by_problem(filter(_may_serve, shipped.records if shipped else ())),
+        shipped=by_problem(filter(_may_serve, under(shipped, current_versions) if shipped else ())),
     )
 
 

@@ -62,6 +62,11 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warp_size: int = 32
 
     @property
+    def short_name(self) -> str:
+        """The name without the vendor: `h200`. `find_target` takes both."""
+        return self.name.partition("-")[2] or self.name
+
+    @property
     def is_nvidia(self) -> bool:
         """Whether this is a CUDA GPU."""
         return self.arch.startswith("sm_")
@@ -154,7 +159,7 @@ def find_target(name: str) -> Target:
     for target in TARGETS:
         if wanted in (target.name, target.name.split("-", 1)[1], target.name.replace("-rtx-", "-")):
             return target
-    known = ", ".join(target.name.split("-", 1)[1] for target in TARGETS)
+    known = ", ".join(target.short_name for target in TARGETS)
     raise TargetError(f"there is no target {name!r}: choose one of {known}")
 
 
@@ -212,6 +217,11 @@ def canonical_name(device_name: str) -> str:
         if slug == target.name or slug.startswith(target.name + "-"):
             return target.name
     return slug
+
+
+def names_gpu(target_name: str, device_name: str) -> bool:
+    """Returns whether a device's own name is that of a target's GPU."""
+    return target_name in (canonical_name(device_name), device_slug(device_name))
 
 
 def _nearest(name: str, arch: str) -> Target:

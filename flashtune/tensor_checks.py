@@ -5,10 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtune.arguments import MOST_TOKENS, kind_of
 from flashtune.dtypes import DTYPES
 from flashtune.errors import ProblemError
 from flashtune.layouts import Layout
-from flashtune.problem import MAX_HEAD_DIM, Dtype
+from flashtune.problem import MAX_HEAD_DIM, Dtype, Problem
+
+MOST_HEADS = 2**24
+
+
+def require_dense(name: str, value: object) -> None:
+    """Checks that an argument is a tensor whose elements lie at strides.
+
+    Raises:
+        ProblemError: It is no tensor, or a sparse or nested one.
+    """
+    if not isinstance(value, Tensor):
+        raise ProblemError(f"{name} is {kind_of(value)}: pass a torch tensor")
+    if value.is_nested:
+        raise ProblemError(f"{name} is a nested tensor: pass a dense one, or packed ones to attention_varlen")
+    if value.layout is not torch.strided:
+        raise ProblemError(f"{name} has layout {value.layout}: pass {name}.to_dense()")
+
+
+def check_extents(problem: Problem) -> None:
+    """Checks that kernels can count sequences, heads and tokens.
+
+    Raises:
+        ProblemError: There are too many.
+    """
+    for name, size, most in (
+        ("sequences", problem.batch, MOST_TOKENS),
+        ("query heads", problem.heads, MOST_HEADS),
+        ("queries", problem.seqlen_q, MOST_TOKENS),
+        ("keys", problem.seqlen_kv, MOST_TOKENS),
+    ):
+        if size > most:
+            raise ProblemError(f"the tensors have {size} {name}: kernels take at most {most}")
 
 
 def dtype_of(q: Tensor) -> Dtype:
@@ -38,9 +71,8 @@ def check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
     order = (
         "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
     )
-    if tensor.layout is not torch.strided or tensor.dim() != 4:
-        kind = f"{tensor.dim()} dimensions" if tensor.layout is torch.strided else f"layout {tensor.layout}"
-        raise ProblemError(f"{name} has {kind}: pass a dense tensor {order}")
+    if tensor.dim() != 4:
+        raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
     if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
         raise ProblemError(
             f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn"

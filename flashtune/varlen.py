@@ -6,6 +6,7 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
+from flashtune.arguments import read_count
 from flashtune.errors import ProblemError
 from flashtune.feature_ops import attend
 from flashtune.feature_plans import VarlenPlan
@@ -16,8 +17,8 @@ from flashtune.options import (
     PreferOption,
     VarlenOptions,
     Window,
-    read_count,
     read_dropout,
+    read_longest,
     read_softcap,
     read_window,
 )
@@ -89,7 +90,8 @@ def attention_varlen(
         v: Values, [total_k, kv_heads, value_head_dim].
         cu_seqlens_q: Where the queries of sequences begin, and the last ends: int32 [batch + 1].
         cu_seqlens_k: Likewise of keys.
-        max_seqlen_q: Queries of the longest sequence, or more: kernels are chosen by it, rounded up.
+        max_seqlen_q: Queries of the longest sequence, or more, up to total_q. Kernels are chosen by it,
+            rounded up.
         max_seqlen_k: Likewise of keys. A window or chunk of no fewer keys than it rounded up is none.
         return_lse: Whether the log-sum-exp of each row is returned too.
         **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`,
@@ -150,7 +152,7 @@ def varlen_call(
         read_window(window),
         read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
-        read_count("max_seqlen_q", max_seqlen_q, "the queries of the longest sequence"),
+        read_longest(max_seqlen_q, q),
         read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
         deterministic=deterministic,
     )

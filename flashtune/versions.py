@@ -3,29 +3,68 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import runpy
+import sys
 from importlib import metadata
 from pathlib import Path
 
-from flashtune.record import Versions
+from flashtune.record import Record, Versions
+from flashtune.target import names_gpu
 from flashtune.templates.hashing import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 HOPPER = 90
+# The driver's version where there is none.
+NO_DRIVER = "none"
 
 
 @functools.cache
 def current_versions(family_name: str) -> Versions:
     """The versions that make a record of this family here and now."""
-    import torch
     import triton
 
     return Versions(
         flashtune=package_version(),
         template=template_hash(family_name),
-        torch=str(torch.__version__),
+        torch=torch_version(),
         triton=triton.__version__,
         ptxas=_ptxas_version(),
         driver=driver_version(),
+    )
+
+
+def torch_version() -> str:
+    """Returns `torch.__version__`, without importing torch, which takes 1.5 s of CPU.
+
+    The version in the package's metadata may lack the part behind `+`, such as `cu130`.
+
+    Raises:
+        ImportError: There is no torch.
+    """
+    loaded = sys.modules.get("torch")
+    if loaded is not None:
+        return str(loaded.__version__)
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("torch is not installed")
+    # torch takes its version from this file, which imports nothing of torch.
+    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+
+
+def same_makers(one: Versions, other: Versions) -> bool:
+    """Whether two sets of versions make the same binaries: template, Triton, its ptxas, the driver."""
+    return one.makers == other.makers
+
+
+def is_proven(record: Record, here: Versions) -> bool:
+    """Returns whether a record's receipt holds: its own GPU passed its kernel under these versions."""
+    verdict = record.verdict
+    return (
+        verdict is not None
+        and verdict.passed
+        and names_gpu(record.target, verdict.device)
+        and same_makers(record.versions, here)
     )
 
 
@@ -40,7 +79,7 @@ def driver_version() -> str:
     try:
         return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
     except OSError:
-        return "none"
+        return NO_DRIVER
 
 
 @functools.cache

@@ -2,12 +2,12 @@
 
     python scripts/sanitize.py --seconds 500                         # memcheck and racecheck
     python scripts/sanitize.py --tool synccheck --samples 20
-    python scripts/sanitize.py --load FILE --write docs/sanitizer.md # fills in the page; needs no GPU
+    python scripts/sanitize.py --load FILE                           # prints what was found; needs no GPU
 
 Kernels are compiled and run on all cores, families in turn, many in one process under the tool; where a
 report does not say whose it is, each kernel of its process runs again by itself. A run that is cut short has
-written what it had, and the same command goes on from there. What each tool sees of asynchronous copies:
-docs/sanitizer.md.
+written what it had, and the same command goes on from there. `python -m benchmarks.documents --write` puts
+the table of the kept run into docs/sanitizer.md, which also says what each tool sees of asynchronous copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import msgspec
 
 from flashtune.errors import FlashtuneError, UsageError
 from flashtune.target import Target, device_target
-from flashtune.tuner.pages import filled
 from flashtune.tuner.processes import usable_cores
 from flashtune.tuner.reports import read_report, write_report
 from flashtune.tuner.sanitizing import (
@@ -38,11 +37,10 @@ from flashtune.tuner.sanitizing_points import cases_of, subjects
 from flashtune.tuner.sanitizing_report import SanitizerReport, report_lines
 
 RESULTS = Path("benchmarks/results")
-BEGIN, END = "<!-- sanitizer: written by scripts/sanitize.py -->", "<!-- end of sanitizer -->"
 
 
 def main() -> None:
-    """Runs or loads, prints and writes."""
+    """Runs or loads, and prints."""
     options = _options()
     try:
         if options.work is not None:
@@ -50,11 +48,7 @@ def main() -> None:
         report = read_report(options.load, SanitizerReport) if options.load else _examined(options)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
-    text = "\n".join(report_lines(report))
-    print(text)
-    if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(filled(page, BEGIN, END, text), encoding="utf-8")
+    print(*report_lines(report), sep="\n")
     if any(finding.errors or finding.failed for finding in report.findings):
         sys.exit(1)
 
@@ -68,7 +62,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes at a time")
     parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
     parser.add_argument("--load", type=Path, metavar="FILE", help="print what was found before")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the page's marks")
     parser.add_argument("--work", nargs=3, metavar=("NAME", "UNTIL", "FOLDER"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

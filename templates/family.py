@@ -109,8 +109,8 @@ class Family(Protocol):
     ) -> tuple[TrafficItem, ...]:
         """HBM traffic that the loop order causes, item by item, in bytes.
 
-        Without a target every load of a tile counts, as if there were no cache; with one, tiles
-        that its last-level cache still holds are read from HBM once.
+        Without a target every load of a tile counts, as if there were no cache. With one, repeated
+        loads count by the share that misses its last-level cache, which is continuous in the lengths.
         """
         ...
 

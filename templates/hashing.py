@@ -1,4 +1,4 @@
-"""The hash of a family's template: records made from another one must be proven again."""
+"""The version of a family's template: records made from another one must be proven again."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import hashlib
 import re
 from importlib import resources
 
+from flashtune.canonical_source import canonical_template
+
 ROOM = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
-# How templates name what they import from or include; always literally.
-IMPORT = re.compile(r'{%-? (?:from|include) "([a-z_/.]+)"')
+# Templates name the files that they import or include literally.
+IMPORT = re.compile(r'{%-? (?:from|import|include) "([\w/.-]+)"')
 
 
 @functools.cache
 def template_hash(family_name: str) -> str:
-    """Hash of a family's template and of all files that it imports from or includes, 32 hex digits."""
+    """Returns the hash of a family's template and of all files that it imports or includes, 32 hex digits.
+
+    Comments and docstrings do not count. jinja2 is not imported, because a tuned call does without it.
+    """
     digest = hashlib.sha256()
     first = f"{family_name}/{TEMPLATE}"
     for name in (first, *sorted(_imported(first) - {first})):
-        digest.update(_read(name).encode())
+        digest.update(canonical_template(_read(name)).encode() + b"\0")
     return digest.hexdigest()[:32]
 
 
 def _imported(name: str) -> set[str]:
-    """A template and all that it imports from or includes, and these in turn."""
+    """A template and all files that it imports or includes, directly or not."""
     return {name}.union(*(_imported(other) for other in IMPORT.findall(_read(name))))
 
 

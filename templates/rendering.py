@@ -13,8 +13,12 @@ from flashtune.config import Config
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Problem
-from flashtune.templates.family import Family, kernel_of_source
+from flashtune.templates.common.checks import checks_of
+from flashtune.templates.family import Context, Family, kernel_of_source
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
+
+# The checks of wrappers, which decide nothing of a kernel: template versions leave them out.
+CHECKS = "common/checks.jinja"
 
 
 def render(family: Family, problem: Problem, config: Config, specialization: Specialization) -> Kernel:
@@ -23,11 +27,20 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     Raises:
         KernelError: The context holds something that is no number, bool or enum.
     """
-    context = family.context(problem, config, specialization)
-    values = {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
-    template = _environment().get_template(f"{family.name}/{TEMPLATE}")
-    source = template.render(values, template_hash=template_hash(family.name)[:12], kernel_name=family.name)
+    environment = _environment()
+    values = _values(family.context(problem, config, specialization))
+    checks = environment.get_template(CHECKS).render(_values(checks_of(family, problem, specialization)))
+    source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
+        values,
+        template_hash=template_hash(family.name)[:12],
+        kernel_name=family.name,
+        checks=checks.strip(),
+    )
     return kernel_of_source(family, problem, config, specialization, source)
+
+
+def _values(context: Context) -> dict[str, object]:
+    return {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
 
 
 @functools.cache

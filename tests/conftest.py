@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Tests run in several processes at once. Threads of torch's would wait for each other for most of the time.
+# Set before torch is imported, for this process and those that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
-from tests import families
+from tests import families, fuzzing, sampling, times
 
 # Timings differ widely between machines, and a failure must come back on the next run.
 hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
@@ -22,8 +28,29 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore = ["interpreter"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none, and what needs the machine to itself beside others."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of this test suite."""
+    parser.addoption("--times", type=Path, metavar="FILE", help="write the CPU seconds of each test to FILE")
+    parser.addoption(
+        "--sample", action="store_true", help="run a sample of the cases of tests marked sampled"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Records times where they are asked for: processes of pytest-xdist measure, and the first one writes."""
+    path = config.getoption("--times")
+    if path is not None:
+        # Not by the environment, which a run that a test starts inherits.
+        worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(times.Recorder(None if worker else path.absolute()), "times")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests that need a GPU where there is none, or the machine to themselves; takes the sample."""
+    if config.getoption("--sample"):
+        others = sampling.left_out(items)
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU")
@@ -49,3 +76,9 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "flashtune.sqlite"
     monkeypatch.setenv("FLASHTUNE_DB", str(path))
     return path
+
+
+@pytest.fixture(name="fuzz_count", scope="session")
+def fuzz_count_of_a_run() -> Callable[[int, int], int]:
+    """`fuzz_count(small, large)` of `tests.fuzzing`: the number of cases that a fuzzer tries."""
+    return fuzzing.fuzz_count

@@ -45,6 +45,24 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
     {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 256},
 )
+# What a family is asked for that decodes: some queries of a sequence, whose heads share keys.
+DECODED: tuple[dict[str, Any], ...] = (
+    {"seqlen_q": 1},
+    {"seqlen_q": 1, "kv_heads": 1},
+    {"seqlen_q": 4, "kv_heads": 2},
+    *(
+        {
+            "seqlen_q": queries,
+            "heads": 64,
+            "kv_heads": 1,
+            "head_dim": value_head_dim + 64,
+            "value_head_dim": value_head_dim,
+            "latent": True,
+        }
+        for queries in (1, 2)
+        for value_head_dim in (128, 256, 512)
+    ),
+)
 # Of this many points, one has values of another head dim than its queries.
 EVERY_UNLIKE = 4
 # Of this many points, all but one lie near the capacity by a plain count of tiles. That count is no
@@ -72,7 +90,7 @@ def computes_anything(family: Family, target: Target) -> bool:
         family.supports(msgspec.structs.replace(problem, **asked), target) is None
         for dtype in dict.fromkeys(DTYPES)
         for problem in (_problem(family, dtype, width, width, LENGTHS[-1]) for width in HEAD_DIMS)
-        for asked in ({}, *ASKED)
+        for asked in ({}, *ASKED, *DECODED)
     )
 
 
@@ -97,8 +115,12 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
 def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """A point, or None where the family or its space has no such."""
     problem = _draw_problem(draw, family)
-    if not _is_plain(family, target):
-        problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
+    if _takes_queries(family, target):
+        if not _is_plain(family, target):
+            problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
+    else:
+        problem = msgspec.structs.replace(problem, **draw.choice(({}, *ASKED)))
+        problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
     if family.supports(problem, target):
         return None
     space = family.space(problem, target)
@@ -111,6 +133,14 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
 def _is_plain(family: Family, target: Target) -> bool:
     """Whether a family computes plain attention."""
     return family.supports(_problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target) is None
+
+
+def _takes_queries(family: Family, target: Target) -> bool:
+    """Whether a family computes attention of many queries, of whatever kind."""
+    problem = _problem(family, DTYPES[0], 64, 64, LENGTHS[0])
+    return any(
+        family.supports(msgspec.structs.replace(problem, **asked), target) is None for asked in ({}, *ASKED)
+    )
 
 
 def _draw_problem(draw: random.Random, family: Family) -> Problem:
@@ -171,5 +201,8 @@ def _plain_count(point: Point) -> int:
         tiles = [walk.tile for walk in passes(problem, config)]
         rows = max(tile.block_m + tile.num_stages * tile.block_n for tile in tiles)
         return rows * (qk + v) * problem.dtype.itemsize
+    if problem.latent:
+        # Values are columns of the keys, and no columns are added to either.
+        qk, v = problem.head_dim, 0
     streamed = config.num_stages * config.block_n * (qk + v) * problem.kv_itemsize
     return config.block_m * qk * problem.dtype.itemsize + streamed

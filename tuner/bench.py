@@ -107,7 +107,8 @@ def require_work(problem: Problem) -> None:
         UsageError: The problem is empty, or asks for what is not benched.
     """
     # The peers add up gradients in whatever order they do: they are compared with all the same.
-    further = problem.features - {Feature.DETERMINISTIC}
+    benched = {Feature.DETERMINISTIC} if problem.is_backward else {Feature.BIAS}
+    further = problem.features - benched
     if further:
         asked = ", ".join(sorted(further))
         raise UsageError(f"bench times no {asked} so far: leave {problem.key} out, or search it for its time")
@@ -148,17 +149,20 @@ def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
     inputs = (tensors.q, tensors.k, tensors.v)
     options = _options(problem, tensors)
     planned = flashtune.plan(*inputs, **options)
-    run = functools.partial(planned, *inputs, **_scales(tensors))
+    run = functools.partial(planned, *inputs, **side_options(tensors))
     return Contestant(OURS, detail, run, functools.partial(flashtune.attention, *inputs, **options))
 
 
 def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """What a program would pass beside the inputs; the generated kernel serves, whatever is faster."""
-    return {"causal": problem.causal.value, "prefer": "generated", **_scales(tensors)}
+    return {"causal": problem.causal.value, "prefer": "generated", **side_options(tensors)}
 
 
-def _scales(tensors: Tensors) -> dict[str, Any]:
-    """The scales of quantised inputs, as arguments; a call on other inputs names none."""
+def side_options(tensors: Tensors) -> dict[str, Any]:
+    """The scales of quantised inputs and the bias or mask, as arguments; a call without them names none."""
+    bias = tensors.side.bias
+    if bias is not None:
+        return {"attn_mask" if bias.dtype is torch.bool else "attn_bias": bias}
     q, k, v = tensors.side.scales
     return {} if tensors.side is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
 

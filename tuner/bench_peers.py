@@ -15,8 +15,9 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune.errors import UsageError
+from flashtune.masked_sdpa import is_masked
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.standard import score_bytes, standard_attention
+from flashtune.standard import score_bytes
 from flashtune.tuner.finals import (
     BACKENDS,
     GRADIENT_SCORE_COPIES,
@@ -24,6 +25,7 @@ from flashtune.tuner.finals import (
     SCORE_COPIES,
     sdpa_call,
     sdpa_run,
+    standard_run,
 )
 from flashtune.tuner.tensors import Tensors
 
@@ -104,7 +106,7 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     Raises:
         RefusalError: It does not compute this problem.
     """
-    if problem.features:
+    if problem.features and not (is_masked(problem) and name in (*BACKENDS, STANDARD)):
         raise RefusalError(f"it is not timed with {', '.join(sorted(problem.features))}")
     if problem.dtype not in PEER_DTYPES[name]:
         raise RefusalError(f"it does not take {problem.dtype}")
@@ -176,7 +178,5 @@ def _standard(problem: Problem, tensors: Tensors) -> Contestant:
     copies = GRADIENT_SCORE_COPIES if tensors.q.requires_grad else SCORE_COPIES
     if copies * score_bytes(problem) >= MEMORY_SHARE * free:
         raise RefusalError("its scores would take more than half of the free memory")
-    run = functools.partial(
-        standard_attention, tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=problem.causal
-    )
+    run = standard_run(problem, tensors)
     return Contestant(STANDARD, "", run, run)

@@ -9,19 +9,23 @@ from typing import Protocol, Self
 import msgspec
 
 from flashtune.compilation import load_module
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Kernel, Specialization
+from flashtune.machine import tool_failed
 from flashtune.problem import Problem
 from flashtune.record import Digest, Outcome, Resources
 from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.processes import failure_of, start_pool, stop_pool
+from flashtune.tuner.probing import fault_of, outside_fault, settle_after_probe, stopped
+from flashtune.tuner.processes import Lost, Workers, failure_of
 from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
+# What sentences call the process that compiles.
+COMPILER = "a compiler process"
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -32,19 +36,21 @@ class Compiled(msgspec.Struct, frozen=True):
         kernel: Digest of the rendered kernel, where it was rendered.
         resources: What the compiler says of it, where it compiled.
         message: Why it is not `ok`.
+        tool_failed: Whether a program that the compiler ran failed, which may be the machine's fault.
     """
 
     outcome: Outcome
     kernel: Digest | None = None
     resources: Resources | None = None
     message: str = ""
+    tool_failed: bool = False
 
 
 class Compiler(Protocol):
     """Compiles candidates, several at once."""
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
-        """Starts compiling; the future never raises for a candidate's failure."""
+        """Starts compiling; the future raises nothing but `MachineError`."""
         ...
 
 
@@ -53,8 +59,7 @@ class CompilePool:
 
     def __init__(self, workers: int, seconds: float = COMPILE_SECONDS) -> None:
         self._seconds = seconds
-        self._workers = workers
-        self._pool = start_pool(workers)
+        self._workers = Workers(workers)
 
     def __enter__(self) -> Self:
         return self
@@ -62,34 +67,54 @@ class CompilePool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stop_pool(self._pool)
+        self._workers.stop()
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
-        """Starts compiling; a crash or a hang of the compiler is an outcome like any other."""
-        if not self._pool.active:
-            # All workers died at once, as by an out-of-memory killer.
-            stop_pool(self._pool)
-            self._pool = start_pool(self._workers)
-        job = self._pool.schedule(
-            compile_candidate,
-            args=(scope.problem, candidate, scope.specialization, scope.target),
-            timeout=self._seconds,
-        )
+        """Starts compiling; a crash or a hang of the compiler is an outcome like any other.
+
+        After one of them, and after a tool that failed, a probe of the machine tells whose fault it is.
+        """
         settled: Future[Compiled] = Future()
-        job.add_done_callback(lambda done: _settle(done, settled))
+        self._start(scope, candidate, settled, again=True)
         return settled
 
+    def _start(self, scope: Scope, candidate: Candidate, settled: Future[Compiled], *, again: bool) -> None:
+        """Starts compiling, and once more `again` where the process died before it took the job."""
 
-def _settle(job: Future[Compiled], settled: Future[Compiled]) -> None:
-    failure = failure_of(job)
-    if failure is not None:
-        timed_out, words = failure
-        outcome = Outcome.TIMEOUT if timed_out else Outcome.COMPILE_ERROR
-        settled.set_result(Compiled(outcome, message=f"compiling {words}"))
-        return
-    error = job.exception()
-    if error is not None:
+        def settle(job: Future[Compiled]) -> None:
+            lost = failure_of(job)
+            if self._workers.stopped:
+                settled.cancel()
+            elif lost is not None and not lost.taken and again:
+                self._start(scope, candidate, settled, again=False)
+            else:
+                _settle(job, lost, scope.target, settled)
+
+        arguments = (scope.problem, candidate, scope.specialization, scope.target)
+        try:
+            job = self._workers.schedule(compile_candidate, arguments, self._seconds)
+        except MachineError as error:
+            settled.set_exception(stopped(str(error)))
+            return
+        job.add_done_callback(settle)
+
+
+def _settle(job: Future[Compiled], lost: Lost | None, target: Target, settled: Future[Compiled]) -> None:
+    error = None if lost else job.exception()
+    if lost is not None:
+        outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.COMPILE_ERROR
+        compiled = Compiled(outcome, message=f"compiling {lost.words}")
+        known = outside_fault(lost, COMPILER)
+        if known:
+            settled.set_exception(stopped(known))
+        else:
+            settle_after_probe(target, settled, lambda probe: fault_of(lost, probe, COMPILER), compiled)
+    elif isinstance(error, MachineError):
+        settled.set_exception(stopped(str(error)))
+    elif error is not None:
         settled.set_exception(error)
+    elif job.result().tool_failed:
+        settle_after_probe(target, settled, lambda probe: probe.fault, job.result())
     else:
         settled.set_result(job.result())
 
@@ -100,7 +125,7 @@ def compile_candidate(
     """Renders and compiles a candidate here, and holds what it asks for against the target.
 
     Raises:
-        FlashtuneError: The machine cannot compile at all, as with a full disk.
+        MachineError: The machine cannot compile at all, as with a full disk.
     """
     family = find_family(candidate.family)
     return compile_kernel(render(family, problem, candidate.config, specialization), target)
@@ -110,14 +135,17 @@ def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
     """Compiles a rendered kernel here, and holds what it asks for against the target.
 
     Raises:
-        FlashtuneError: The machine cannot compile at all, as with a full disk.
+        MachineError: The machine cannot compile at all, as with a full disk.
     """
     # A cache that cannot be written is the machine's failure, not the candidate's.
     load_module(kernel)
     try:
         parts = read_parts(kernel, target)
+    except MachineError:
+        raise
     except KernelError as error:
-        return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=str(error)[:MAX_MESSAGE])
+        message = str(error)[:MAX_MESSAGE]
+        return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=message, tool_failed=tool_failed(error))
     misfit = next(filter(None, (_misfit(part, target) for part in parts)), "")
     outcome = Outcome.INFEASIBLE if misfit else Outcome.OK
     return Compiled(outcome, kernel.digest, largest(parts), misfit)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from flashtune.errors import FlashtuneError
+from flashtune.errors import FlashtuneError, MachineError
 from flashtune.tuner.finding import Finding, Level
 
 if TYPE_CHECKING:
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from flashtune.target import Target
 
 
-def compilers(target: Target) -> Iterator[Finding]:
-    """Compiles a small kernel of each pass and level of programming for a target; reads what it takes."""
+def compilers(target: Target, watch: Callable[[str], None] = lambda step: None) -> Iterator[Finding]:
+    """Compiles a small kernel of each pass, in Triton and in Gluon, for a target.
+
+    `watch` is told of each kernel before it is compiled.
+    """
     from flashtune.compilation import interpreting
 
     if interpreting():
@@ -30,6 +33,7 @@ def compilers(target: Target) -> Iterator[Finding]:
         for selection in default_selections(problem, target, Specialization()):
             portable = find_family(selection.record.family).interpreted
             if portable not in tried:
+                watch(f"compiling a kernel of {selection.record.family} for {target.name}")
                 yield compiler(selection.record, target, portable)
             tried.add(portable)
 
@@ -43,6 +47,8 @@ def compiler(record: Record, target: Target, portable: bool) -> Finding:
     name = "compiler" if basic else f"compiler of {record.family}"
     try:
         resources = read_resources(kernel_of(record, record.specialization), target)
+    except MachineError as error:
+        return Finding(name, Level.FAIL, f"{target.name}: {error}")
     except FlashtuneError as error:
         said = f"{target.name}: {error}"
         if basic:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from flashtune.errors import FlashtuneError, TargetError
+from flashtune.machine import WRITTEN_FOLDERS, folder_fault
 from flashtune.target import TARGETS, Target, device_target, find_target
 from flashtune.tuner.compilers import compilers
 from flashtune.tuner.finding import Finding, Level
+from flashtune.tuner.table_receipts import tritons
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
@@ -20,24 +20,30 @@ OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 OFFLINE_TARGET = "h100"
 
 
-def examine(target: Target | None, db: str | None) -> Iterator[Finding]:
+def examine(
+    target: Target | None, db: str | None, watch: Callable[[str], None] = lambda step: None
+) -> Iterator[Finding]:
     """All findings, one after another.
 
     Args:
         target: The GPU to work for; None for this machine's, or a stand-in where it has none.
         db: The database, as the user names it.
+        watch: Told of each step before it begins.
     """
     yield Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
+    watch("importing torch and triton")
     libraries = [library("torch", OLDEST_TORCH, None), library("triton", OLDEST_TRITON, NEWEST_TRITON)]
     yield from libraries
+    watch("trying the caches and the database")
     yield from caches()
     yield database(db)
     if any(finding.level is Level.FAIL for finding in libraries):
         return
+    watch("asking for GPUs")
     yield from gpus()
     chosen = target or _target_here()
     yield interpreter()
-    yield from compilers(chosen)
+    yield from compilers(chosen, watch)
     yield shipped(chosen)
 
 
@@ -141,27 +147,14 @@ def interpreter() -> Finding:
 
 
 def caches() -> Iterator[Finding]:
-    """Whether the folders for rendered kernels and for Triton's binaries can be written."""
-    from flashtune.compilation import kernel_folder
-
-    triton_folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    for name, folder, variable in (
-        ("kernel cache", kernel_folder(), "FLASHTUNE_CACHE_DIR"),
-        ("triton cache", triton_folder, "TRITON_CACHE_DIR"),
-    ):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            yield Finding(
-                name,
-                Level.FAIL,
-                f"{folder}: {error.strerror}",
-                f"set {variable} to a folder that can be written",
-            )
+    """Whether the folders that compiling writes can be written and have space left."""
+    for written in WRITTEN_FOLDERS:
+        name = written.what.removeprefix("the ").lower()
+        fault = folder_fault(*written)
+        if fault is None:
+            yield Finding(name, Level.OK, str(written.where()))
         else:
-            yield Finding(name, Level.OK, str(folder))
+            yield Finding(name, Level.FAIL, fault)
 
 
 def database(db: str | None) -> Finding:
@@ -197,5 +190,12 @@ def shipped(target: Target) -> Finding:
         return Finding(
             name, Level.WARN, f"none for {target.name}", "run flashtune search for the shapes in use"
         )
+    import triton
+
     shapes = {record.problem for record in table.records}
-    return Finding(name, Level.OK, f"{len(shapes)} shapes for {target.name}")
+    known = tritons(table)
+    found = f"{len(shapes)} shapes for {target.name}, verified under Triton {', '.join(known)}"
+    if triton.__version__ in known:
+        return Finding(name, Level.OK, found)
+    advice = f"under Triton {triton.__version__} each kernel is checked before its first use"
+    return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check all of them now")

@@ -38,7 +38,12 @@ def open_equipment(device: int | None, jobs: int | None = None) -> Iterator[Equi
         device: The GPU to measure on; None predicts in place of measuring.
         jobs: Compiler processes; as many as there are cores where None, less one that feeds the GPU.
     """
-    width = jobs or max(1, usable_cores() - (device is not None))
+    width = compilers_of(device, jobs)
     with contextlib.ExitStack() as stack:
         measurer: Measurer = Predictor() if device is None else stack.enter_context(GpuWorker(device))
         yield Equipment(stack.enter_context(CompilePool(width)), measurer, width)
+
+
+def compilers_of(device: int | None, jobs: int | None = None) -> int:
+    """How many compiler processes a search has: one for each core, less one where a GPU must be fed."""
+    return jobs or max(1, usable_cores() - (device is not None))

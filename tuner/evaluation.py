@@ -38,7 +38,7 @@ class Measurer(Protocol):
     def evaluate(
         self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
-        """Verifies, then measures; the future raises nothing but `DeviceLostError`."""
+        """Verifies, then measures; the future raises nothing but `DeviceLostError` and `MachineError`."""
         ...
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:

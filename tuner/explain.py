@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 
 from flashtune.config import Config
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 from flashtune.problem import Dtype, Problem
 from flashtune.record import Outcome, Provenance, Record, Resources
 from flashtune.standard import standard_hbm_items
@@ -136,6 +136,8 @@ def _resources(chosen: Chosen) -> tuple[Resources | None, str]:
     kernel = render(chosen.family, chosen.problem, chosen.config, chosen.specialization)
     try:
         return read_resources(kernel, chosen.target), ""
+    except MachineError:
+        raise
     except KernelError as error:
         return None, str(error)
 

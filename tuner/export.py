@@ -17,9 +17,14 @@ from flashtune.problem import Problem
 from flashtune.record import Provenance, Record
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.admission import require_admissible
 
 # What `triton.Config` takes by name; every other field of a config becomes a meta-parameter.
 TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+
+
+# How errors name what is exported.
+EXPORTED = "the selections"
 
 
 class KernelFile(msgspec.Struct, frozen=True):
@@ -30,11 +35,13 @@ class KernelFile(msgspec.Struct, frozen=True):
 
 
 def json_table(target: str, records: Iterable[Record]) -> bytes:
-    """The records as a table that `flashtune import` reads.
+    """The records as a table that `flashtune import` reads. It has no receipts beyond the records' own.
 
     Raises:
-        TableError: Two records serve the same tensors of one problem, or one may not serve.
+        TableError: Two records serve the same tensors of one problem, or verification would refuse one.
     """
+    records = tuple(records)
+    require_admissible(records, EXPORTED)
     return dump_table(TunedTable(target=target, records=tuple(records)))
 
 
@@ -42,10 +49,15 @@ def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
     """One file for each kernel among the records, which says for what it was selected.
 
     Records of baselines have no kernel and give no file. The order of the records does not matter.
+
+    Raises:
+        TableError: Verification would refuse one of the records.
     """
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
-    for record in sorted(records, key=lambda record: (record.target, record.problem.key)):
+    ordered = sorted(records, key=lambda record: (record.target, record.problem.key))
+    require_admissible(ordered, EXPORTED)
+    for record in ordered:
         if record.config is None:
             continue
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
@@ -113,7 +125,12 @@ def triton_configs(records: Iterable[Record]) -> str:
     """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners.
 
     Those of kernels in plain Triton: what a Gluon kernel is configured by, no other kernel has.
+
+    Raises:
+        TableError: Verification would refuse one of the records.
     """
+    records = tuple(records)
+    require_admissible(records, EXPORTED)
     lines = [
         '"""Attention configs selected by flashtune, as `triton.Config`: CONFIGS[target][problem]."""',
         "",

@@ -16,6 +16,7 @@ from flashtune.backward import bind_backward
 from flashtune.features import Bias, Feature
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
+from flashtune.masked_sdpa import is_masked, masked_attention
 from flashtune.problem import Causal, Problem
 from flashtune.proof.lengths import usual_lengths
 from flashtune.proof.visible import places, visible_keys
@@ -93,7 +94,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
     if copies * score_bytes(posed) < MEMORY_SHARE * free:
-        timed = _timed(_standard_run(posed, given), given)
+        timed = _timed(standard_run(posed, given), given)
         if timed is not None:
             yield "standard", timed
 
@@ -109,7 +110,8 @@ def _timed(forward: Run, tensors: Tensors) -> Run | None:
     return backward if _works(backward) else None
 
 
-def _standard_run(problem: Problem, tensors: Tensors) -> Run:
+def standard_run(problem: Problem, tensors: Tensors) -> Run:
+    """The standard computation of these tensors."""
     given = (tensors.q, tensors.k, tensors.v)
     if problem.features:
         return functools.partial(standard_features, problem, *given, tensors.side, scale=tensors.scale)
@@ -133,10 +135,16 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
     """SDPA by whichever backend is enabled when it is called; None where it cannot, or its mask is too large.
 
     SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal. Whatever else
-    hides keys, or is added to scores, is a mask. It drops as many weights, drawn in its own way.
+    hides keys, or is added to scores, is a mask. Each call adds a causal mask to a bias; others were made
+    before. SDPA drops as many weights, drawn in its own way.
     """
     if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
         return None
+    if is_masked(problem):
+        # As dispatch would have it served: what it makes of the mask in each call counts.
+        assert tensors.side.bias is not None
+        inputs = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
+        return functools.partial(masked_attention, *inputs, tensors.scale, problem.causal)
     top_left = problem.causal is Causal.TOP_LEFT or problem.seqlen_q == problem.seqlen_kv
     causal = problem.causal is not Causal.NONE
     masked = bool(problem.features - {Feature.DROPOUT}) or (causal and not top_left)

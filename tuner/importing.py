@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flashtune.db.table import load_table
+from flashtune.tuner.admission import require_admissible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from flashtune.db.store import MergeCounts
+    from flashtune.db.table import TunedTable
+    from flashtune.record import Record
+
+# A phase, how many of its steps are done, and how many there are.
+Watch = Callable[[str, int, int], None]
+# Records that are checked between two reports.
+COUNTED = 50
 
 
-def import_tables(paths: Iterable[Path], db: str | None) -> MergeCounts:
+def import_tables(
+    paths: Sequence[Path], db: str | None, watch: Watch = lambda phase, done, total: None
+) -> MergeCounts:
     """Brings the records and selections of table files into a database.
 
     All files are read and checked before the database is opened, and their content then enters it
@@ -21,11 +31,33 @@ def import_tables(paths: Iterable[Path], db: str | None) -> MergeCounts:
     one stays if the same versions made both, else the database's.
 
     Raises:
-        TableError: A file is no table, or holds what may not serve.
+        TableError: A file is not a table, or verification would refuse one of its records.
         StoreError: The database cannot be written; it is then as it was.
     """
     from flashtune.db.store import open_store
 
-    tables = [load_table(path) for path in paths]
+    tables = [_checked(path, watch) for path in paths]
+    taken, total = 0, sum(len(table.records) for table in tables)
+
+    def count(records: int) -> None:
+        nonlocal taken
+        taken += records
+        watch("storing records", taken, total)
+
     with open_store(db) as store:
-        return store.merge_tables(*tables)
+        return store.merge_tables(*tables, progress=count)
+
+
+def _checked(path: Path, watch: Watch) -> TunedTable:
+    table = load_table(path)
+    require_admissible(_counted(table.records, f"checking {path.name}", watch), str(path))
+    return table
+
+
+def _counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:
+    """The records one after another; now and then `watch` is told how many there were."""
+    for number, record in enumerate(records):
+        if number % COUNTED == 0:
+            watch(phase, number, len(records))
+        yield record
+    watch(phase, len(records), len(records))

@@ -14,8 +14,9 @@ from typing import NoReturn
 import torch
 
 from flashtune.compilation import first_line
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Specialization
+from flashtune.machine import machine_errors
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_delayed, check_kernel
@@ -46,6 +47,8 @@ OTHER_FATAL_EXIT = FATAL_EXIT + len(FATAL_ERRORS)
 UNPROVEN = "right on small problems, and too slow to be proven at this size"
 # Before what is said of a kernel whose warps fell behind.
 DELAYED = "delayed: "
+# Of a GPU's memory, the share that other programs and this one's context may hold.
+MOST_OF_OTHERS = 0.25
 # The pool learns of a job's start a moment after the worker; an exit must not overtake that news.
 EXIT_DELAY = 0.5
 
@@ -70,6 +73,7 @@ def prepare(device: int) -> None:
         raise lost_device(device, first_line(error)) from error
 
 
+@machine_errors()
 def evaluate_candidate(
     problem: Problem,
     candidate: Candidate,
@@ -85,6 +89,7 @@ def evaluate_candidate(
     proof at its own size: it keeps its time and no verdict, so that nothing ever selects it.
 
     Raises:
+        MachineError: The machine failed, as with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
@@ -111,11 +116,15 @@ def evaluate_candidate(
             if not verdict.passed:
                 return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
         return Evaluation(Outcome.OK, verdict, measurement)
+    except MachineError:
+        raise
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
+        _refuse_without_memory(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
 
 
+@machine_errors()
 def build_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> bool:
@@ -123,17 +132,22 @@ def build_late(
 
     It cannot where the kernel leaves waiting to the compiler; nor where the one with delays, which is
     another, does not compile or fit: that says nothing of the candidate.
+
+    Raises:
+        MachineError: The machine failed, as with a full disk.
     """
     late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
     return late is not None and compile_kernel(late, target).outcome is Outcome.OK
 
 
+@machine_errors()
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
 ) -> Evaluation:
     """Verifies a candidate with warps that fall behind. Leaves the process if the GPU's context broke.
 
     Raises:
+        MachineError: The machine failed, as with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
@@ -144,8 +158,11 @@ def evaluate_late(
     torch.cuda.empty_cache()
     try:
         verdict = check_delayed(kernel, problem, candidate.config, target, device)
+    except MachineError:
+        raise
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
+        _refuse_without_memory(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, message=f"{DELAYED}{error}"[:MAX_MESSAGE])
     assert verdict is not None
     outcome = Outcome.OK if verdict.passed else Outcome.WRONG_RESULT
@@ -169,6 +186,21 @@ def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors
         raise lost_device(device.index, "its memory cannot hold the problem's tensors") from error
 
 
+def _refuse_without_memory(device: torch.device, error: Exception) -> None:
+    """Raises if a kernel ran out of GPU memory because other programs hold much of it.
+
+    Raises:
+        DeviceLostError: They hold more than a quarter of it.
+    """
+    if "out of memory" not in str(error).lower():
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others > MOST_OF_OTHERS * total:
+        raise lost_device(device.index, f"other programs hold {others / 2**30:.0f} GiB of its memory")
+
+
+@machine_errors()
 def time_finalists(
     problem: Problem,
     candidates: tuple[Candidate, ...],
@@ -179,12 +211,15 @@ def time_finalists(
     """The finals; nothing where they failed. Leaves the process if the GPU's context broke.
 
     Raises:
+        MachineError: The machine failed, as with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
     device = torch.device("cuda", index)
     try:
         return run_finals(problem, candidates, specialization, target, device)
+    except MachineError:
+        raise
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
         return ()

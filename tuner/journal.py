@@ -29,11 +29,15 @@ class Journal:
         finalists: Those that were timed in one run last; empty before the finals.
     """
 
-    def __init__(self, store: Store, scope: Scope, provenance: Provenance) -> None:
+    def __init__(
+        self, store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+    ) -> None:
         self._store = store
         self._scope = scope
         self._provenance = provenance
-        self.rows: dict[Candidate, StoredRecord] = finished(store, scope, provenance)
+        self.rows: dict[Candidate, StoredRecord] = finished(
+            store, scope, provenance, retry_failed=retry_failed
+        )
         self._reused = len(self.rows)
         self._outcomes = Counter(row.record.outcome for row in self.rows.values())
         self._pruned = sum(_was_pruned(row.record) for row in self.rows.values())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.dispatch import same_makers
 from flashtune.record import Outcome, Provenance, Record, Standing
 from flashtune.tuner.stored import Found
-from flashtune.versions import current_versions
+from flashtune.versions import NO_DRIVER, current_versions, is_proven
 
 SDPA = "sdpa-"
 
@@ -66,24 +64,16 @@ def best_sdpa_ms(record: Record) -> float | None:
 def standing(record: Record) -> Standing:
     """What a record is worth at its own shape, under the versions installed here.
 
-    Where the machine has no GPU, the driver is taken to be the one that the record names.
+    Where the machine has no GPU driver, its version is not compared.
     """
     if record.config is None:
         return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
     here = current_versions(record.family)
-    if not _has_gpu():
+    if here.driver == NO_DRIVER:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
-    proven = record.verdict is not None and record.verdict.passed and same_makers(record.versions, here)
-    if not proven:
+    if not is_proven(record, here):
         return Standing.UNPROVEN
     return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
-
-
-@functools.cache
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _order(entry: Found) -> tuple[str, str, bool, bool, float, str, int]:

@@ -29,7 +29,7 @@ class Way(msgspec.Struct, frozen=True):
         memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; in
             training what the backward pass reads and writes beside these, too. Of the kind of layer that
             needs most.
-        traffic: HBM bytes that its order of loops moves, of all layers: what L2 is sure to hold counts once.
+        traffic: HBM bytes that its order of loops moves, of all layers: of repeated reads those that miss L2.
         bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
             cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
             each input and output once.

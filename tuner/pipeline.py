@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +58,7 @@ class Pipeline:
 
         Raises:
             DeviceLostError: The GPU was taken away.
+            MachineError: The machine failed, as with a full disk.
         """
         while True:
             stop = self._reason_to_stop(budget, started)
@@ -73,8 +74,11 @@ class Pipeline:
                 continue
             pending: list[Future[Any]] = [*self._compiling, *self._running]
             self._clock.wait_for_any(pending)
-            self._collect_compiled()
-            self._collect_evaluated()
+            try:
+                self._collect_compiled()
+            finally:
+                # What the GPU has finished is stored, whatever the machine failed to compile.
+                self._collect_evaluated()
             beat()
 
     def _owes(self) -> bool:
@@ -128,7 +132,7 @@ class Pipeline:
             self._running[job] = candidate, compiled
 
     def _collect_compiled(self) -> None:
-        for job in [job for job in self._compiling if job.done()]:
+        for job in _in_turn(self._compiling):
             compiled = job.result()
             candidate = self._compiling.pop(job)
             if compiled.outcome is Outcome.OK:
@@ -138,7 +142,13 @@ class Pipeline:
                 self._proposer.tell(candidate, self._journal.reject(candidate, compiled))
 
     def _collect_evaluated(self) -> None:
-        for job in [job for job in self._running if job.done()]:
+        for job in _in_turn(self._running):
             evaluation = job.result()
             candidate, compiled = self._running.pop(job)
             self._proposer.tell(candidate, self._journal.finish(candidate, compiled, evaluation))
+
+
+def _in_turn(jobs: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """The jobs that are done, those that failed last: an error must not lose what others found."""
+    done = [job for job in jobs if job.done()]
+    return sorted(done, key=lambda job: job.exception() is not None)

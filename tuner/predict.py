@@ -160,7 +160,7 @@ def spill_factor(resources: Resources) -> float:
 
 
 def memory_seconds(problem: Problem, family: Family, config: Config, target: Target) -> float:
-    """Time to move the family's HBM traffic at the target's bandwidth; what L2 holds moves once."""
+    """Time to move the family's HBM traffic at the target's bandwidth, without reads that hit L2."""
     return transfer_seconds(sum(item.bytes for item in family.hbm_items(problem, config, target)), target)
 
 

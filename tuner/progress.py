@@ -19,6 +19,15 @@ PLAIN_INTERVAL = 5.0
 BAR_WIDTH = 24
 
 
+def finished_lines(progress: Progress) -> Iterator[str]:
+    """A line for each candidate that was compiled and finished since the last report."""
+    for record in progress.finished:
+        if record.config is None or record.kernel is None:
+            continue
+        time = f"{record.ms:.4f} ms" if record.ms else record.message
+        yield f"{record.outcome.value}: {record.family} {record.config.label()}: {time or 'no time'}"
+
+
 @contextlib.contextmanager
 def shown(console: Console, place: Place) -> Iterator[Observer]:
     """An observer that shows one search on a console while the context is open."""

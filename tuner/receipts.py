@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from flashtune.record import Record
-from flashtune.target import canonical_name, device_slug
+from flashtune.record import Outcome, Provenance, Record
+from flashtune.target import names_gpu
 from flashtune.versions import current_versions
 
 # A verdict of the interpreter is no receipt.
@@ -53,6 +53,25 @@ def receipt_of(record: Record) -> Receipt:
     )
 
 
+def never_verified(record: Record) -> bool:
+    """Whether no GPU ever verified a record's kernel."""
+    return record.verdict is None or record.verdict.device == INTERPRETER
+
+
+def receipt_flaw(record: Record) -> str:
+    """Says why a measured record cannot have come from a search on its GPU, empty if it can.
+
+    A search verifies what it selects. It stores the verdict of the GPU that it ran on.
+    """
+    if record.provenance is not Provenance.MEASURED or record.outcome is not Outcome.OK:
+        return ""
+    if record.verdict is None or never_verified(record):
+        return "has no receipt: no GPU ever verified it"
+    if not names_gpu(record.target, record.verdict.device):
+        return f"has a receipt of another GPU: {record.verdict.device!r}"
+    return ""
+
+
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
     """What is wrong with a record's receipt for a kernel, empty if it is good.
 
@@ -62,10 +81,10 @@ def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
         same_triton: Whether a receipt of another Triton than the one installed here counts as stale.
     """
     here = current_versions(record.family)
-    if record.verdict is None or record.verdict.device == INTERPRETER:
+    if record.verdict is None or never_verified(record):
         return "has no receipt: no GPU ever verified it"
-    if record.target not in (canonical_name(record.verdict.device), device_slug(record.verdict.device)):
-        return f"has a receipt of another GPU: {record.verdict.device}"
+    if not names_gpu(record.target, record.verdict.device):
+        return f"has a receipt of another GPU: {record.verdict.device!r}"
     if not record.verdict.passed:
         return f"has a receipt of failure: {record.verdict.failed}"
     if record.kernel != digest or record.versions.template != here.template:

@@ -192,7 +192,7 @@ class Replay:
         self.tried.append(Tried(candidate, self.clock.now(), seen, self._true[candidate]))
 
 
-_PASSED = Verdict(passed=True, worst_ratio=0.0, checks=0, failed="", device="replay")
+_PASSED = Verdict(passed=True, worst_ratio=0.0, checks=1, failed="", device="replay")
 
 
 def _digest(candidate: Candidate) -> str:

@@ -54,6 +54,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
         jobs: Compiler processes; as many as there are cores where None.
         spaces: Spaces to search in place of the families' own, by family.
         experience: What the search begins with, in place of what was measured here and elsewhere.
+        retry_failed: Whether candidates that failed in earlier searches are tried again.
         lse: Whether kernels of a forward pass are to give the log-sum-exp, which training saves.
     """
 
@@ -66,6 +67,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int | None = None
     spaces: tuple[tuple[str, Space], ...] = ()
     experience: Experience | None = None
+    retry_failed: bool = False
     lse: bool = False
 
 
@@ -117,6 +119,7 @@ class Progress(msgspec.Struct, frozen=True):
         best: The best record so far.
         seconds: Since the start.
         remaining: Seconds until the end, as far as can be foreseen; None where that is unknown.
+        finished: Records of candidates that finished since the last report.
     """
 
     problem: Problem
@@ -126,6 +129,7 @@ class Progress(msgspec.Struct, frozen=True):
     best: Record | None
     seconds: float
     remaining: float | None
+    finished: tuple[Record, ...] = ()
 
 
 Observer = Callable[[Progress], None]

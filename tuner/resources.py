@@ -18,6 +18,7 @@ import msgspec
 from flashtune.compilation import compile_kernel
 from flashtune.config import LaunchOptions
 from flashtune.errors import KernelError
+from flashtune.machine import machine_errors
 from flashtune.record import Resources
 from flashtune.target import KIB, Target
 from flashtune.tuner.compiler_tools import dump, run_tool
@@ -75,6 +76,7 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
     Whether the machine code is what was asked for `read_parts` says.
 
     Raises:
+        MachineError: The machine cannot compile, as with a full disk.
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
     return largest(read_parts(kernel, target))
@@ -87,7 +89,8 @@ def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
         KernelError: As `read_resources`.
     """
     kernels = filter(None, (kernel, kernel.first, kernel.last))
-    return tuple(_read(part, target) for part in kernels)
+    with machine_errors():
+        return tuple(_read(part, target) for part in kernels)
 
 
 def largest(parts: tuple[Part, ...]) -> Resources:

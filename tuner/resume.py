@@ -10,14 +10,13 @@ import msgspec
 
 from flashtune.db.store import Store, StoredRecord
 from flashtune.db.table import shipped_table
-from flashtune.dispatch import same_makers
 from flashtune.nearest import distance
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.target import TARGETS
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.selection import candidate_of, may_be_selected
-from flashtune.versions import current_versions
+from flashtune.versions import current_versions, same_makers
 
 # How a compilation ends does not depend on whether there was a GPU to run its result on.
 COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
@@ -29,10 +28,13 @@ OTHER_MASK = 1.0
 OTHER_FEATURE = 1.0
 
 
-def finished(store: Store, scope: Scope, provenance: Provenance) -> dict[Candidate, StoredRecord]:
+def finished(
+    store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+) -> dict[Candidate, StoredRecord]:
     """The stored records that this search need not make again, the latest of each candidate.
 
-    What was too slow to be proven is left alone only beside something faster that may be selected.
+    What was too slow to be proven is left alone only beside something faster that may be selected. With
+    `retry_failed` candidates that failed are left out: all but those that do not fit the GPU.
     """
     stored = store.records(scope.problem, scope.target.name)
     latest = {
@@ -43,10 +45,14 @@ def finished(store: Store, scope: Scope, provenance: Provenance) -> dict[Candida
     return {
         candidate: entry
         for candidate, entry in latest.items()
-        if entry.record.outcome is not Outcome.OK
+        if (entry.record.outcome is not Outcome.OK and not (retry_failed and _may_be_retried(entry.record)))
         or may_be_selected(entry.record)
-        or fastest < (entry.record.ms or math.inf)
+        or (entry.record.outcome is Outcome.OK and fastest < (entry.record.ms or math.inf))
     }
+
+
+def _may_be_retried(record: Record) -> bool:
+    return record.outcome not in (Outcome.OK, Outcome.INFEASIBLE)
 
 
 def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
-from flashtune.dispatch import same_makers
-from flashtune.errors import ProblemError
+from flashtune.errors import MachineError, ProblemError
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
 from flashtune.tuner.chosen import contiguous_specialization
@@ -31,9 +31,9 @@ from flashtune.tuner.request import (
     SearchResult,
 )
 from flashtune.tuner.resume import known_winners, warm_configs
-from flashtune.versions import current_versions
+from flashtune.versions import current_versions, same_makers
 
-__all__ = ["Budget", "SearchRequest", "SearchResult", "run_search"]
+__all__ = ["Budget", "SearchRequest", "SearchResult", "run_search", "search_scope"]
 
 
 def run_search(
@@ -60,14 +60,15 @@ def run_search(
         UsageError: A named family does not exist.
         StoreError: The store cannot be read or written.
         DeviceLostError: The GPU cannot be used, or was taken away.
+        MachineError: The machine failed, as with a full disk: no candidate is blamed for it.
         KeyboardInterrupt: Passed on once the best so far is selected.
     """
-    scope = _scope(request)
+    scope = search_scope(request)
     given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
     with given as tools:
         clock, measures = tools.clock, tools.measurer
         started = clock.now()
-        journal = Journal(store, scope, measures.provenance)
+        journal = Journal(store, scope, measures.provenance, retry_failed=request.retry_failed)
         reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
         experience = request.experience or Experience(
@@ -83,7 +84,7 @@ def run_search(
             reporter.report(Phase.FINALS)
             run_finals(scope, journal, tools)
             prove_choice(scope, journal, tools)
-        except (KeyboardInterrupt, DeviceLostError):
+        except (KeyboardInterrupt, DeviceLostError, MachineError):
             # What is right and timed may serve, though no finals compared it, or no delays proved it.
             _pin(store, request, journal)
             raise
@@ -106,7 +107,13 @@ def run_search(
     )
 
 
-def _scope(request: SearchRequest) -> Scope:
+def search_scope(request: SearchRequest) -> Scope:
+    """Where a search looks: families without a chance are left out, unless the request names families.
+
+    Raises:
+        ProblemError: No family computes the problem on the target, or there is nothing to compute.
+        UsageError: A named family does not exist.
+    """
     problem = request.problem
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
@@ -183,9 +190,14 @@ class _Reporter:
         self._observer = observer
         self._elapsed = elapsed
         self._before = journal.tally().tried
+        self._reported = len(journal.rows)
 
     def report(self, phase: Phase) -> None:
         tally = self._journal.tally()
+        # Rows keep the order in which candidates finished.
+        fresh = itertools.islice(self._journal.rows.values(), self._reported, None)
+        finished = tuple(row.record for row in fresh)
+        self._reported += len(finished)
         seconds = self._elapsed()
         self._observer(
             Progress(
@@ -196,6 +208,7 @@ class _Reporter:
                 best=self._journal.best,
                 seconds=seconds,
                 remaining=self._remaining(tally.tried, seconds),
+                finished=finished,
             )
         )
 

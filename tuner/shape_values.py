@@ -12,6 +12,8 @@ from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24
+# Names in one sentence.
+MOST_NAMED = 6
 MAX_LENGTH = 2**31 - 1
 MAX_WIDTH = 1024
 
@@ -111,8 +113,15 @@ def quoted(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What a user may have meant, for the end of a sentence: one near name, or all of them."""
+    """The names that a user may have meant, as the end of a sentence.
+
+    Those that begin with the word; else the one that is nearest; else all of them.
+    """
     names = tuple(known)
+    longer = [repr(name) for name in names if word and name.startswith(word)]
+    if longer:
+        *others, last = longer[:MOST_NAMED]
+        return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
 

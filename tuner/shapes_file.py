@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.errors import UsageError
+from flashtune.files import read_bounded
 from flashtune.problem import Problem
 from flashtune.tuner.shape_values import parse_values
 from flashtune.tuner.shapes import expand, parse_shape
@@ -39,8 +40,7 @@ def read_text(path: Path, what: str) -> str:
         UsageError: It cannot be read, is too large, or is no text.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_bounded(path, MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from error
     except ValueError as error:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 from collections.abc import Iterator
 
-from flashtune.notices import search_command
 from flashtune.record import Outcome, Provenance, Record
+from flashtune.shape_text import shape_text
 from flashtune.tuner.request import SearchResult
 
 LABEL_WIDTH = 15
 
 
-def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
-    """What was found, against what, what was not, and what to do next; one line each.
+def summary_lines(
+    result: SearchResult, place: str, db: str | None = None, width: int | None = None
+) -> tuple[str, ...]:
+    """The best kernel, its rivals, what failed, and the next command.
 
     Args:
         result: The search's result.
         place: Where the records are stored.
+        db: The database as the user named it, for the next command.
+        width: Columns to fold lines at, at words; None folds nothing. The next command is never folded.
     """
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
@@ -27,9 +33,21 @@ def summary_lines(result: SearchResult, place: str) -> tuple[str, ...]:
         *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
         *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
         ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
-        ("next", next_command(result)),
     ]
-    return tuple(f"{label:<{LABEL_WIDTH}}{text}" for label, text in labelled)
+    folded = (line for label, text in labelled for line in _folded(label, text, width))
+    return (*folded, *_folded("next", next_command(result, db), None))
+
+
+def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
+    """A text beside its label, on as many lines as the width asks for."""
+    room = 10**6 if width is None else max(20, width - LABEL_WIDTH)
+    # Runs of spaces divide columns and are kept; a word longer than a line is not divided.
+    parts = textwrap.wrap(
+        text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    for part in parts or [""]:
+        yield f"{label:<{LABEL_WIDTH}}{part}"
+        label = ""
 
 
 def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
@@ -104,11 +122,10 @@ def _is_pruning(reason: str) -> bool:
     return "needs at least" in reason
 
 
-def next_command(result: SearchResult) -> str:
-    """The command that makes sense after this result."""
-    search = search_command(result.problem)
+def next_command(result: SearchResult, db: str | None = None) -> str:
+    """The command that says more of this result: why it is fast, or why everything failed."""
+    command = "explain" if result.best else "show --records"
     offline = result.provenance is Provenance.PREDICTED
-    target = f" --target {result.target.name}" if offline else ""
-    if result.best is None:
-        return f"{search}{target} --trials 1000 --seconds 600"
-    return search.replace("flashtune search", "flashtune explain", 1) + target
+    target = f" --target {result.target.short_name}" if offline else ""
+    database = f" --db {shlex.quote(db)}" if db else ""
+    return f'flashtune {command} --shape "{shape_text(result.problem)}"{target}{database}'

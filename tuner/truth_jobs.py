@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from flashtune.compilation import compile_kernel
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
 from flashtune.proof.cases import Level
@@ -102,6 +102,8 @@ def _judged(
         run()
         torch.cuda.synchronize(device)
         return run
+    except MachineError:
+        raise
     except (KernelError, RuntimeError) as error:
         leave_if_broken(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, message=str(error)[:MAX_MESSAGE])

@@ -21,12 +21,13 @@ from flashtune.errors import FlashtuneError
 from flashtune.kernel import Kernel
 from flashtune.problem import Dtype
 from flashtune.record import Provenance, Record
-from flashtune.target import Target, find_target
+from flashtune.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify_jobs
+from flashtune.tuner.admission import facts_of, why_refused
 from flashtune.tuner.processes import start_pool, stop_pool, usable_cores
-from flashtune.tuner.receipts import Receipt, receipt_fault, receipt_of
+from flashtune.tuner.receipts import Receipt, never_verified, receipt_fault, receipt_of
 from flashtune.tuner.verify_jobs import Interpretable
 from flashtune.tuner.verify_report import Means, Report, Result
 
@@ -49,6 +50,7 @@ def verify_records(
     gpu: tuple[int, Target] | None,
     require_gpu: bool = False,
     same_triton: bool = False,
+    allow_unproven: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> Report:
     """Verifies the selected kernels of a table.
@@ -58,6 +60,7 @@ def verify_records(
         gpu: Index and facts of the GPU of this machine, None without one.
         require_gpu: Whether what was not compared on a GPU here fails.
         same_triton: Whether receipts of another Triton than the one installed here fail.
+        allow_unproven: Whether what compiles and fits passes where no GPU ever verified it.
         progress: Told of each finished job: its phase, how many are done, of how many.
     """
     listed = list(records)
@@ -68,6 +71,8 @@ def verify_records(
     fit = [subject for subject in sound if not unfit[_binary(subject)]]
     name = gpu[1].name if gpu else None
     here = [subject for subject in fit if subject.record.target == name]
+    if here:
+        _compile_further(here, progress)
     checked = _run_on_gpu(here, gpu[0], progress) if gpu and here else {}
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], progress)
 
@@ -81,13 +86,20 @@ def verify_records(
         if id(record) in checked:
             return _result(record, subject.kernel, Means.GPU, checked[id(record)][0])
         verdict = interpreted[_source(subject)] if _is_interpreted(subject) else None
-        result = _by_receipt(subject, verdict, same_triton)
+        result = _by_receipt(subject, verdict, same_triton, allow_unproven)
         if require_gpu and not result.failed:
             return msgspec.structs.replace(result, failed=f"was not compared on {record.target} here")
         return result
 
     checks = tuple(check for _, made in checked.values() for check in made)
-    return Report(tuple(judge(record) for record in kernels), len(listed) - len(kernels), checks)
+    results = tuple(judge(record) for record in kernels)
+    passed = tuple((record, checked[id(record)][1]) for record in kernels if not _fault(checked, record))
+    return Report(results, len(listed) - len(kernels), checks, passed)
+
+
+def _fault(checked: Mapping[int, tuple[str, tuple[Check, ...]]], record: Record) -> bool:
+    """Whether a record has no passed checks of a GPU here."""
+    return id(record) not in checked or bool(checked[id(record)][0])
 
 
 def remember(checks: Iterable[Check], db: str | None) -> None:
@@ -102,12 +114,14 @@ def remember(checks: Iterable[Check], db: str | None) -> None:
 
 
 def _subject(record: Record) -> _Subject | str:
-    """The record's kernel as it renders here, or why it does not."""
+    """The record's kernel as it renders here, or why the record cannot be used."""
     assert record.config is not None
     try:
-        family = find_family(record.family)
-        kernel = render(family, record.problem, record.config, record.specialization)
-        return _Subject(record, find_target(record.target), kernel)
+        refused, target = why_refused(record), facts_of(record.target)
+        if refused or target is None:
+            return refused
+        kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
+        return _Subject(record, target, kernel)
     except FlashtuneError as error:
         return str(error)
 
@@ -119,7 +133,9 @@ def _result(
     return Result(record.problem.key, record.target, record.family, digest, means, failed, receipt)
 
 
-def _by_receipt(subject: _Subject, interpreted: str | None, same_triton: bool) -> Result:
+def _by_receipt(
+    subject: _Subject, interpreted: str | None, same_triton: bool, allow_unproven: bool
+) -> Result:
     """The result of a kernel that no GPU ran here; `interpreted` is None where no interpreter could."""
     record = subject.record
     means = Means.RECEIPT if interpreted is None else Means.INTERPRETER
@@ -131,6 +147,7 @@ def _by_receipt(subject: _Subject, interpreted: str | None, same_triton: bool) -
     means = Means.NONE if interpreted is None else means
     # A predicted record never claimed to have run, and is never dispatched as if it had.
     excused = record.provenance is Provenance.PREDICTED and means is Means.INTERPRETER
+    excused = excused or (allow_unproven and never_verified(record))
     return _result(record, subject.kernel, means, "" if excused else missing)
 
 
@@ -147,6 +164,25 @@ def _compile(subjects: list[_Subject], progress: Progress) -> dict[Hashable, str
         for key, subject in distinct.items()
     }
     return {key: lost or done for key, (lost, done) in _collect(pool, jobs, "compiling", progress).items()}
+
+
+def _compile_further(subjects: list[_Subject], progress: Progress) -> None:
+    """Fills the compiler's cache with the further kernels of GPU checks, on all cores.
+
+    A kernel that does not compile fails in its check, where the sentence names it.
+    """
+    pairs = [(kernel, one.target) for one in subjects for kernel in _further(one)]
+    distinct = {(kernel.digest, target.name): (kernel, target) for kernel, target in pairs}
+    pool = start_pool(usable_cores())
+    jobs = {
+        key: pool.schedule(verify_jobs.why_not_compiled, args=pair, timeout=verify_jobs.COMPILE_SECONDS)
+        for key, pair in distinct.items()
+    }
+    _collect(pool, jobs, "compiling siblings", progress)
+
+
+def _further(subject: _Subject) -> tuple[Kernel, ...]:
+    return verify_jobs.gpu_kernels(subject.record, subject.kernel)
 
 
 def _run_on_gpu(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pebble import ProcessPool
 
-from flashtune.errors import KernelError, VerificationError
+from flashtune.errors import KernelError, MachineError, VerificationError
 
 if TYPE_CHECKING:
     from flashtune.config import Config
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flashtune.target import Target
 
 COMPILE_SECONDS = 120.0
-GPU_SECONDS = 120.0
+GPU_SECONDS = 240.0
 INTERPRETER_SECONDS = 120.0
 BROKEN_CONTEXT = 70
 
@@ -56,7 +56,11 @@ def _become_interpreter() -> None:
 
 
 def why_not_compiled(kernel: Kernel, target: Target) -> str:
-    """Compiles a kernel for a target: why it cannot run there, empty if it can."""
+    """Compiles a kernel for a target: why it cannot run there, empty if it can.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+    """
     from flashtune.compilation import compile_kernel
     from flashtune.record import Resources
     from flashtune.tuner.resources import overflow
@@ -64,6 +68,8 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
     try:
         steps = (compile_kernel(step, target) for step in (kernel, kernel.first, kernel.last) if step)
         found = [step.metadata for step in steps]
+    except MachineError:
+        raise
     except KernelError as error:
         return f"does not compile: {error}"
     # Capacity is all that is asked here: registers would cost a tool's run for each kernel.
@@ -96,7 +102,8 @@ def check_interpreted(task: Interpretable) -> Verdict:
 def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
     """Proves a record's kernel on a GPU at its shape, and its sibling with (or without) the log-sum-exp.
 
-    Of a backward pass the sibling is given (or not given) the gradient of the log-sum-exp.
+    A kernel with barriers of its own is proven with injected delays too; its verdict then names `delays`.
+    The sibling of a backward pass is given (or not given) the gradient of the log-sum-exp.
 
     Returns:
         The verdict of the record's kernel, then, if that passed, of its sibling.
@@ -113,6 +120,8 @@ def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
     sibling = msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
     try:
         first = _check(record, record.specialization, target, device, Level.FULL)
+        if first.verdict.passed:
+            first = _with_delays(record, first, target, device)
         if not first.verdict.passed:
             return (first,)
         return first, _check(record, sibling, target, device, Level.QUICK)
@@ -122,6 +131,30 @@ def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
         except RuntimeError:
             os._exit(BROKEN_CONTEXT)
         raise
+
+
+def _with_delays(record: Record, first: Check, target: Target, device: Any) -> Check:
+    """The check with the verdict of injected delays, for kernels with barriers of their own."""
+    from flashtune.proof.check import check_delayed, joined
+    from flashtune.templates.registry import find_family
+    from flashtune.templates.rendering import render
+
+    assert record.config is not None
+    kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
+    late = check_delayed(kernel, record.problem, record.config, target, device)
+    return first if late is None else msgspec.structs.replace(first, verdict=joined([first.verdict, late]))
+
+
+def gpu_kernels(record: Record, kernel: Kernel) -> tuple[Kernel, ...]:
+    """The further kernels that `check_on_gpu` compiles: the sibling and the one with injected delays."""
+    from flashtune.proof.delays import delayed
+    from flashtune.templates.registry import find_family
+    from flashtune.templates.rendering import render
+
+    assert record.config is not None
+    sibling = msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
+    further = (render(find_family(record.family), record.problem, record.config, sibling), delayed(kernel))
+    return tuple(one for one in further if one is not None)
 
 
 def _check(record: Record, specialization: Specialization, target: Target, device: Any, level: Any) -> Check:
@@ -140,13 +173,17 @@ def _check(record: Record, specialization: Specialization, target: Target, devic
 
 
 def failure(job: Future[Any]) -> str:
-    """Why a job gave no result, empty if it gave one."""
+    """Why a job gave no result, empty if it gave one.
+
+    Raises:
+        MachineError: The machine failed, as with a full disk.
+    """
     from flashtune.tuner.processes import failure_of
 
     lost = failure_of(job)
     if lost is not None:
         return lost[1]
     error = job.exception()
-    if error is not None and not isinstance(error, KernelError):
+    if error is not None and (isinstance(error, MachineError) or not isinstance(error, KernelError)):
         raise error
     return str(error) if error else ""

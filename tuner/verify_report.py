@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from flashtune.db.checks import Check
+from flashtune.record import Record
 from flashtune.tuner.receipts import Receipt
 
 
@@ -48,11 +49,13 @@ class Report(msgspec.Struct, frozen=True):
         results: One for each selected kernel, in the table's order.
         baselines: Selections that are no generated kernel.
         checks: Verdicts made on a GPU here.
+        passed: The records that passed on a GPU here, each with its checks.
     """
 
     results: tuple[Result, ...]
     baselines: int
     checks: tuple[Check, ...] = ()
+    passed: tuple[tuple[Record, tuple[Check, ...]], ...] = ()
 
     def count(self, means: Means) -> int:
         """How many were compared by a means, whatever came of it."""

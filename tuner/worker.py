@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from flashtune.errors import MachineError
 from flashtune.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import COMPILE_SECONDS, Compiled
@@ -21,8 +21,11 @@ from flashtune.tuner.jobs import (
     prepare,
     time_finalists,
 )
-from flashtune.tuner.processes import exit_code_of, failure_of, start_pool, stop_pool
+from flashtune.tuner.probing import fault_of, outside_fault, settle_after_probe, stopped
+from flashtune.tuner.processes import Lost, Workers, exit_code_of, failure_of
 
+# What sentences call the process that runs kernels.
+RUNNER = "the process that runs kernels"
 JOB_SECONDS = 20.0
 # Warps that fall behind are waited for.
 DELAYED_PATIENCE = 3.0
@@ -37,8 +40,9 @@ Result = TypeVar("Result")
 class GpuWorker:
     """A `Measurer` that works in a process of its own on one GPU; a lost process is replaced.
 
-    A worker that has just crashed may mean a bad kernel or a GPU that was taken away: before a
-    crash counts as the candidate's failure, a new process has to reach the GPU.
+    A worker that crashed or hung may mean a bad kernel, a GPU that was taken away, or a machine that is
+    too busy or has no memory left. Before it counts as the candidate's failure, a new process has to reach
+    the GPU, and a probe has to find the machine well.
     """
 
     provenance = Provenance.MEASURED
@@ -46,9 +50,9 @@ class GpuWorker:
     def __init__(self, device: int, seconds: float = JOB_SECONDS) -> None:
         self._device = device
         self._seconds = seconds
-        self._pool = start_pool(1)
+        self._worker = Workers(1)
         # The process starts, and imports what it needs, while the first candidates compile.
-        self._pool.schedule(prepare, args=(device,), timeout=START_SECONDS)
+        self._worker.schedule(prepare, (device,), START_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +60,7 @@ class GpuWorker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stop_pool(self._pool)
+        self._worker.stop()
 
     def evaluate(
         self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
@@ -65,8 +69,7 @@ class GpuWorker:
         del compiled  # Triton's cache has the binary
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation] = Future()
-        job = self._scheduled(evaluate_candidate, (*arguments, drop_above_ms), self._patience(scope))
-        job.add_done_callback(lambda done: self._settle(done, settled))
+        self._run(evaluate_candidate, (*arguments, drop_above_ms), self._patience(scope), scope, settled)
         return settled
 
     def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
@@ -75,18 +78,20 @@ class GpuWorker:
         settled: Future[Evaluation | None] = Future()
 
         def prove(built: Future[bool]) -> None:
+            if self._worker.stopped:
+                settled.cancel()
+                return
             lost, error = failure_of(built), built.exception()
             if error is None and built.result():
                 seconds = DELAYED_PATIENCE * self._patience(scope)
-                job = self._scheduled(evaluate_late, (*arguments, self._device), seconds)
-                job.add_done_callback(lambda done: self._settle(done, settled, DELAYED))
+                self._run(evaluate_late, (*arguments, self._device), seconds, scope, settled, DELAYED)
             elif error is None or lost:
                 # A compiler that crashes or hangs says nothing of the candidate.
                 settled.set_result(None)
             else:
-                settled.set_exception(error)
+                settled.set_exception(_explained(error))
 
-        self._scheduled(build_late, arguments, COMPILE_SECONDS).add_done_callback(prove)
+        self._scheduled(build_late, arguments, COMPILE_SECONDS, settled, prove)
         return settled
 
     def _patience(self, scope: Scope) -> float:
@@ -96,42 +101,91 @@ class GpuWorker:
         """Starts the finals; if their process is lost they come to nothing."""
         arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
         settled: Future[tuple[Measurement, ...]] = Future()
-        job = self._scheduled(time_finalists, arguments, FINALS_SECONDS)
-        job.add_done_callback(lambda done: _pass_on(done, settled, () if failure_of(done) else None))
+
+        def settle(done: Future[tuple[Measurement, ...]]) -> None:
+            _pass_on(done, settled, () if failure_of(done) else None)
+
+        self._scheduled(time_finalists, arguments, FINALS_SECONDS, settled, settle)
         return settled
 
     def _scheduled(
-        self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
-    ) -> Future[Result]:
-        if not self._pool.active:
-            # A job's callback runs in a thread of its own pool, which cannot wait for itself to end.
-            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
-            self._pool = start_pool(1)
-        return self._pool.schedule(function, args=arguments, timeout=seconds)
-
-    def _settle(self, job: Future[Any], settled: Future[Any], how: str = "") -> None:
-        failure = failure_of(job)
-        if failure is None:
-            _pass_on(job, settled, None)
+        self,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        settled: Future[Any],
+        settle: Callable[[Future[Result]], None],
+    ) -> None:
+        """Starts a job and has it settled; `settled` gets the error where no process can be started."""
+        try:
+            job = self._worker.schedule(function, arguments, seconds)
+        except MachineError as error:
+            settled.set_exception(stopped(str(error)))
             return
-        timed_out, words = failure
-        outcome = Outcome.TIMEOUT if timed_out else Outcome.LAUNCH_ERROR
-        message = how + (fatal_error(exit_code_of(job)) or f"running {words}")
-        evaluation = Evaluation(outcome, message=message)
-        probe = self._scheduled(prepare, (self._device,), START_SECONDS)
-        probe.add_done_callback(lambda done: self._settle_after(done, evaluation, settled))
+        job.add_done_callback(settle)
 
-    def _settle_after(self, probe: Future[None], evaluation: Evaluation, settled: Future[Any]) -> None:
-        if failure_of(probe):
-            settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
-        else:
-            _pass_on(probe, settled, evaluation)
+    def _run(
+        self,
+        function: Callable[..., Evaluation],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        scope: Scope,
+        settled: Future[Any],
+        how: str = "",
+        *,
+        again: bool = True,
+    ) -> None:
+        """Starts an evaluation, and once more `again` where the process died before it took the job."""
+
+        def settle(job: Future[Evaluation]) -> None:
+            lost = failure_of(job)
+            if self._worker.stopped:
+                settled.cancel()
+            elif lost is None:
+                _pass_on(job, settled, None)
+            elif not lost.taken and again:
+                self._run(function, arguments, seconds, scope, settled, how, again=False)
+            else:
+                self._settle_lost(job, lost, scope, settled, how)
+
+        self._scheduled(function, arguments, seconds, settled, settle)
+
+    def _settle_lost(
+        self, job: Future[Evaluation], lost: Lost, scope: Scope, settled: Future[Any], how: str
+    ) -> None:
+        """Settles a job whose process was lost: a fault of the machine, the GPU or the candidate."""
+        outside = outside_fault(lost, RUNNER)
+        if outside:
+            settled.set_exception(stopped(outside))
+            return
+        outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.LAUNCH_ERROR
+        known = fatal_error(exit_code_of(job))
+        evaluation = Evaluation(outcome, message=how + (known or f"running {lost.words}"))
+
+        def settle(probe: Future[None]) -> None:
+            if self._worker.stopped:
+                settled.cancel()
+            elif failure_of(probe):
+                settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
+            elif known or probe.exception():
+                _pass_on(probe, settled, evaluation)
+            else:
+                settle_after_probe(
+                    scope.target, settled, lambda found: fault_of(lost, found, RUNNER), evaluation
+                )
+
+        self._scheduled(prepare, (self._device,), START_SECONDS, settled, settle)
 
 
 def _pass_on(job: Future[Any], settled: Future[Result], instead: Result | None) -> None:
     """Gives a finished job's error, or its result, or what is `instead` of it, to another future."""
     error = None if instead is not None and failure_of(job) else job.exception()
     if error is not None:
-        settled.set_exception(error)
+        settled.set_exception(_explained(error))
     else:
         settled.set_result(job.result() if instead is None else instead)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """An error with what a person may do, where the machine caused it."""
+    return stopped(str(error)) if isinstance(error, MachineError) else error

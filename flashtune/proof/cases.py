@@ -18,7 +18,7 @@ from flashtune.proof.inputs import Layout
 from flashtune.proof.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import Posed, posed
-from flashtune.proof.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of
+from flashtune.proof.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 TENSORS = ("q", "k", "v", "out")
 # Sides of a tile where a config does not name them.
@@ -119,7 +119,8 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
-        cases = cases_of(problem, shapes, block_n, FEW_HEADS)
+        # Without rounds of tiles nothing else has three tiles of queries and of keys in full attention.
+        cases = cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS)
         # Nothing races in an interpreter, and programs run one after the other.
         return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
     # Heads that share a tile: some must be left over for a tile of their own.

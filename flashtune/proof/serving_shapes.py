@@ -15,7 +15,7 @@ import msgspec
 from flashtune.problem import Causal, Problem
 from flashtune.proof.lengths import Lengths, is_ragged
 from flashtune.proof.probes import Probe
-from flashtune.proof.shapes import SMALL_REPEATS, Shape, Tile, rounds_of, shapes_of
+from flashtune.proof.shapes import SMALL_REPEATS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 # Bounds of windows and chunks that a check reaches: with few queries, and where it takes as many as keys.
 FARTHEST, FARTHEST_SQUARE, FARTHEST_REDUCED = 2**15 + 1, 2**13 + 1, 600
@@ -30,6 +30,8 @@ FEW_DECODE_HEADS = ((8, 2), (2, 2), (16, 1), (4, 2), (8, 1), (7, 1))
 FEW_BATCHES = (1, 1, 2, 1, 2)
 # Rows of a decoding tile: queries times heads that share keys.
 DECODE_ROWS, LATENT_ROWS = 64, 128
+# Heads that share keys where rows are to fill three tiles, and parts that all have three blocks there.
+DECODED_GROUP, FEW_PARTS = 16, 8
 # Enough sequences and KV heads for several rounds of programs, with two splits or more each.
 MANY_HEADS, MANY_BATCH = (8, 4), 41
 
@@ -54,7 +56,7 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
     """The problems of a check, in a fixed order.
 
     Args:
-        tile: Of the kernel; its queries do not matter in decoding.
+        tile: Of the kernel; in decoding its queries are rows: queries times heads that share keys.
         splits: Parts that decoding cuts keys into; 0 of what is no decoding kernel.
         problem: What the kernel is for.
         quick: Whether to make do with a few.
@@ -70,7 +72,11 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
         few = _few_queries(shape, heads, problem) if splits else shape
         # Where a row may see no key for want of keys, the last problems are the longest: fewer heads will do.
         yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)
+    if splits:
+        yield _decoded_tiles(tile, splits, problem)
     if reduced:
+        if not splits:
+            yield with_lengths(problem, third_tiles(tile), usual[0], 0, 1, quick=True)
         return
     if splits:
         long = Shape(Probe.RANDOM, 1, min(2 * splits, 8) * tile.keys + 1, SMALL_REPEATS)
@@ -81,6 +87,19 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
         rounds_of(tile, quick=quick), ((13, 1, 5), (15, 5, 7)) * 2, strict=False
     ):
         yield even_lengths(problem, shape, (many, kv_heads), batch)
+
+
+def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
+    """Three tiles of rows of a KV head, and three blocks of keys in each part, where parts are few."""
+    group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
+    queries = 2 * tile.queries // group + 1
+    keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1
+    if problem.latent and problem.causal is Causal.TOP_LEFT:
+        # As many queries as keys, or none sees a third block. Without latent keys there cannot be so many.
+        group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
+        keys = queries
+    lengths = Lengths((queries,), (keys,))
+    return Posed(Shape(Probe.RANDOM, queries, keys), (group, 1), lengths, is_ragged(problem))
 
 
 def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:

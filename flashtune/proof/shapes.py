@@ -106,6 +106,11 @@ def rounds_of(tile: Tile, *, quick: bool) -> Iterator[Shape]:
         yield Shape(Probe.NEEDLE, 3 * m, 2 * m + 1, SMALL_REPEATS)
 
 
+def third_tiles(tile: Tile) -> Shape:
+    """Three tiles of queries and three of keys at once, the last ones not whole."""
+    return Shape(Probe.RANDOM, 2 * tile.queries + 1, 2 * tile.keys + 1)
+
+
 def _around_diagonal(tile: Tile) -> Iterator[Shape]:
     """Square problems, more keys than queries and fewer: rows that see nothing, or a key at most."""
     m, n, depth = tile

@@ -36,7 +36,7 @@ from flashtune.templates.common.backward_portable import (
 )
 from flashtune.templates.common.backward_span import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.tiles import Chunk, head_chunks
-from flashtune.templates.common.traffic import cycled_queries, unpacked
+from flashtune.templates.common.traffic import cycled_rows, keys_kept, unpacked
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4
@@ -172,13 +172,15 @@ class BackwardFused:
         heads = problem.batch * problem.heads
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = problem.head_dim * FLOAT32
-        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
+        at_once = keys_kept(problem, config.block_n, target, inner=config.heads_inner)
+        row_bytes = both + 2 * FLOAT32 + sums
+        walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
             TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
             TrafficItem("sums of dq cleared", rows * sums),
             TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
-            TrafficItem("sums of dq added to for every block of keys", walked * sums),
+            TrafficItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
+            TrafficItem(f"sums of dq added to {often}", walked * sums),
             TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
         )
 

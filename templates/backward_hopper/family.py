@@ -33,7 +33,7 @@ from flashtune.templates.backward_hopper.space import (
 from flashtune.templates.backward_hopper.span import hopper_backward_span
 from flashtune.templates.backward_hopper.sram import hopper_backward_items
 from flashtune.templates.common.tiles import MIN_DOT_WIDTH
-from flashtune.templates.common.traffic import cycled_queries
+from flashtune.templates.common.traffic import cycled_rows, keys_kept
 from flashtune.templates.family import Context, TrafficItem
 
 HOPPER = 90
@@ -166,13 +166,15 @@ class BackwardHopper:
         heads = problem.batch * problem.heads
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = width_of(problem) * FLOAT32
-        walked = heads * cycled_queries(problem, config.block_m, config.block_n)
+        row_bytes = both + 2 * FLOAT32 + sums
+        at_once = keys_kept(problem, config.block_n, target)
+        walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
             TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
             TrafficItem("sums of dq cleared", rows * sums),
             TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-            TrafficItem("q and dout read for every block of keys", walked * (both + 2 * FLOAT32)),
-            TrafficItem("sums of dq added to for every block of keys", walked * sums),
+            TrafficItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
+            TrafficItem(f"sums of dq added to {often}", walked * sums),
             TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
         )
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from flashtune.problem import Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Orders of more tiles than these are worked out for the first sections alone, or not at all.
 MOST_TILES = 2**14
@@ -70,6 +73,8 @@ class Cost(msgspec.Struct, frozen=True):
 
 def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
     """Blocks of keys of some tiles of a head, or of all of them, and at least one: [tiles]."""
+    import numpy as np
+
     problem = tiling.problem
     tiles = np.arange(tiling.tiles) if tiles is None else tiles
     last_query = (tiles + 1) * tiling.rows
@@ -103,6 +108,8 @@ def extremes(tiling: Tiling) -> Extremes:
     if are_alike(tiling.problem):
         every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
         return Extremes(every, every, every)
+    import numpy as np
+
     # Of very many, some that lie evenly among them, the first and the last.
     some = np.linspace(0, tiling.tiles - 1, min(tiling.tiles, MOST_TILES)).astype(np.int64)
     counted = blocks(tiling, some)
@@ -113,6 +120,8 @@ def place(
     index: NDArray[np.int64], workers: int, tiling: Tiling, section: int, order: str
 ) -> NDArray[np.int64]:
     """Which tile of its head is the index-th of a launch, as programs that stay count them."""
+    import numpy as np
+
     total = tiling.total
     if order == "alternate":
         turn = index // workers
@@ -150,6 +159,8 @@ class _Loads(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=512)
 def _loads(tiling: Tiling, workers: int, section: int, order: str) -> _Loads:
+    import numpy as np
+
     heads = min(section or tiling.heads, tiling.heads)
     counted = tiling.total
     if counted > MOST_TILES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from flashtune.problem import Causal, Problem
@@ -10,6 +12,11 @@ from flashtune.templates.family import TrafficItem
 
 # The last-level cache is two partitions that each keep a copy of what both read.
 CACHE_COPIES = 2
+# Shares of reads are solved for to this difference; so near to 1 a ratio's share is linear.
+SOLVED = 1e-9
+NEAR_ONE = 1e-5
+EVERY_TILE = "for every tile of queries"
+EVERY_BLOCK = "for every block of keys"
 
 
 def streamed_keys(problem: Problem, block_m: int, block_n: int) -> int:
@@ -88,8 +95,96 @@ def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
     return total
 
 
+class AtOnce(msgspec.Struct, frozen=True):
+    """Programs that run at once, and the heads whose rows they read over and over.
+
+    Attributes:
+        programs: Programs that run at once.
+        heads: Heads between two reads of the same row.
+        beside: Neighbouring programs that read the same head at the same time.
+    """
+
+    programs: float
+    heads: float
+    beside: float = 1
+
+    @property
+    def readers(self) -> float:
+        """Running programs that read the same head together, at least one."""
+        return max(1.0, self.programs / max(1.0, min(self.heads, self.programs / self.beside)))
+
+
+def one_tile_each(
+    heads: int, extent: int, block: int, target: Target | None, *, inner: bool = False, group: int = 1
+) -> AtOnce:
+    """Counts the running programs of a launch in which each computes one tile.
+
+    Args:
+        heads: Heads of all sequences whose rows are cut into tiles.
+        extent: Rows of each of them.
+        block: Rows of a tile.
+        target: The GPU, with one program on each multiprocessor; None runs one program.
+        inner: Whether neighbouring programs work on different heads.
+        group: Heads that read the same head's rows.
+    """
+    programs = min(target.sm_count if target else 1, heads * _tiles(extent, block))
+    if inner:
+        return AtOnce(programs, heads / group, group)
+    # Tiles are not rounded up here, so that the working set is continuous in the extent.
+    return AtOnce(programs, max(1.0, min(heads, programs / max(1.0, extent / block) + 1) / group))
+
+
+def tiles_of_queries(problem: Problem, block_m: int, target: Target | None, *, inner: bool) -> AtOnce:
+    """Counts the running programs, and their KV heads, where each computes a tile of queries of a head."""
+    heads, group = problem.batch * problem.heads, problem.group_size
+    return one_tile_each(heads, problem.seqlen_q, block_m, target, inner=inner, group=group)
+
+
+def missed(working_set: float, target: Target | None) -> float:
+    """Returns the share of repeated reads that the last-level cache does not serve.
+
+    Args:
+        working_set: Bytes that the programs which run at once read over and over.
+        target: The GPU; None has no such cache.
+    """
+    return 1.0 if target is None else missed_at_random(working_set * CACHE_COPIES / target.l2_bytes)
+
+
+def missed_at_random(ratio: float) -> float:
+    """Returns the share of reads that miss a cache which replaces lines at random, in a loop over all data.
+
+    The share m solves m = 1 - exp(-m * ratio): a line is found again if none of the misses since replaced it.
+    It is 0 up to a ratio of 1, and continuous.
+
+    Args:
+        ratio: Size of the data over that of the cache.
+    """
+    if ratio <= 1 + NEAR_ONE:
+        return max(0.0, 2 * (ratio - 1))
+    share, change = 1.0, 1.0
+    # Newton's method. The function is convex, so that the share falls to the solution from above.
+    while change > SOLVED:
+        found = math.exp(-share * ratio)
+        change = (share - 1 + found) / (1 - ratio * found)
+        share -= change
+    return share
+
+
+def moved(read: float, once: float, share: float) -> int:
+    """Returns the bytes that come from HBM: first reads, and the share of repeated ones that misses."""
+    first = min(read, once)
+    return round(first + (read - first) * share)
+
+
+def how_often(share: float, each: str) -> str:
+    """Says in words how often rows are read, by the share of repeated reads that misses the cache."""
+    if not share:
+        return "once, then from L2"
+    return each if share == 1 else f"{each}, in part from L2"
+
+
 def streamed_items(
-    problem: Problem, block_m: int, block_n: int, heads_at_once: int, target: Target | None
+    problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
 ) -> tuple[TrafficItem, ...]:
     """What the forward pass moves when K and V stream past tiles of queries, in bytes.
 
@@ -97,33 +192,61 @@ def streamed_items(
         problem: What is computed.
         block_m: Queries of a tile.
         block_n: Keys of a block.
-        heads_at_once: KV heads that the programs which run at once read.
+        at_once: The programs that run at once, and their KV heads.
         target: The GPU; None has no cache.
     """
-    size = problem.dtype.itemsize
-    both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
-    all_heads = problem.batch * problem.heads
-    rows = all_heads * problem.seqlen_q
-    streamed = all_heads * streamed_keys(problem, block_m, block_n) * both
-    name = "k and v read for every tile of queries"
-    if stays_in_cache(heads_at_once * keys_at_once(problem, block_m) * both, target):
-        name = "k and v read once, then from L2"
-        streamed = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
+    rows = problem.batch * problem.heads * problem.seqlen_q
     return (
-        TrafficItem("q read once", rows * problem.head_dim * size),
-        TrafficItem(name, streamed),
+        TrafficItem("q read once", rows * problem.head_dim * problem.dtype.itemsize),
+        streamed_item(problem, block_m, block_n, at_once, target),
         TrafficItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
     )
 
 
-def stays_in_cache(working_set: int, target: Target | None) -> bool:
-    """Whether what running programs read again is still in the last-level cache.
+def streamed_item(
+    problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
+) -> TrafficItem:
+    """Keys and values that stream past tiles of queries, in bytes; arguments as for `streamed_items`.
+
+    Programs that read the same head at once go through its keys together: HBM is read once for all of them.
+    """
+    both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
+    all_heads = problem.batch * problem.heads
+    share = missed(at_once.heads * keys_at_once(problem, block_m) * both, target)
+    streamed: float = all_heads * streamed_keys(problem, block_m, block_n) * both
+    once = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
+    if target is not None:
+        streamed = max(once, streamed / at_once.readers)
+    return TrafficItem(f"k and v read {how_often(share, EVERY_TILE)}", moved(streamed, once, share))
+
+
+def cycled_rows(
+    problem: Problem, block_m: int, block_n: int, row_bytes: int, at_once: AtOnce, target: Target | None
+) -> tuple[int, str]:
+    """Returns rows that come from HBM when queries cycle past tiles of keys, and how often in words.
 
     Args:
-        working_set: Bytes that the programs which run at once read over and over.
-        target: The GPU; None has no such cache.
+        problem: What is computed.
+        block_m: Queries of a block.
+        block_n: Keys of a tile.
+        row_bytes: What is read or written again of each row.
+        at_once: The programs that run at once, and their query heads.
+        target: The GPU; None has no cache.
     """
-    return target is not None and working_set * CACHE_COPIES <= target.l2_bytes
+    all_heads = problem.batch * problem.heads
+    share = missed(at_once.heads * problem.seqlen_q * row_bytes, target)
+    walked: float = all_heads * cycled_queries(problem, block_m, block_n)
+    once = min(walked, all_heads * problem.seqlen_q)
+    if target is not None:
+        walked = max(once, walked / at_once.readers)
+    return moved(walked, once, share), how_often(share, EVERY_BLOCK)
+
+
+def keys_kept(problem: Problem, block_n: int, target: Target | None, *, inner: bool = False) -> AtOnce:
+    """Counts the running programs, and their query heads, where each keeps a block of keys of a KV head."""
+    kept = one_tile_each(problem.batch * problem.kv_heads, problem.seqlen_kv, block_n, target, inner=inner)
+    # A program walks all query heads of its KV head before it reads one of them again.
+    return AtOnce(kept.programs, kept.heads * problem.group_size, kept.readers)
 
 
 def _tiles(extent: int, block: int) -> int:

@@ -26,7 +26,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.span import hopper_span, spread_otherwise
+from flashtune.templates.forward_hopper.span import hopper_span, running_programs, spread_otherwise
 from flashtune.templates.forward_hopper.sram import hopper_items
 
 HOPPER = 90
@@ -171,9 +171,7 @@ class ForwardHopper:
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, HopperConfig)
         problem = unpacked(problem)
-        all_heads = problem.batch * problem.heads
-        heads = min(config.section * config.pack or all_heads, all_heads)
-        at_once = -(-heads // problem.group_size)
+        at_once = running_programs(problem, config, target)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:

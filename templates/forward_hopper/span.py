@@ -12,7 +12,7 @@ from flashtune.problem import Problem
 from flashtune.target import Target
 from flashtune.templates.common.pace import Pace, block_us, tile_us, together_us, traffic_us
 from flashtune.templates.common.schedule import Cost, Tiling, are_alike, busiest, extremes, staying
-from flashtune.templates.common.traffic import unpacked
+from flashtune.templates.common.traffic import AtOnce, unpacked
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.
@@ -53,6 +53,16 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
     )
     lost = OUT_OF_STEP if _falls_out(tiling, workers, section, target) else 0.0
     return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
+
+
+def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
+    """Counts the programs that stay, and the KV heads of which they take tiles by turns."""
+    tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
+    section = min(config.section or tiling.heads, tiling.heads)
+    programs = min(tiling.total, target.sm_count if target else 1)
+    # Tiles are not rounded up here, so that the working set is continuous in the number of queries.
+    heads = min(tiling.heads, max(section, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
+    return AtOnce(programs, max(1.0, heads / tiling.packs), min(section, tiling.packs))
 
 
 def _between(config: HopperConfig) -> float:

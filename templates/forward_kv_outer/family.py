@@ -13,7 +13,7 @@ from flashtune.templates.common.arguments import forward_arguments
 from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
-from flashtune.templates.common.traffic import cycled_queries, stays_in_cache
+from flashtune.templates.common.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 
@@ -163,11 +163,12 @@ class ForwardKVOuter:
         rows = all_heads * problem.seqlen_q
         state = (problem.value_head_dim + 2) * FLOAT32_BYTES
         # One program to a head; each cycles through all queries of its head and their state.
-        at_once = min(all_heads, target.sm_count) if target else all_heads
-        cached = stays_in_cache(at_once * problem.seqlen_q * (problem.head_dim * size + state), target)
-        visits = all_heads * cycled_queries(problem, config.block_m, config.block_n)
-        visits = min(visits, rows) if cached else visits
-        often = "once, then from L2" if cached else "for every tile of keys"
+        programs = min(all_heads, target.sm_count) if target else all_heads
+        row_bytes = problem.head_dim * size + state
+        visits, often = cycled_rows(
+            problem, config.block_m, config.block_n, row_bytes, AtOnce(programs, programs), target
+        )
+        last = rows * missed(programs * problem.seqlen_q * row_bytes, target)
         keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
         return (
             TrafficItem("k and v read once for every query head", keys),
@@ -175,7 +176,7 @@ class ForwardKVOuter:
             TrafficItem(f"q read {often}", visits * problem.head_dim * size),
             TrafficItem(f"carried max, sum and output read {often}", visits * state),
             TrafficItem(f"carried max, sum and output written {often}", visits * state),
-            TrafficItem("carried max, sum and output last read", 0 if cached else rows * state),
+            TrafficItem("carried max, sum and output last read", round(last) * state),
             TrafficItem("out written once", rows * problem.value_head_dim * size),
         )
 

@@ -12,7 +12,7 @@ from flashtune.target import Target
 from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_arguments, asked_of
 from flashtune.templates.common.span import portable_span
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items, unpacked
+from flashtune.templates.common.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_masked.space import (
     HOPPER,
@@ -163,10 +163,7 @@ class ForwardMasked:
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, MaskedConfig)
         problem = unpacked(problem)
-        programs = target.sm_count if target else 1
-        tiles = max(1, -(-problem.seqlen_q // config.block_m))
-        heads = programs if config.heads_inner else -(-programs // tiles) + 1
-        at_once = -(-min(heads, problem.batch * problem.heads) // problem.group_size)
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> MaskedContext:

@@ -14,7 +14,7 @@ from flashtune.templates.common.span import portable_span, resident_programs
 from flashtune.templates.common.sram import Tiles, engine_of
 from flashtune.templates.common.stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items
+from flashtune.templates.common.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
 
@@ -184,15 +184,8 @@ class ForwardQOuter:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
         assert isinstance(config, QOuterConfig)
-        at_once = self._heads_at_once(problem, config, target)
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
-
-    def _heads_at_once(self, problem: Problem, config: QOuterConfig, target: Target | None) -> int:
-        """KV heads that the programs which run at once read, one program to a multiprocessor."""
-        programs = target.sm_count if target else 1
-        tiles = max(1, -(-problem.seqlen_q // config.block_m))
-        heads = programs if config.heads_inner else -(-programs // tiles) + 1
-        return -(-min(heads, problem.batch * problem.heads) // problem.group_size)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> QOuterContext:
         assert isinstance(config, QOuterConfig)

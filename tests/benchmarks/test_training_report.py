@@ -1,4 +1,4 @@
-"""What is told of training is what was measured: tables and pictures are those of benchmarks/results."""
+"""Pictures and errors of the report of training."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from benchmarks import training_report
 from benchmarks.training_memory import STANDARD
 from benchmarks.training_pictures import memory_picture
 from flashtune.errors import TableError
-from flashtune.tuner.pages import with_tables
-
-
-def test_the_page_holds_the_tables_of_the_results() -> None:
-    page = training_report.PAGE.read_text(encoding="utf-8")
-    texts = training_report.tables(training_report.measured(training_report.RESULTS))
-    assert with_tables(page, texts, training_report.SCRIPT) == page
-    assert all(text in page for text in texts.values())
-
-
-def test_the_pictures_are_those_of_the_results() -> None:
-    drawn = training_report.pictures(training_report.measured(training_report.RESULTS))
-    for name, picture in drawn.items():
-        assert (training_report.PICTURES / f"{name}.svg").read_text(encoding="utf-8") == picture
 
 
 def test_a_way_that_fits_at_no_length_has_no_line() -> None:

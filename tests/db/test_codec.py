@@ -31,8 +31,9 @@ from flashtune.templates.registry import families
 MakeRecord = Callable[..., Record]
 
 TEXT = st.text(max_size=400)
-NATURAL = st.integers(0, 2**63)
+NATURAL = st.integers(0, 2**31 - 1)
 TIME = st.floats(0, 1e12)
+MILLISECONDS = st.floats(1e-6, 1e12)
 
 
 @st.composite
@@ -44,9 +45,9 @@ def problems(draw: st.DrawFn) -> Problem:
         value_head_dim=draw(st.integers(1, 256)),
         heads=kv_heads * draw(st.integers(1, 2**10)),
         kv_heads=kv_heads,
-        batch=draw(st.integers(0, 2**31 - 1)),
-        seqlen_q=draw(st.integers(0, 2**31 - 1)),
-        seqlen_kv=draw(st.integers(0, 2**31 - 1)),
+        batch=draw(st.integers(1, 2**31 - 1)),
+        seqlen_q=draw(st.integers(1, 2**31 - 1)),
+        seqlen_kv=draw(st.integers(1, 2**31 - 1)),
         causal=draw(st.sampled_from(Causal)),
     )
 
@@ -64,12 +65,27 @@ def candidates(draw: st.DrawFn, problem: Problem, target: Target) -> tuple[str, 
 
 
 @st.composite
+def verdicts(draw: st.DrawFn) -> Verdict:
+    """A verdict that does not contradict itself."""
+    if draw(st.booleans()):
+        return Verdict(True, draw(st.floats(0, 1)), draw(st.integers(1, 2**31 - 1)), "", draw(TEXT))
+    ratio = st.floats(allow_nan=False, allow_infinity=False)
+    return Verdict(False, draw(ratio), draw(NATURAL), draw(TEXT), draw(TEXT))
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> Measurement:
+    """A measurement with its percentiles in order."""
+    p20, ms, p80 = sorted(draw(st.tuples(MILLISECONDS, MILLISECONDS, MILLISECONDS)))
+    peers = draw(st.lists(st.builds(PeerTime, TEXT, MILLISECONDS), max_size=3).map(tuple))
+    return Measurement(ms, p20, p80, draw(st.integers(1, 2**31 - 1)), draw(st.booleans()), peers)
+
+
+@st.composite
 def records(draw: st.DrawFn) -> Record:
     problem = draw(problems())
     target = draw(st.sampled_from(TARGETS))
     family, config = draw(candidates(problem, target))
-    peers = st.lists(st.builds(PeerTime, TEXT, TIME), max_size=3).map(tuple)
-    ratio = st.floats(allow_nan=False, allow_infinity=False)
     return Record(
         problem=problem,
         target=target.name,
@@ -90,8 +106,8 @@ def records(draw: st.DrawFn) -> Record:
                 st.just(msgspec.UNSET) | NATURAL,
             )
         ),
-        verdict=draw(st.none() | st.builds(Verdict, st.booleans(), ratio, NATURAL, TEXT, TEXT)),
-        measurement=draw(st.none() | st.builds(Measurement, TIME, TIME, TIME, NATURAL, st.booleans(), peers)),
+        verdict=draw(st.none() | verdicts()),
+        measurement=draw(st.none() | measurements()),
         message=draw(TEXT),
     )
 
@@ -148,7 +164,7 @@ def test_a_kernel_that_returned_nan_can_be_stored(make_record: MakeRecord) -> No
         {"message": "x" * 401},
         {"kernel": "no digest"},
         {"target": "\ud800"},
-        {"measurement": Measurement(ms=math.nan, p20=1.0, p80=1.0, samples=1)},
+        {"resources": Resources(sram_bytes=1, compile_seconds=math.nan)},
         {"family": "standard"},
         {"family": "no_such_family"},
         {"config": None},
@@ -223,6 +239,81 @@ def test_an_error_does_not_repeat_what_is_hostile(make_record: MakeRecord) -> No
     with pytest.raises(TableError) as caught:
         decode_record(hostile(make_record(), **{"f" * 50_000: 1}))
     assert len(str(caught.value)) < 400
+
+
+def edited(record: Record, part: str, **changes: Any) -> bytes:
+    """The record's JSON with fields of one of its parts replaced."""
+    fields = msgspec.json.decode(encode_record(record))
+    fields[part] |= changes
+    return msgspec.json.encode(fields)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("verdict", {"worst_ratio": 1e300}, "passed with 1e"),
+        ("verdict", {"worst_ratio": 1.0000001}, "passed with 1 of"),
+        ("verdict", {"worst_ratio": -0.5}, "passed with -0.5"),
+        ("verdict", {"failed": "needle"}, "passed and names a check that failed"),
+        ("verdict", {"checks": 0}, "passed and counts no check"),
+        ("verdict", {"checks": -1}, ">= 0"),
+        ("measurement", {"samples": 0}, "measured with 0 samples"),
+        ("measurement", {"ms": 0.0, "p20": 0.0}, "> 0"),
+        ("measurement", {"ms": -1.0, "p20": -1.0}, "> 0"),
+        ("measurement", {"p20": 1.5}, "is not between percentiles"),
+        ("measurement", {"p80": 0.5}, "is not between percentiles"),
+        ("measurement", {"peers": [{"name": "sdpa-cudnn", "ms": 0.0}]}, "> 0"),
+        ("config", {"num_warps": 3}, "num_warps"),
+        ("config", {"block_m": 48}, "block_m"),
+        ("problem", {"seqlen_q": 0}, "is empty"),
+        ("problem", {"seqlen_kv": 0}, "is empty"),
+        ("problem", {"batch": 0}, "is empty"),
+        ("resources", {"compile_seconds": -1.0}, ">= 0"),
+        ("resources", {"registers": 2**40}, "<= 2"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(
+    make_record: MakeRecord, part: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(TableError, match=reason):
+        decode_record(edited(make_record(), part, **changes))
+
+
+@pytest.mark.parametrize("name", ["kernel", "target"])
+def test_a_line_break_behind_a_name_is_refused(make_record: MakeRecord, name: str) -> None:
+    fields = msgspec.json.decode(encode_record(make_record()))
+    fields[name] += "\n"
+    with pytest.raises(TableError, match="regex"):
+        decode_record(msgspec.json.encode(fields))
+
+
+def test_a_failed_verdict_may_have_any_figures(make_record: MakeRecord) -> None:
+    verdict = Verdict(passed=False, worst_ratio=1e300, checks=0, failed="needle", device="NVIDIA H200")
+    record = make_record(outcome=Outcome.WRONG_RESULT, verdict=verdict)
+    assert decode_record(encode_record(record)) == record
+
+
+def test_a_time_that_is_no_number_is_refused() -> None:
+    with pytest.raises(TableError, match="median of nan ms"):
+        Measurement(ms=math.nan, p20=1.0, p80=1.0, samples=1)
+
+
+def test_a_prediction_has_no_samples(make_record: MakeRecord) -> None:
+    predicted = make_record(
+        provenance=Provenance.PREDICTED, verdict=None, measurement=Measurement(1.0, 1.0, 1.0, 0)
+    )
+    assert decode_record(encode_record(predicted)) == predicted
+
+
+def test_every_size_of_every_space_can_be_stored(make_problem: Callable[..., Problem]) -> None:
+    for family in families():
+        problem = make_problem(direction=family.direction)
+        for target in TARGETS:
+            for axis in family.space(problem, target).axes:
+                config = family.default(problem, target)
+                for value in axis.values:
+                    raw = msgspec.json.encode(msgspec.structs.replace(config, **{axis.name: value}))
+                    assert getattr(msgspec.json.decode(raw, type=family.config_type), axis.name) == value
 
 
 def test_an_impossible_problem_is_refused(make_record: MakeRecord) -> None:

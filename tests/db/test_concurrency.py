@@ -9,6 +9,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from flashtune.db.reader import open_reader
 from flashtune.db.store import open_store
 
@@ -34,6 +36,7 @@ def is_sound(path: Path) -> bool:
         return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
 
 
+@pytest.mark.slow
 def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> None:
     writers = [start(path, 1000 * number, 80) for number in range(4)]
     said: set[int] = set()
@@ -49,6 +52,7 @@ def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> Non
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_nothing_and_corrupt_nothing(path: Path) -> None:
     chance = random.Random(5)
     said: set[int] = set()

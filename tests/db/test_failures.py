@@ -33,7 +33,7 @@ def filled(path: Path, make_record: MakeRecord) -> Path:
     """A database with a selection and enough records for several pages."""
     with open_store(str(path)) as store:
         for number in range(50):
-            store.pin(store.add(make_record(ms=float(number))))
+            store.pin(store.add(make_record(ms=1.0 + number)))
     return path
 
 

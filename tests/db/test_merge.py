@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from flashtune.db.checks import Check
+from flashtune.db.failures import UnreadableRecord
 from flashtune.db.reader import open_reader
 from flashtune.db.store import MergeCounts, Store, open_store
-from flashtune.db.table import TunedTable
+from flashtune.db.table import TunedTable, shipped_table
 from flashtune.errors import StoreError, TableError
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Verdict
@@ -141,6 +145,71 @@ def test_tables_are_taken_as_databases_are(
     assert store.merge_tables(table) == MergeCounts(2, 0, 1, 0, 1, 0)
     assert {stored.record for stored in store.selections()} == {ours, new}
     assert store.merge_tables(table) == MergeCounts(0, 2, 0, 0, 2, 0)
+
+
+def test_tables_come_to_the_same_at_once_as_row_by_row(
+    store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
+) -> None:
+    shipped = shipped_table("nvidia-h200")
+    assert shipped is not None
+    # Half of the problems are there already: as they are, faster, or slower.
+    whole = shipped.records[:120]
+    before = tuple(_changed(record, number) for number, record in enumerate(whole[::2]))
+    third = tmp_path / "third.sqlite"
+    with open_store(str(other)) as source, open_store(str(third)) as by_row:
+        source.merge_tables(TunedTable(target=shipped.target, records=whole))
+        for filled in (store, by_row):
+            filled.merge_tables(TunedTable(target=shipped.target, records=before))
+        at_once = store.merge_tables(TunedTable(target=shipped.target, records=whole))
+        row_by_row = by_row.merge_from(str(other))
+        assert at_once == row_by_row
+        assert min(at_once.selections_added, at_once.selections_replaced, at_once.selections_kept) > 0
+        for chosen in (Store.selections, Store.stand_ins):
+            assert [row.record for row in chosen(store)] == [row.record for row in chosen(by_row)]
+
+
+def _changed(record: Record, number: int) -> Record:
+    assert record.measurement is not None
+    factor = (1.0, 0.5, 2.0)[number % 3]
+    measurement = msgspec.structs.replace(
+        record.measurement,
+        ms=record.measurement.ms * factor,
+        p20=record.measurement.p20 * factor,
+        p80=record.measurement.p80 * factor,
+    )
+    return msgspec.structs.replace(record, measurement=measurement)
+
+
+def test_a_large_table_takes_few_statements(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    records = tuple(make_record(problem=make_problem(batch=batch)) for batch in range(1, 1201))
+    table = TunedTable(target="nvidia-h200", records=records)
+    statements: list[str] = []
+    told: list[int] = []
+
+    def count(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        assert store.merge_tables(table, progress=told.append).selections_added == 1200
+        assert store.merge_tables(table).selections_kept == 1200
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert len(statements) < 60
+    assert sum(told) == 1200
+    assert len(told) == 3
+
+
+def test_a_table_replaces_a_selection_that_cannot_be_read(store: Store, make_record: MakeRecord) -> None:
+    store.pin(store.add(make_record(ms=2.0)))
+    with sqlite3.connect(store.url.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE records SET payload = '{}'")
+    with pytest.warns(UnreadableRecord):
+        counts = store.merge_tables(TunedTable(target="nvidia-h200", records=(make_record(ms=1.0),)))
+    assert counts.selections_added == 1
+    assert [row.record.ms for row in store.selections()] == [1.0]
 
 
 def test_a_table_with_what_may_not_serve_is_refused(store: Store, make_record: MakeRecord) -> None:

@@ -15,13 +15,14 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
 from flashtune.db import migrate
+from flashtune.db.codec import encode_record
 from flashtune.db.creation import HEAD, REVISIONS
 from flashtune.db.migrate import MIGRATIONS, Upgraded, upgrade
 from flashtune.db.reader import open_reader
 from flashtune.db.schema import METADATA
 from flashtune.db.store import Store, open_store
 from flashtune.errors import StoreError
-from flashtune.record import Measurement, PeerTime, Record, Versions
+from flashtune.record import Measurement, Outcome, PeerTime, Record, Versions
 
 MakeRecord = Callable[..., Record]
 SCHEMAS = sorted((Path(__file__).parents[1] / "data" / "schemas").glob("*.sqlite"))
@@ -57,6 +58,37 @@ def test_a_past_schema_opens_with_all_it_held(kept: Path, path: Path) -> None:
     assert reader.selections("nvidia-h200") == (measured,)
     versions = Versions("0.1.0", "none", "2.13.0", "3.7.1", "13.0", "580.1")
     assert reader.check("0123456789abcdef" * 2, "nvidia-h200", versions) is True
+
+
+def test_outcomes_that_the_machine_caused_are_removed(path: Path, make_record: MakeRecord) -> None:
+    shutil.copy(SCHEMAS[REVISIONS.index("0003")], path)
+    caused = (
+        "OSError: [Errno 28] No space left on device",
+        "NotADirectoryError: [Errno 20] Not a directory: '/x/triton'",
+        "MemoryError: no message",
+        "compiling its process died (killed by signal 9)",
+        "RuntimeError: Failed to find C compiler. Please specify via CC",
+        "cuobjdump failed (FileNotFoundError): reinstall triton",
+    )
+    its_own = (
+        "RuntimeError: PassManager::run failed",
+        "compiling its process died (killed by signal 11)",
+        "delayed: illegal memory access",
+        "OutOfMemoryError: CUDA out of memory",
+    )
+    columns = "content_hash, created_at, problem_key, target, family, outcome, provenance, triton, template"
+    insert = f"INSERT INTO records ({columns}, payload) VALUES (?, '', ?, ?, ?, ?, '', '', '', ?)"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        (before,) = connection.execute("SELECT count(*) FROM records").fetchone()
+        for number, message in enumerate((*caused, *its_own)):
+            record = make_record(outcome=Outcome.COMPILE_ERROR, measurement=None, message=message)
+            key = (record.problem.key, record.target, record.family, record.outcome.value)
+            connection.execute(insert, (str(number), *key, encode_record(record).decode()))
+    upgrade(str(path))
+    with open_store(str(path)) as store:
+        messages = [entry.record.message for entry in store.records()]
+    assert tuple(messages[before:]) == its_own
+    assert len(messages) == before + len(its_own)
 
 
 def test_upgrading_twice_changes_nothing(path: Path) -> None:

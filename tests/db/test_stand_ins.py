@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flashtune.db.forgetting import Forgettable
 from flashtune.db.reader import open_reader
+from flashtune.db.rows import now
 from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
@@ -18,6 +20,7 @@ from flashtune.problem import Problem
 from flashtune.record import Outcome, Record
 from flashtune.target import find_target
 from flashtune.templates.family import Family
+from flashtune.tuner.forgetting import next_best
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
@@ -151,3 +154,33 @@ def test_a_database_from_before_is_read_as_it_is(path: Path) -> None:
     assert reader is not None
     assert len(reader.selections(TARGET)) == 1
     assert reader.stand_ins(TARGET) == ()
+
+
+def test_forgetting_a_stand_in_names_the_next_best_and_keeps_the_selection(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    selected, first = make_native(), make_record(ms=0.8)
+    second = make_record(ms=0.9)
+    assert second.config is not None
+    second = msgspec.structs.replace(second, config=msgspec.structs.replace(second.config, block_m=16))
+    for record in (second, selected):
+        store.pin(store.add(record))
+    before = now()
+    assert store.stand_in(store.add(first))
+    assert serving(store) == ([selected], [first])
+    (taken,) = store.forget(Forgettable(since=before), next_best)
+    assert taken.family == selected.family
+    assert serving(store) == ([selected], [second])
+
+
+def test_forgetting_a_selection_of_a_family_selects_what_stood_in_for_it(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
+    selected, portable = make_native(), make_record()
+    store.pin(store.add(selected))
+    assert store.stand_in(store.add(portable))
+    store.forget(Forgettable(family=selected.family), next_best)
+    assert serving(store) == ([portable], [])
+    store.forget(Forgettable(family=portable.family), next_best)
+    assert serving(store) == ([], [])
+    assert store.records() == []

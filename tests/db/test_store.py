@@ -149,7 +149,7 @@ def test_the_last_check_counts(store: Store, make_record: MakeRecord) -> None:
 def test_threads_share_a_store(store: Store, make_record: MakeRecord) -> None:
     def write(thread: int) -> None:
         for number in range(25):
-            store.pin(store.add(make_record(ms=thread + number / 100)))
+            store.pin(store.add(make_record(ms=1 + thread + number / 100)))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -95,7 +95,7 @@ def refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 2}, "has table schema 2 and this flashtune reads 1: export it again"),
+        ({"schema": 3}, "has table schema 3 and this flashtune reads up to 2: export it again"),
         ({"schema": "1"}, "is no tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
@@ -144,6 +144,14 @@ def test_negative_blocks_are_refused(table: TunedTable) -> None:
 @pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
 def test_what_is_no_table_is_refused(raw: bytes) -> None:
     refused(raw, "is no tuned table")
+
+
+def test_one_byte_that_is_not_utf8_is_refused_wherever_it_is(table: TunedTable) -> None:
+    raw = dump_table(table)
+    for place in range(0, len(raw), 101):
+        with pytest.raises(TableError) as caught:
+            parse_table(raw[:place] + b"\xff" + raw[place:], "table.json")
+        assert str(caught.value).startswith("table.json")
 
 
 def test_two_records_of_a_problem_are_refused(table: TunedTable, make_record: MakeRecord) -> None:

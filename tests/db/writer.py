@@ -23,7 +23,7 @@ PROBLEM = Problem(
 def main(url: str, first: int, count: int) -> None:
     """Writes `count` records, or until it is killed."""
     with open_store(url) as store:
-        for ms in range(first, first + count):
+        for ms in range(first + 1, first + count + 1):
             record_id = store.add(
                 Record(
                     problem=PROBLEM,

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pages", "scarce"), [(2, True), (24, False)])
 def test_all_tokens_are_those_of_the_plain_loop(pages: int, scarce: bool) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

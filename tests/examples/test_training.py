@@ -23,6 +23,7 @@ def run(*losses: float, step_ms: tuple[float, ...] = ()) -> Run:
     return Run("any", losses, step_ms, 0)
 
 
+@pytest.mark.slow
 def test_losses_of_both_runs_agree(tmp_path: Path) -> None:
     saved, plot = tmp_path / "training.json", tmp_path / "training.html"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -6,7 +6,7 @@ With         ALiBi, packed
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
              turned False, decomposed True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 76b7dbc0d4e4
+Template     backward_fused 581e4968d862
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -474,6 +474,51 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlen
 
     Returns dq, dk and dv, like q, k and v, and dslopes.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.float16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    _, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 192)),
+        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 192)),
+        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 128)),
+        ("out", out, dtype, (batch, heads, seqlen_q, 128)),
+        ("dout", dout, dtype, (batch, heads, seqlen_q, 128)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+        ("slopes", slopes, torch.float32, (sequences, heads)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (sequences + 1,)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse),):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     negative = scale < 0
     if negative:

@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
              turned False, decomposed False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 76b7dbc0d4e4
+Template     backward_fused 581e4968d862
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -451,6 +451,46 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
 
     Returns dq, dk and dv, like q, k and v, and dbias.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.float32, (batch, heads, seqlen_q, 40)),
+        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 40)),
+        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 24)),
+        ("out", out, torch.float32, (batch, heads, seqlen_q, 24)),
+        ("dout", dout, torch.float32, (batch, heads, seqlen_q, 24)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+        ("dlse", dlse, torch.float32, (batch, heads, seqlen_q)),
+        ("bias", bias, torch.float32, (batch, heads, seqlen_q, seqlen_kv)),
+        ("prefix", prefix, torch.int32, (batch,)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    # Offsets within a batch have 32 bits.
+    span = sum((bias.shape[i] - 1) * bias.stride(i) for i in (1, 2, 3)) + 1024 * (bias.stride(2) + 1)
+    if span >= 2**31:
+        raise ValueError(f"bias spans {span} elements in one batch, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     negative = scale < 0
     if negative:

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 30abc26513d2
+Template     decode_split_kv 03ec5e8acd1e
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -316,6 +316,47 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    _, heads, seqlen_q, _ = q.shape
+    _, kv_heads, _, _ = k.shape
+    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 64)),
+        ("k", k, torch.int8, (k.shape[0], kv_heads, 16, 64)),
+        ("v", v, torch.int8, (k.shape[0], kv_heads, 16, 64)),
+        ("k_scale", k_scale, torch.float32, (k.shape[0], kv_heads)),
+        ("v_scale", v_scale, torch.float32, (k.shape[0], kv_heads)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (sequences,)),
+        ("block_table", block_table, torch.int32, (sequences, *block_table.shape[-1:])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if name not in ("k_scale", "v_scale") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if name in ("k", "v"):
+            # Offsets of pages have 64 bits.
+            span -= (tensor.shape[0] - 1) * tensor.stride(0)
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

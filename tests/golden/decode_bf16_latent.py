@@ -4,7 +4,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right, value
              and pages of 64
 Config       block_m 64, block_n 64, 8 warps, 2 stages, 1 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 30abc26513d2
+Template     decode_split_kv 03ec5e8acd1e
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -171,6 +171,48 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, _, _ = k.shape
+    if kv_heads != 1:
+        raise ValueError(f"k has {kv_heads} heads, expected 1")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 576)),
+        ("k", k, dtype, (k.shape[0], kv_heads, 64, 576)),
+        ("v", v, dtype, (k.shape[0], kv_heads, 64, 512)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    if (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+        raise ValueError("v is a tensor of its own, expected the first 512 columns of k")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if name in ("k", "v"):
+            # Offsets of pages have 64 bits.
+            span -= (tensor.shape[0] - 1) * tensor.stride(0)
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

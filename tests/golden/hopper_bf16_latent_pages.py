@@ -4,7 +4,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right
 Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
 Config       1 queries and 64 heads a tile, 2 stages, 1 parts, late_values True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper 46e1f80a394e
+Template     decode_latent_hopper 6996c676fa92
 
 All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
 copied in once, as the left and the right half of the values and the rest, and serves both products.
@@ -472,6 +472,38 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     Returns the output [batch, heads, seqlen_q, 512] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, _, _ = k.shape
+    if kv_heads != 1:
+        raise ValueError(f"k has {kv_heads} heads, expected 1")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 576)),
+        ("k", k, torch.bfloat16, (k.shape[0], kv_heads, 64, 576)),
+        ("v", v, torch.bfloat16, (k.shape[0], kv_heads, 64, 512)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    if (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+        raise ValueError("v is a tensor of its own, expected the first 512 columns of k")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

@@ -4,7 +4,7 @@ Computes     e4m3, head dim 128, value head dim 128, causal: none
 Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved False, ping_pong True, late_wait False,
              lazy_rescale True, decomposed False, pack 1, section 0, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 3b427fba23f0
+Template     forward_hopper dd121bce933a
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -493,9 +493,9 @@ def prologue_plan(q, k, v, out):
 
 
 def descriptors(q, k, v, out):
-    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing.
+    """Returns the TMA descriptors of each tensor. Reads past its ends give zeros; writes there do nothing.
 
-    `v` is what `transpose_values` wrote, [batch, kv_heads, value_head_dim, keys].
+    `v` is the output of `transpose_values`, [batch, kv_heads, value_head_dim, keys].
     """
     kv_heads = k.shape[1]
 
@@ -553,6 +553,47 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
     Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    scales = [
+        (name, factor, torch.float32, shape)
+        for name, factor, shape in (
+            ("q_scale", q_scale, (batch, heads)),
+            ("k_scale", k_scale, (batch, kv_heads)),
+            ("v_scale", v_scale, (batch, kv_heads)),
+        )
+        if factor is not None
+    ]
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.float8_e4m3fn, (batch, heads, seqlen_q, 128)),
+        ("k", k, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
+        ("v", v, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
+        *scales,
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, factor, *_ in scales:
+        if not factor.is_contiguous():
+            raise ValueError(f"{name} has strides {factor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = (-q.float()).to(q.dtype), -scale

@@ -6,7 +6,7 @@ With         chunk 64, softcap, ALiBi, additive bias
 Config       block_m 32, block_n 32, 4 warps, 1 stages, two_phases False, decomposed False,
              long_first False, heads_inner False, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 5c0c94f95969
+Template     forward_masked 8fbcbdc089fe
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -197,6 +197,38 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
     Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
     head dim, in float32.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.float32, (batch, heads, seqlen_q, 40)),
+        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 40)),
+        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 24)),
+        ("slopes", slopes, torch.float32, (batch, heads)),
+        ("bias", bias, torch.float32, (batch, heads, seqlen_q, seqlen_kv)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    # Offsets within a batch have 32 bits.
+    span = sum((bias.shape[i] - 1) * bias.stride(i) for i in (1, 2, 3)) + 1024 * (bias.stride(2) + 1)
+    if span >= 2**31:
+        raise ValueError(f"bias spans {span} elements in one batch, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
 Config       block_m 128, block_n 64, 8 warps, 3 stages, descriptor loads, qk_ahead False, two_phases True,
              decomposed False, long_first False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 1ca43f6bf14a
+Template     forward_q_outer 4f9ac02ad9d3
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -148,6 +148,41 @@ def attention(q, k, v, scale=None):
     Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 128)),
+        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 128)),
+        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 128)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

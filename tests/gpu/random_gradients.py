@@ -13,10 +13,12 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import msgspec
 
+from benchmarks.saved import save
 from flashtune.config import Config
 from flashtune.features import Feature
 from flashtune.problem import Causal, Direction, Problem
@@ -143,11 +145,14 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", type=int, help="compile at most so many kernels, for a short run")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the summary, in JSON")
     arguments = parser.parse_args()
     target = device_target(0)
     drawn = list(trials(arguments.count, arguments.seed, target, arguments.kernels))
     summary = check_all(drawn, target, arguments.seed, click.echo)
     click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    if arguments.save:
+        save(arguments.save, summary)
     return 1 if summary.wrong or summary.refused else 0
 
 

@@ -13,11 +13,13 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
+from benchmarks.saved import save
 from flashtune.config import Config
 from flashtune.errors import ProblemError
 from flashtune.features import PAGE_SIZES, Bias, Feature, KvDtype, KvScale
@@ -182,12 +184,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("count", type=int, nargs="?", default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the summary, in JSON")
     arguments = parser.parse_args()
     target = device_target(0)
     summary = check_all(
         list(trials(arguments.count, arguments.seed, target)), target, arguments.seed, click.echo
     )
     click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    if arguments.save:
+        save(arguments.save, summary)
     return 1 if summary.wrong else 0
 
 

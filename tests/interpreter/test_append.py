@@ -56,6 +56,7 @@ def appended_slots() -> Iterator[list[int]]:
     yield [39, 40, *range(78, 82)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "widths"), [("nhd", (24, 16)), ("hnd", (64, 0))])
 @pytest.mark.parametrize(
     ("dtype", "growing", "given"),

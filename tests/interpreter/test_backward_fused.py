@@ -130,6 +130,7 @@ def test_products_of_halves() -> None:
     check(problem, a_config("halves", products=Products.TF32X3), make_call(problem))
 
 
+@pytest.mark.tritons
 def test_a_kernel_stands_alone() -> None:
     problem = a_problem(head_dim=16, kv_heads=2, alibi=True, dropout=True)
     call = make_call(problem)

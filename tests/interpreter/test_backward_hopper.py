@@ -94,6 +94,7 @@ def test_products_begin_at_what_softmax_takes_off(
     assert torch.equal(rows[:, :, 1, 150:], torch.zeros_like(rows[:, :, 1, 150:]))
 
 
+@pytest.mark.tritons
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
     kernel = kernel_of(head_dim, head_dim, deterministic=True)

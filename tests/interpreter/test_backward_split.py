@@ -47,6 +47,7 @@ def a_config(seed: str, **changes: Any) -> SplitConfig:
     return msgspec.structs.replace(config, **changes)
 
 
+@pytest.mark.sampled
 @CAUSAL
 @pytest.mark.parametrize("two_phases", [False, True])
 @pytest.mark.parametrize("lengths", [(35, 53), (53, 35), (64, 64), (1, 40)], ids=str)
@@ -68,6 +69,7 @@ def test_head_dims(widths: tuple[int, int], decomposed: bool) -> None:
     check(problem, a_config(str(widths), decomposed=decomposed), make_call(problem))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FEATURES)
 @CAUSAL
 def test_each_feature(name: str, causal: Causal) -> None:
@@ -123,6 +125,7 @@ def test_the_usual_tiles() -> None:
     check(problem, msgspec.structs.replace(config, products=Products.TF32X3), make_call(problem))
 
 
+@pytest.mark.tritons
 @pytest.mark.parametrize("asked", [{}, {"dropout": True}, {"dropout": True, "alibi": True}], ids=str)
 def test_a_kernel_stands_alone(asked: dict[str, bool]) -> None:
     problem = a_problem(head_dim=16, kv_heads=2, **asked)

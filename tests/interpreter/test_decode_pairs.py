@@ -72,6 +72,7 @@ def in_words(kernel: Kernel, kind: KvDtype) -> Kernel:
     return msgspec.structs.replace(kernel, source=source.replace("tl.float16", "tl.float32"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", list(STORED))
 @pytest.mark.parametrize(
     "changes",

@@ -90,6 +90,7 @@ def a_config(seed: str, **changes: Any) -> DecodeConfig:
 DECODED = [name for name in FEATURES if name != "dropout"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*DECODED, "plain"])
 @pytest.mark.parametrize("causal", list(Causal))
 def test_each_feature(name: str, causal: Causal) -> None:
@@ -113,6 +114,7 @@ def together(*names: str) -> dict[str, Any] | None:
 PAIRS = [pair for pair in itertools.combinations(DECODED, 2) if together(*pair)]
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_pairs_of_features(pair: tuple[str, str]) -> None:
     torch.manual_seed(0)
@@ -122,6 +124,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
     check(problem, a_call(problem), a_config(seed, block_m=32, splits=random.Random(seed).choice((1, 2))), 64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["plain", "pages", "lengths", "packed", "window", "e4m3_head", "int8_page", "sinks"]
 )
@@ -132,6 +135,7 @@ def test_latent_values(name: str, splits: int) -> None:
     check(problem, a_call(problem), a_config(name, splits=splits))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (12, 2), (20, 1)])
 @pytest.mark.parametrize("queries", [1, 2, 5, 16])
 def test_rows_of_a_tile(heads: tuple[int, int], queries: int) -> None:
@@ -140,6 +144,7 @@ def test_rows_of_a_tile(heads: tuple[int, int], queries: int) -> None:
     check(problem, a_call(problem), a_config(f"{heads} {queries}"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [1, 15, 16, 17, 31, 33, 64, 65])
 @pytest.mark.parametrize("splits", [1, 2, 5, 33])
 def test_lengths_around_blocks_and_splits(keys: int, splits: int) -> None:
@@ -212,6 +217,7 @@ def test_the_same_bits_from_run_to_run() -> None:
     assert torch.equal(first[1], second[1])
 
 
+@pytest.mark.tritons
 @pytest.mark.parametrize("splits", [1, 3])
 def test_the_rendered_file_works_alone(splits: int) -> None:
     torch.manual_seed(0)

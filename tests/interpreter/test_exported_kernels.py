@@ -73,6 +73,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.tritons
 @pytest.mark.parametrize("family", INTERPRETED, ids=lambda family: family.name)
 def test_an_exported_file_computes_attention_without_flashtune(family: Family, tmp_path: Path) -> None:
     problem = posed(family)

@@ -74,6 +74,7 @@ def sampled_cases(family: Family, count: int) -> Iterator[Case]:
         yield Case(family, problem, config, layout, index_bits, lse, scale)
 
 
+@pytest.mark.tritons
 def test_the_interpreter_is_on() -> None:
     assert interpreting()
 
@@ -81,6 +82,7 @@ def test_the_interpreter_is_on() -> None:
 SAMPLED = [case for family in FORWARD for case in sampled_cases(family, 54)]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
 def test_sampled_problems_and_configs(case: Case) -> None:
     torch.manual_seed(0)
@@ -110,6 +112,7 @@ def test_every_switch_alone(family: Family) -> None:
             check(Case(family, problem, space.build({**base, axis.name: value})), q, k, v)
 
 
+@pytest.mark.sampled
 @BY_FAMILY
 @pytest.mark.parametrize("causal", list(Causal))
 def test_padding_cannot_win(family: Family, causal: Causal) -> None:
@@ -122,6 +125,7 @@ def test_padding_cannot_win(family: Family, causal: Causal) -> None:
         check(Case(family, problem, config, scale=8.0), q, -k, v)
 
 
+@pytest.mark.tritons
 @BY_FAMILY
 def test_queries_that_see_no_key(family: Family) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from flashtune.templates.rendering import render
 BATCH, HEADS, QUERIES, WIDTH = 2, 3, 2, 512
 
 
+@pytest.mark.tritons
 @pytest.mark.parametrize("splits", [2, 16, 31, 128])
 def test_parts_are_weighed_by_their_sums(splits: int) -> None:
     torch.manual_seed(0)

@@ -49,6 +49,7 @@ def _config(family: Family, fields: Mapping[str, object]) -> Config:
     return msgspec.convert({**small, **fields}, family.config_type)
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("mutant", interpreted_mutants(), ids=lambda mutant: mutant.id)
 def test_a_broken_kernel_is_refused(mutant: Mutant) -> None:
     found = interpreted(mutant, SEED)
@@ -94,6 +95,7 @@ def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specializatio
     return drawn
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "problem", "config", "specialization"), _right_kernels(10))
 def test_right_kernels_are_not_refused(

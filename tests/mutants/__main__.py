@@ -21,7 +21,7 @@ from flashtune.proof.check import INTERPRETER
 from flashtune.target import device_target
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants, runs_on
 from tests.mutants.interpreted import interpreted
-from tests.mutants.pages import PAGE, filled_page, pages_runs
+from tests.mutants.pages import pages_runs, texts
 from tests.mutants.pools import WORKERS, Plan
 from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary, tally
 from tests.mutants.right import sampled_subjects, shipped_subjects, verify_right
@@ -122,15 +122,11 @@ def interpret(seed: int, out: Path | None) -> None:
 
 
 @main.command()
-@click.option("--write", is_flag=True, help=f"Put the tables into {PAGE.name}.")
 @click.argument("runs", nargs=-1, type=click.Path(exists=True, path_type=Path))
-def table(write: bool, runs: tuple[Path, ...]) -> None:
-    """Prints what saved runs found, as the page shows it."""
-    page = filled_page(PAGE.read_text(encoding="utf-8"), pages_runs(runs))
-    if write:
-        PAGE.write_text(page, encoding="utf-8")
-    else:
-        click.echo(page)
+def table(runs: tuple[Path, ...]) -> None:
+    """Prints what saved runs found, as docs/proof.md shows it."""
+    for text in texts(pages_runs(runs)).values():
+        click.echo(f"{text}\n")
 
 
 def _plan(seed: int | None, seconds: float, workers: int) -> Plan:

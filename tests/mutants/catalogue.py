@@ -15,6 +15,7 @@ from tests.mutants import (
     hopper_rings,
     hopper_softmax,
     hopper_waits,
+    third_tiles,
 )
 from tests.mutants import backward_size as backward
 from tests.mutants import serving_size as serving
@@ -35,6 +36,9 @@ def interpreted_mutants() -> tuple[Mutant, ...]:
         *fused.pairs(backward.INTERPRETED),
         *dropping.forward(backward.INTERPRETED),
         *serving_mutants(serving.INTERPRETED),
+        *third_tiles.plain(INTERPRETED),
+        *third_tiles.serving(serving.INTERPRETED),
+        *third_tiles.gradients(backward.INTERPRETED),
     )
 
 
@@ -55,6 +59,10 @@ def gpu_mutants() -> tuple[Mutant, ...]:
         *gluon_mutants(),
         *serving_mutants(serving.USUAL),
         *serving_mutants_of_a_gpu(serving.USUAL),
+        *third_tiles.plain(USUAL),
+        *third_tiles.serving(serving.USUAL),
+        *third_tiles.gradients(backward.USUAL),
+        *third_tiles.gluon(),
     )
 
 

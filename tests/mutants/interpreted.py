@@ -17,13 +17,13 @@ TARGET = find_target("h200")
 CPU = torch.device("cpu")
 
 
-def interpreted(mutant: Mutant, seed: int) -> Found:
-    """The fate of a mutant at the level of a self-check."""
+def interpreted(mutant: Mutant, seed: int, level: Level = Level.QUICK) -> Found:
+    """Verifies a mutant at a level, and returns its fate."""
     problem, config = mutant.subject.problem, mutant.subject.config
     start = time.perf_counter()
     with warnings.catch_warnings():
         # What is broken may divide by zero, as numpy tells.
         warnings.simplefilter("ignore", RuntimeWarning)
-        verdict = check_rendered(broken(mutant), problem, config, TARGET, CPU, Level.QUICK, seed=seed)
+        verdict = check_rendered(broken(mutant), problem, config, TARGET, CPU, level, seed=seed)
     fate = Fate.SURVIVED if verdict.passed else Fate.REFUSED
     return found_of(mutant, fate, verdict.failed, time.perf_counter() - start)

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flashtune.proof.check import INTERPRETER
-from flashtune.tuner.pages import filled
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
 from tests.mutants.core import broken
 from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/proof.md"
-SAVED = ROOT / "tests/data/mutants"
-BY = "written by python -m tests.mutants table"
+SAVED = Path(__file__).parents[1] / "data" / "mutants"
+SCRIPT = "python -m tests.mutants table"
 
 
 def pages_runs(paths: Sequence[Path]) -> list[Run]:
@@ -22,17 +19,10 @@ def pages_runs(paths: Sequence[Path]) -> list[Run]:
     return [load(path) for path in paths or sorted(SAVED.glob("*.json*"))]
 
 
-def filled_page(page: str, runs: Sequence[Run]) -> str:
-    """The page with its tables, of the runs that there are.
-
-    Raises:
-        UsageError: The page has no place for a table, or it does not end.
-    """
-    texts = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
-    for name, lines in texts.items():
-        begin, end = f"<!-- table {name}: {BY} -->", f"<!-- end of table {name} -->"
-        page = filled(page, begin, end, "\n".join(lines))
-    return page
+def texts(runs: Sequence[Run]) -> dict[str, str]:
+    """The text of each place in the page, by name, of the runs that there are."""
+    lines = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
+    return {name: "\n".join(several) for name, several in lines.items()}
 
 
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:

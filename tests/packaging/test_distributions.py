@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packaging")
+pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.slow]
 
 ROOMS = ("tuner", "templates", "kernels_generated", "db")
 
@@ -46,6 +47,14 @@ def test_wheel_holds_every_file_of_the_rooms_and_no_other(
     )
     assert "flashtune/py.typed" in packaged
     assert "flashtune/templates/forward_q_outer/kernel.py.jinja" in packaged
+
+
+def test_the_readme_of_the_wheel_has_no_link_that_an_index_cannot_follow(wheel: Path) -> None:
+    metadata = Parser().parsestr(_metadata(wheel, "METADATA"))
+    text = str(metadata.get_payload())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "the CLI reference" in text
+    assert [address for address in re.findall(r"\]\(([^)]*)\)", text) if "://" not in address] == []
 
 
 def test_nothing_lands_beside_flashtune(wheel: Path) -> None:

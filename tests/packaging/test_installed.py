@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packaging")
+pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.slow]
 
 # What a program that only calls attention must not pay for.
 HEAVY = ("alembic", "click", "jinja2", "optuna", "rich", "sqlalchemy")

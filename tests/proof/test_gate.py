@@ -124,6 +124,7 @@ def make_problem(dtype: Dtype, causal: Causal, seqlen_q: int, seqlen_kv: int, wi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(Dtype))
 @pytest.mark.parametrize("probe", list(Probe))
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "width"), [(200, 200, 64), (1, 700, 8), (90, 20, 16)])

@@ -78,6 +78,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunks.CHUNK_KEYS, "cpu", chunks.CHUNK_KEYS["cuda"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_check_calls_nothing_of_torch_that_was_not_rehearsed(problem: Problem) -> None:

@@ -136,6 +136,7 @@ DECODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_right_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # Types in turn: each mask meets one, and each type many masks.

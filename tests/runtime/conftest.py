@@ -13,6 +13,7 @@ from triton.runtime import driver
 from flashtune import backward_ops, backward_servers, choices, decision, pair_decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
+from flashtune.masked_sdpa import forget_refusals
 from flashtune.notices import forget_told
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
@@ -36,6 +37,7 @@ def fresh_runtime() -> Iterator[None]:
         forget_servers()
         forget_told()
         forget_verdicts()
+        forget_refusals()
         tuned_records.cache_clear()
 
     forget()

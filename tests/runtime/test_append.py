@@ -41,6 +41,7 @@ def compiled(target: GPUTarget, encoding: Encoding, growing: bool, value_dim: in
     return binary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [SM_80, SM_90, GFX942], ids=lambda target: str(target.arch))
 @pytest.mark.parametrize(
     ("encoding", "growing"),

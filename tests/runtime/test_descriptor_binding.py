@@ -31,6 +31,8 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.tritons
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
 def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
     problem = a_problem(96, 80, dtype=dtype, kv_heads=2, seqlen_q=100, seqlen_kv=300)
@@ -65,6 +67,7 @@ def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dty
         assert [made.address for made in described[4:6]] == [v.data_ptr()] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
 def test_what_is_bound_keeps_no_tensor(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
     problem = a_problem(64, 64, dtype=dtype, kv_heads=8, seqlen_q=128, seqlen_kv=128)
@@ -81,6 +84,7 @@ def test_what_is_bound_keeps_no_tensor(gpu: Driver, queues: list[Noted], dtype: 
     assert callable(launch)
 
 
+@pytest.mark.slow
 def test_ones_outlive_the_launches_that_read_them(gpu: Driver, queues: list[Noted]) -> None:
     problem = a_problem(64, 64, dtype=Dtype.E4M3, heads=6, kv_heads=6, seqlen_q=128, seqlen_kv=128)
     kernel = render(FAMILY, problem, a_config(problem), PLAIN)

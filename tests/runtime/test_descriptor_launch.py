@@ -17,6 +17,8 @@ from flashtune.side import Side
 from flashtune.workspaces import allocate_workspace
 from tests.tensor_maps import NOTES, Driver, Noted, a_tensor, found, pattern
 
+pytestmark = pytest.mark.tritons
+
 
 def test_a_launch_passes_descriptors_then_the_rest(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))

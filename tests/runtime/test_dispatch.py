@@ -13,7 +13,7 @@ from flashtune.dispatch import select as select_for
 from flashtune.kernel import Specialization
 from flashtune.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Outcome, Provenance, Record, Selection, Standing
+from flashtune.record import Outcome, Provenance, Record, Selection, Standing, Verdict
 from flashtune.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.target import Target, find_target
 
@@ -27,6 +27,11 @@ def tables(database: tuple[Record, ...] = (), shipped: tuple[Record, ...] = ()) 
 
 def select(problem: Problem, target: Target, tuned: Tables, *, generated: bool) -> Selection:
     return select_for(problem, target, tuned, Specialization(), generated=generated)
+
+
+def measured(record: Record) -> Selection:
+    """A selection of the very shape that a record was measured at."""
+    return Selection(record=record, standing=Standing.TIMED)
 
 
 def resized(problem: Problem, **changes: object) -> Problem:
@@ -82,6 +87,15 @@ def test_a_record_without_a_passed_verdict_is_unproven(problem: Problem, make_re
     assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
 
 
+@pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000"])
+def test_a_receipt_of_another_gpu_leaves_a_record_unproven(
+    problem: Problem, make_record: Make, device: str
+) -> None:
+    verdict = Verdict(True, 0.4, 100, "", device)
+    record = make_record(problem, verdict=verdict)
+    assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
+
+
 def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     selection = select(problem, TARGET, tables((record,)), generated=True)
@@ -132,7 +146,7 @@ def test_nearness_is_in_octaves_and_ties_are_settled_by_key(problem: Problem, ma
 
 def test_sdpa_serves_only_where_it_won_beyond_noise(problem: Problem, make_record: Make) -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
-        return faster_peer(make_record(problem, ms=1.0, peers={name: ms}), problem, usual)
+        return faster_peer(measured(make_record(problem, ms=1.0, peers={name: ms})), problem, usual)
 
     assert peer(0.9) == "sdpa-cudnn"
     assert peer(0.985) is None
@@ -140,13 +154,13 @@ def test_sdpa_serves_only_where_it_won_beyond_noise(problem: Problem, make_recor
     assert peer(0.5, "sdpa-flash") is None, "SDPA by itself would take another backend here"
     assert peer(0.5, usual=None) is None
     assert peer(0.5, "standard", None) == "standard"
-    assert faster_peer(make_record(problem, measurement=None), problem, "sdpa-cudnn") is None
+    assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
 
 
 def test_scores_of_a_long_problem_are_not_held_because_a_short_one_was_fast(
     problem: Problem, make_record: Make
 ) -> None:
-    record = make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9})
+    record = measured(make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9}))
     longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
     assert faster_peer(record, problem, "sdpa-cudnn") == "standard"
     assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
@@ -157,7 +171,7 @@ def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_rec
     baseline = make_record(problem, family="sdpa", config=None, kernel=None)
     tuned = tables((baseline,))
     assert select(problem, TARGET, tuned, generated=False).record is baseline
-    assert faster_peer(baseline, problem, None) == "sdpa"
+    assert faster_peer(measured(baseline), problem, None) == "sdpa"
     assert select(problem, TARGET, tuned, generated=True).source == "default"
 
 

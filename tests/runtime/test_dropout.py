@@ -53,6 +53,7 @@ def test_means_and_variances(dropout: float) -> None:
             assert abs(sums.square().mean() - 1) < 4.5 * math.sqrt((2 + excess) / sums.numel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
 def test_neighbours_do_not_know_of_each_other(dropout: float) -> None:
     for seed in SEEDS[:4]:
@@ -62,6 +63,7 @@ def test_neighbours_do_not_know_of_each_other(dropout: float) -> None:
             assert abs(z_score(one * other)) < 4.5, (seed, rows, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
 def test_heads_and_seeds_do_not_know_of_each_other(dropout: float) -> None:
     fields = [standardized(seed, dropout) for seed in SEEDS]

@@ -140,7 +140,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: pages(TOKEN, *cache(), value_head_dim=16), "pass one of v_cache and value_head_dim"),
     (
         lambda: pages(TOKEN, cache()[0], None, *cache()[2:], value_head_dim=0),
-        "value_head_dim is 0: pass how many columns",
+        "value_head_dim cannot be 0: pass how many columns",
     ),
     (lambda: pages(TOKEN[:2]), r"seqlens_k or kv_lengths has shape \[3\]: pass \[2\]"),
     (

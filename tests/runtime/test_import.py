@@ -20,6 +20,7 @@ def run(program: str) -> str:
     return answer.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_whole_runtime_is_light() -> None:
     told = run(
         f"""
@@ -46,3 +47,12 @@ def test_names_are_listed_and_unknown_ones_refused() -> None:
     assert flashtune.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         flashtune.atention  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_all_error_classes_are_exported() -> None:
+    import flashtune
+    from flashtune import errors
+
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert classes <= set(flashtune.__all__)
+    assert all(issubclass(getattr(flashtune, name), flashtune.FlashtuneError) for name in classes)

@@ -115,9 +115,9 @@ def test_gradients_do_not_reach_the_cache() -> None:
     ("options", "message"),
     [
         ({"page_size": 48}, "pages of 48 tokens are not supported: make them one of 16, 32"),
-        ({"pages": 0}, "a cache cannot have 0 pages"),
+        ({"pages": 0}, "pages cannot be 0: pass a number of pages from 1 to"),
         ({"layers": 0}, "layers cannot be 0"),
-        ({"value_head_dim": 2000}, "head dims of 8 and 2000"),
+        ({"value_head_dim": 2000}, "value_head_dim cannot be 2000: pass from 1 to 1024, or 0"),
         ({"dtype": torch.float64}, "a cache of torch.float64 is not supported: make it one of bfloat16"),
         ({"layout": "hdn"}, "layout cannot be 'hdn'"),
         ({"k_scale": 1.0}, "scales belong to caches of float8_e4m3fn or int8, not torch.bfloat16"),

@@ -127,6 +127,7 @@ class AgainstRows(RuleBasedStateMachine):
         return clamped + 1.001 * torch.maximum(right.abs() * 2**-4, scale * 2**-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_against_rows(case: dict[str, Any]) -> None:
     machine = type("AgainstRowsOfOneCase", (AgainstRows,), {"case": case})

@@ -20,6 +20,8 @@ from flashtune.errors import KernelError
 from flashtune.queueing import direct_launch, queue_of
 from tests.tensor_maps import NOTES, Driver
 
+pytestmark = pytest.mark.tritons
+
 DEVICE = torch.device("cuda", 3)
 SIGNATURE = {"q_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(128, 16, 4)>", "scale": "fp32"}
 # Triton's launcher finds these in what the compiler says of a binary.

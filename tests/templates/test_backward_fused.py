@@ -38,6 +38,7 @@ def a_problem(head_dim: int, seqlen: int = 4096) -> Problem:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_usual_configs_do_not_spill_and_their_sram_is_known(head_dim: int) -> None:
     problem = a_problem(head_dim)
@@ -88,6 +89,7 @@ def test_turning_is_searched_where_it_changes_a_kernel(widths: tuple[int, int], 
     assert space.contains(FAMILY.default(problem, H200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

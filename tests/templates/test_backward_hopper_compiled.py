@@ -14,6 +14,8 @@ from flashtune.tuner.resources import read_parts
 from tests.hopper_backward import FAMILY, H200, PLAIN, a_problem, kernel_of
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -34,6 +36,8 @@ def test_the_default_keeps_its_products_asynchronous(
     assert prologue.spill_bytes == epilogue.spill_bytes == 0
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_dropping_weights_costs_no_product_its_neighbour(head_dim: int, causal: Causal) -> None:
@@ -46,6 +50,7 @@ def test_dropping_weights_costs_no_product_its_neighbour(head_dim: int, causal: 
     assert prologue.spill_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_every_config_of_the_widest_tiles_keeps_to_its_registers(causal: Causal) -> None:
     problem = a_problem(256, causal=causal)
@@ -58,6 +63,7 @@ def test_every_config_of_the_widest_tiles_keeps_to_its_registers(causal: Causal)
         assert main.sram_bytes <= H200.sram_per_block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dq_is_added_from_registers_four_at_a_time(head_dim: int) -> None:
     ptx = str(compile_kernel(kernel_of(a_problem(head_dim), delay=False, turns=False), H200).asm["ptx"])
@@ -91,6 +97,7 @@ def test_groups_divide_the_products_of_the_widest_tiles() -> None:
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16") == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "delay", "turns"),
     [

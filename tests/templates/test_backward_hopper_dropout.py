@@ -99,6 +99,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "causal", "dropout"),
     [

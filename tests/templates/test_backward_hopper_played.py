@@ -123,6 +123,7 @@ def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "turns"), [(64, False), (64, True), (128, False), (128, True), (256, False)]
 )
@@ -181,6 +182,7 @@ def test_steps_of_other_orders(delay: bool, init: bool) -> None:
     played(problem, 2, delay=delay, init=init, turns=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "turns", "causal"),
     [(64, False, Causal.NONE), (128, True, Causal.NONE), (256, False, Causal.BOTTOM_RIGHT)],

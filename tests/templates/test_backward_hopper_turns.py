@@ -45,6 +45,7 @@ def test_a_step_takes_less_where_less_is_read() -> None:
     assert 0.88 < wholes / halves < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_in_turns_a_group_makes_all_of_a_block_of_dq(head_dim: int, deterministic: bool) -> None:

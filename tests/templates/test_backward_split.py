@@ -138,6 +138,7 @@ def test_time_and_traffic_grow_with_what_is_seen() -> None:
         assert 0 < FAMILY.span(a_problem(**changes), config, H100) < math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", ASKED.values(), ids=ASKED.keys())
 def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
@@ -148,6 +149,7 @@ def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> Non
     assert 0.7 * found < modelled(problem, CONFIG, H100) <= found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "changes", "assumed"),
     [
@@ -166,6 +168,7 @@ def test_it_compiles_elsewhere_within_its_model(
     assert FAMILY.tensor_memory_columns(problem, CONFIG, target) <= found.tensor_memory_columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128])
 def test_sums_stay_in_registers(width: int) -> None:
     problem = a_problem(head_dim=width, value_head_dim=width)

@@ -92,6 +92,7 @@ def _meets_load(blocks: dict[str, Block], label: str, seen: frozenset[str]) -> b
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["a100", "h100", "b200", "mi300x"])
 @pytest.mark.parametrize(
     ("causal", "head_dim", "num_warps", "alignment"),
@@ -106,6 +107,7 @@ def test_barriers_stand_where_rows_are_read_again(
     assert events(ttgir[ttgir.index("tt.func") :], TTGIR_EVENTS).startswith("{S}B{{LBS}B}{L}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["a100", "h100", "b200"])
 @pytest.mark.parametrize("num_warps", [2, 8])
 def test_barriers_reach_the_machine_code(target: str, num_warps: int) -> None:

@@ -169,6 +169,8 @@ ANYWHERE = ("plain", "int8 pages", "fp32")
 BOTH = [(name, target) for name in CASES for target in ("h200", "a100")]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "gpu"), [*BOTH, *((name, "h200") for name in HOPPER_CASES)])
 def test_it_compiles(name: str, gpu: str) -> None:
     changes, values = {**CASES, **HOPPER_CASES}[name]

@@ -19,6 +19,7 @@ from tests.decode import LATENT, a_config, a_problem
 FAMILY, H200 = find_family("decode_split_kv"), find_target("h200")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KvDtype))
 def test_eight_bits_need_half_the_sram(kind: KvDtype) -> None:
     """No copy of widened values: three programs fit a multiprocessor where two of 16 bits do not."""

@@ -13,6 +13,7 @@ from tests.mutants.core import rendered
 FIRST = {mutant.subject.family: mutant.subject for mutant in reversed(gpu_mutants())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["forward_hopper", "backward_hopper", "decode_latent_hopper"])
 def test_every_place_becomes_a_sleep(family: str) -> None:
     kernel = delayed(rendered(FIRST[family]))

@@ -9,10 +9,11 @@ import pytest
 
 from flashtune.kernel import Kernel
 from flashtune.proof.cases import splits_of
-from tests.mutants.core import Subject, broken, rendered
+from tests.mutants import third_tiles
+from tests.mutants.core import Mutant, Subject, broken, rendered
 from tests.mutants.gluon import gluon_mutants
 from tests.played_parts import Stuck
-from tests.templates import test_backward_hopper_played, test_latent_played
+from tests.templates import test_backward_hopper_played, test_hopper_played, test_latent_played
 
 MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
 BACKWARD = (
@@ -58,10 +59,12 @@ def subjects(family: str, names: tuple[str, ...]) -> list[Subject]:
     return list(dict.fromkeys(MUTANTS[f"{family}: {name}"].subject for name in names))
 
 
-def played_backward(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def played_backward(
+    kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch, keys: int = 190
+) -> None:
     made = (kernel, subject.config)
     monkeypatch.setattr(test_backward_hopper_played, "kernel_of", lambda *_, **__: made)
-    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": 190}
+    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": keys}
     test_backward_hopper_played.played(msgspec.structs.replace(subject.problem, **lengths), 2)
 
 
@@ -70,6 +73,7 @@ def test_gradients_of_the_right_kernels_are_right(subject: Subject, monkeypatch:
     played_backward(rendered(subject), subject, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_of_a_broken_kernel_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[f"backward_hopper: {name}"]
@@ -85,13 +89,38 @@ def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
     return test_latent_played.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", subjects("decode_latent_hopper", LATENT), ids=lambda one: one.label)
 def test_outputs_of_the_right_kernels_are_right(subject: Subject) -> None:
     assert worst_of_latent(rendered(subject), subject) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATENT)
 def test_outputs_of_a_broken_kernel_are_wrong(name: str) -> None:
     mutant = MUTANTS[f"decode_latent_hopper: {name}"]
     with contextlib.suppress(Stuck, IndexError):
         assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
+
+
+def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a kernel is right where there are three tiles of queries and of keys."""
+    if subject.family == "decode_latent_hopper":
+        return worst_of_latent(kernel, subject) < 1e-6
+    if subject.family == "forward_hopper":
+        lengths = {"heads": 1, "kv_heads": 1, "seqlen_q": 290, "seqlen_kv": 270}
+        problem = msgspec.structs.replace(subject.problem, **lengths)
+        return test_hopper_played.worst_error(kernel, problem, 2) < 1e-6
+    try:
+        played_backward(kernel, subject, monkeypatch, keys=270)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mutant", third_tiles.gluon(), ids=lambda mutant: mutant.id)
+def test_a_kernel_that_is_broken_from_a_third_tile_on_is_wrong_there(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_right(rendered(mutant.subject), mutant.subject, monkeypatch)
+    assert not is_right(broken(mutant), mutant.subject, monkeypatch)

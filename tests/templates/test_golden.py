@@ -136,6 +136,7 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
         assert parameters == [argument.name for argument in step.arguments]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_it_compiles_for_hopper(compiled: str) -> None:
     target = find_target("h100")

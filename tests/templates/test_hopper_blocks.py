@@ -15,6 +15,7 @@ from tests.hopper import a_problem
 from tests.hopper_schedule import COUNTS, in_python, kernel_of
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(list(Causal)),
     st.integers(0, 20),
@@ -59,6 +60,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
 @given(st.data())
 @settings(max_examples=60, deadline=None)

@@ -43,6 +43,8 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> None:
     problem, changes, lse = COMPILED[name]
@@ -72,6 +74,7 @@ def test_descriptors_are_what_the_launcher_is_told_of() -> None:
     assert binary.metadata.global_scratch_size == 0
 
 
+@pytest.mark.slow
 def test_both_kernels_of_a_quantised_source_compile() -> None:
     problem = a_problem(128, dtype=Dtype.E4M3)
     kernel = render(FAMILY, problem, a_config(problem), PLAIN)

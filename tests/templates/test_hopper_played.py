@@ -101,6 +101,7 @@ def test_attention_as_it_was(config: dict[str, Any], causal: Causal) -> None:
     assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize(
     ("causal", "window"),
@@ -120,6 +121,7 @@ def test_windows(config: dict[str, Any], causal: Causal, window: dict[str, int])
         assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12, (queries, keys)
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
@@ -130,6 +132,7 @@ def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[s
         assert worst < 1e-12, lengths
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
 def test_dropout(config: dict[str, Any], causal: Causal) -> None:
@@ -143,6 +146,7 @@ def test_dropout_of_heads_that_share_tiles() -> None:
     assert worst_error(kernel_of(problem, **SMALL, pack=2), problem, 2) < 1e-12
 
 
+@pytest.mark.slow
 def test_orders_sections_and_widths_of_packed_sequences() -> None:
     changes: dict[str, Any]
     for widths, changes in (

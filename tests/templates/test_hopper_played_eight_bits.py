@@ -67,6 +67,7 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
     return worst
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
 def test_weights_meet_their_values(config: dict[str, Any], causal: Causal) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from tests.hopper import a_problem
 from tests.hopper_schedule import LOCATES, Place, in_python, kernel_of
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(sorted(LOCATES)),
     st.integers(1, 40),

@@ -38,6 +38,7 @@ SPACES = [
 BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
 
 
+@pytest.mark.slow
 @BY_SPACE
 def test_every_config_of_a_space_renders(problem: Problem) -> None:
     configs = sampled_configs(problem, 12)

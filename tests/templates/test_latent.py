@@ -150,6 +150,8 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_the_compiler_makes_of_it(name: str) -> None:
     changes, values = COMPILED[name]

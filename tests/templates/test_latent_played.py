@@ -118,6 +118,7 @@ def queries_of(kernel: Kernel) -> int:
     return int(kernel.arguments[0].type.split("[")[1].split(", ")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EARLY, LATE, SPLIT], ids=["early", "late", "split"])
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize(("heads", "queries", "tile"), [(64, 1, 1), (128, 1, 1), (16, 3, 4), (9, 4, 2)])
@@ -129,6 +130,7 @@ def test_dense(config: dict[str, Any], causal: Causal, heads: int, queries: int,
         assert worst_error(kernel, shaped, splits=config.get("splits", 1)) < 1e-12, keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EARLY, LATE, SPLIT], ids=["early", "late", "split"])
 @pytest.mark.parametrize("page", [0, 16, 32, 64, 128])
 def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
@@ -170,6 +172,7 @@ def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
     return msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
 
 
+@pytest.mark.slow
 def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(batch=len(LENGTHS), heads=16, seqlen_kv=384, page_size=64, seqlen_q=4)
     kernel = kernel_of(problem, queries=4, late_values=True)

@@ -41,6 +41,7 @@ def shared_addresses(ptx: str) -> list[tuple[str, int, int]]:
     return copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("rest", [64, 16])
 def test_small_pages_lie_where_products_look_for_them(page: int, rest: int) -> None:

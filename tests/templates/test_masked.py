@@ -105,6 +105,7 @@ def test_bounds_beyond_every_length_fit_integers() -> None:
 PAIRS = list(itertools.combinations(ASKED, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", list(Causal))
 def test_every_pair_is_rendered_as_a_person_writes(causal: Causal) -> None:
     for index, (one, other) in enumerate(PAIRS):
@@ -184,6 +185,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [one[1] for one in COMPILED], ids=[one[0] for one in COMPILED])
 def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
@@ -217,6 +219,7 @@ def test_defaults_are_points_that_fit() -> None:
                 assert sum(item.bytes for item in items) <= target.sram_per_block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(
     ("changes", "two_phases", "stages"),

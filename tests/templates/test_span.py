@@ -61,6 +61,7 @@ def test_the_busiest_program_is_that_of_the_kernels_own_order(
     assert busiest(tiling, workers, section, order, COST) == pytest.approx(max(work))
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(list(Causal)),
     st.integers(1, 2000),

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashtune.db.table import shipped_table
 from flashtune.problem import Causal, Direction, Dtype, Problem
+from flashtune.proof.lengths import is_ragged
 from flashtune.standard import standard_hbm_items
-from flashtune.target import find_target
-from flashtune.templates.common.traffic import cycled_queries, floor_sum, streamed_keys, unpacked
-from flashtune.templates.family import TrafficItem
-from flashtune.templates.registry import find_family
+from flashtune.target import Target, find_target
+from flashtune.templates.common.traffic import (
+    cycled_queries,
+    floor_sum,
+    missed,
+    missed_at_random,
+    streamed_keys,
+    unpacked,
+)
+from flashtune.templates.family import Family, TrafficItem
+from flashtune.templates.registry import families, find_family
 
 H200 = find_target("h200")
 LENGTH = st.integers(0, 400)
@@ -160,3 +173,87 @@ def test_items_are_named_apart_and_not_negative(name: str) -> None:
         items = family_items(name, a_problem(300, 500, Causal.BOTTOM_RIGHT), with_cache)
         assert len({item.name for item in items}) == len(items)
         assert all(item.bytes >= 0 for item in items)
+
+
+def test_the_share_that_misses_is_none_of_what_fits_and_solves_its_equation() -> None:
+    assert missed(H200.l2_bytes / 2, H200) == 0
+    assert missed(1, None) == 1
+    assert missed_at_random(2) == pytest.approx(0.7968, abs=1e-4)
+    assert missed_at_random(1e9) == 1
+    last = 0.0
+    for step in range(100_000):
+        # Densest at 1, where both sides of the equation touch.
+        ratio = 1 + 1e-8 * 1.0003**step
+        share = missed_at_random(ratio)
+        assert share == pytest.approx(1 - math.exp(-share * ratio), abs=1e-9)
+        assert last - 1e-9 <= share <= last + 2 * (ratio - 1)
+        last = share
+
+
+def problems_of(family: Family, target: Target) -> Iterator[Problem]:
+    """Problems over head dims, groups of heads and masks, as many as a family computes."""
+    for head_dim, (heads, kv_heads), causal in itertools.product(
+        (64, 128, 256), ((32, 32), (32, 8), (8, 1)), (Causal.NONE, Causal.BOTTOM_RIGHT)
+    ):
+        problem = msgspec.structs.replace(
+            a_problem(4096, 4096, causal, heads),
+            value_head_dim=head_dim,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            direction=family.direction,
+        )
+        posed = (
+            problem,
+            msgspec.structs.replace(problem, alibi=True),
+            msgspec.structs.replace(problem, seqlen_q=1),
+        )
+        yield from itertools.islice((one for one in posed if family.supports(one, target) is None), 1)
+    latent = msgspec.structs.replace(
+        a_problem(1, 4096, Causal.BOTTOM_RIGHT, heads=128), head_dim=576, value_head_dim=512, kv_heads=1
+    )
+    latent = msgspec.structs.replace(latent, latent=True)
+    if family.supports(latent, target) is None:
+        yield latent
+
+
+# By how much traffic may grow over a length, relatively. What one program of a head reads over and over by
+# itself comes back from HBM as a whole within a few percent of length, as many times as there are blocks.
+STEEPEST = {"forward_kv_outer": 800.0}
+
+
+@pytest.mark.parametrize("target", ["h200", "a100", "l4"])
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_traffic_grows_with_length_and_never_jumps(family: Family, target: str) -> None:
+    gpu = find_target(target)
+    posed = tuple(problems_of(family, gpu))
+    assert posed or (gpu.arch != "sm_90" and not family.interpreted)
+    lengths = [round(256 * 1.01**step) for step in range(700)]
+    lengths = sorted({length for length in lengths if length <= 1 << 17})
+    for problem in posed:
+        config = family.default(problem, gpu)
+        moved = [total(family.hbm_items(at_length(problem, length), config, gpu)) for length in lengths]
+        assert moved == sorted(moved)
+        for (before, after), (less, more) in zip(
+            itertools.pairwise(lengths), itertools.pairwise(moved), strict=True
+        ):
+            steepest = STEEPEST.get(family.name, 32.0)
+            assert more / less - 1 <= steepest * (after / before - 1), (problem.key, before, after)
+
+
+def at_length(problem: Problem, length: int) -> Problem:
+    """A problem of as many queries as keys, or of one query."""
+    queries = 1 if problem.seqlen_q == 1 else length
+    return msgspec.structs.replace(problem, seqlen_q=queries, seqlen_kv=length)
+
+
+def test_no_kernel_was_measured_to_be_faster_than_its_traffic() -> None:
+    shipped = shipped_table(H200.name)
+    assert shipped is not None
+    # The longest sequence of several stands for all in a problem: the others move less.
+    records = [one for one in shipped.records if one.ms and one.config and not is_ragged(one.problem)]
+    assert len(records) > 400
+    for record in records:
+        assert record.config is not None
+        assert record.ms is not None
+        moved = total(find_family(record.family).hbm_items(record.problem, record.config, H200))
+        assert moved / (H200.hbm_bandwidth * 1e6) < record.ms, record.problem.key

@@ -18,7 +18,7 @@ from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterCon
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.audit import Audit, Request, Row, audit_targets, run_audit
-from flashtune.tuner.audit_points import computes_anything, draw_points
+from flashtune.tuner.audit_points import draw_points
 from flashtune.tuner.cli import main
 from flashtune.tuner.resources import read_resources
 from tests.tuner.audit_fakes import Scripted
@@ -34,10 +34,7 @@ def audited(compiler: Scripted, points: int = 12, in_flight: int = 3) -> Audit:
 def test_a_model_that_is_exact_passes() -> None:
     audit = audited(Scripted(1.0))
     assert audit.failures() == ()
-    # Points have so many queries that families for few of them compute none.
-    drawn = {family.name for family in families() if computes_anything(family, H100)}
-    assert {row.family for row in audit.rows} == drawn
-    assert {"forward_hopper", "forward_masked", "forward_q_outer"} <= drawn
+    assert {row.family for row in audit.rows} == {family.name for family in families()}
     for row in audit.rows:
         assert row.points == 12
         assert row.in_band == 6
@@ -49,7 +46,8 @@ def test_a_model_that_is_exact_passes() -> None:
 
 
 def test_a_model_that_claims_too_much_fails() -> None:
-    audit = audited(Scripted(0.7))
+    # Of decoding kernels few are near the capacity: with a smaller factor there are too few of them.
+    audit = audited(Scripted(0.9))
     assert sum(row.wrongly_pruned for row in audit.rows) > 0
     assert all(row.overestimates == row.points for row in audit.rows)
     assert any("that fit were pruned" in failure for failure in audit.failures())
@@ -104,6 +102,7 @@ def a_config(**fields: object) -> QOuterConfig:
     return msgspec.convert(whole, QOuterConfig)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", audit_targets(), ids=lambda target: target.arch)
 @pytest.mark.parametrize("alignment", [Alignment.SIXTEEN, Alignment.ANY])
 def test_the_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.errors import UsageError
+from flashtune.features import Bias
 from flashtune.problem import Causal, Dtype
 from flashtune.proof.reference import Expected, Sample, expect, sample
 from flashtune.standard import standard_attention
@@ -104,9 +105,17 @@ def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
     assert "capturing" in entry.message
 
 
-@pytest.mark.parametrize(("dtype", "scaled"), [(Dtype.BF16, False), (Dtype.E4M3, True)])
-def test_our_kernel_is_a_generated_one_and_gets_the_scales_of_quantised_inputs(
-    monkeypatch: pytest.MonkeyPatch, dtype: Dtype, scaled: bool
+@pytest.mark.parametrize(
+    ("changes", "beside"),
+    [
+        ({}, set()),
+        ({"dtype": Dtype.E4M3}, {"q_scale", "k_scale", "v_scale"}),
+        ({"bias": Bias.ADDITIVE}, {"attn_bias"}),
+        ({"bias": Bias.BOOLEAN}, {"attn_mask"}),
+    ],
+)
+def test_our_kernel_is_a_generated_one_and_gets_scales_and_masks(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], beside: set[str]
 ) -> None:
     calls: list[dict[str, object]] = []
 
@@ -116,7 +125,8 @@ def test_our_kernel_is_a_generated_one_and_gets_the_scales_of_quantised_inputs(
 
     monkeypatch.setattr(flashtune, "plan", record)
     monkeypatch.setattr(flashtune, "attention", record)
-    problem = a_problem(dtype=dtype)
+    problem = a_problem(**changes)
+    bench.require_work(problem)
     bound = bench._ours(problem, make_tensors(problem, CPU), "")
     bound.run()
     bound.call()
@@ -124,8 +134,8 @@ def test_our_kernel_is_a_generated_one_and_gets_the_scales_of_quantised_inputs(
     assert planned == called
     assert planned["prefer"] == "generated"
     assert planned["causal"] == "bottom_right"
-    assert ({"q_scale", "k_scale", "v_scale"} <= planned.keys()) is scaled
-    assert set(replayed) == ({"q_scale", "k_scale", "v_scale"} if scaled else set())
+    assert planned.keys() - {"prefer", "causal"} == beside
+    assert set(replayed) == beside
 
 
 def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtune.errors import UsageError
+from flashtune.features import Bias
+from flashtune.masked_sdpa import masked_attention
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.proof.reference import expect, sample
 from flashtune.standard import standard_attention
@@ -25,7 +28,9 @@ from flashtune.tuner.bench_peers import (
     installed_peers,
 )
 from flashtune.tuner.cli.bench import PEERS as NAMED_PEERS
+from flashtune.tuner.finals import BACKENDS, sdpa_call, standard_run
 from flashtune.tuner.tensors import make_tensors
+from tests.plain_masks import plain_attention
 from tests.tuner.bench_problems import CPU, a_problem
 
 
@@ -34,6 +39,27 @@ def test_peers_refuse_what_they_are_not_asked_to_compute(name: str) -> None:
     windowed = a_problem(window_left=8, softcap=True)
     with pytest.raises(RefusalError, match="softcap, window"):
         bind_peer(name, windowed, make_tensors(a_problem(), CPU))
+
+
+@pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
+@pytest.mark.parametrize("causal", list(Causal))
+def test_sdpa_and_the_standard_computation_take_masks(bias: Bias, causal: Causal) -> None:
+    problem = a_problem(dtype=Dtype.FP32, bias=bias, causal=causal)
+    tensors = make_tensors(problem, CPU)
+    out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
+    attend = sdpa_call(problem, tensors)
+    assert attend is not None
+    assert isinstance(attend, functools.partial)
+    assert attend.func is masked_attention, "what dispatch serves is timed"
+    torch.testing.assert_close(attend().double(), out, rtol=1e-4, atol=1e-5)
+    result = standard_run(problem, tensors)()
+    assert isinstance(result, tuple)
+    torch.testing.assert_close(result[0].double(), out, rtol=1e-4, atol=1e-5)
+    for name in BACKENDS:
+        assert bind_peer(name, problem, tensors).name == name
+    for name in (FLEX, FLASH_ATTN_4):
+        with pytest.raises(RefusalError, match="bias"):
+            bind_peer(name, problem, tensors)
 
 
 def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple[Tensor, None]]:

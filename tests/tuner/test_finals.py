@@ -158,7 +158,7 @@ def test_tensors_with_features_are_what_kernels_and_peers_take(name: str) -> Non
     if call is not None:
         torch.testing.assert_close(call().nan_to_num(0.0).double(), out, rtol=1e-4, atol=1e-5)
     if not problem.features & finals.LAID_OUT:
-        standard = finals._standard_run(problem, tensors)()
+        standard = finals.standard_run(problem, tensors)()
         assert isinstance(standard, tuple)
         torch.testing.assert_close(standard[0].double(), out, rtol=1e-4, atol=1e-5)
 

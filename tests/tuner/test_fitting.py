@@ -68,6 +68,7 @@ def test_the_constants_that_ship_come_from_the_kept_tables() -> None:
         assert shipped.families[name].weights == pytest.approx(family.weights, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
 def test_problems_that_were_not_fitted_to_are_ranked(table: TruthTable) -> None:
     others = [other for other in TABLES if other.problem != table.problem]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flashtune.config import LaunchOptions
-from flashtune.errors import KernelError
+from flashtune.errors import MachineError
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Dtype, Problem
 from flashtune.record import Resources
@@ -49,6 +49,7 @@ def test_a_hopper_kernel() -> None:
     assert found.compile_seconds > 0
 
 
+@pytest.mark.slow
 def test_a_kernel_that_lacks_registers_spills_and_is_serialised() -> None:
     found = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
     assert found.registers == 255
@@ -67,9 +68,9 @@ def test_an_amd_kernel() -> None:
     assert found.spill_bytes == 0
 
 
-def test_a_tool_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_tools, "tool_path", lambda name: f"/nowhere/{name}")
-    with pytest.raises(KernelError, match="cuobjdump failed"):
+    with pytest.raises(MachineError, match="cuobjdump cannot be run at /nowhere/cuobjdump"):
         read_resources(a_kernel(), find_target("a100"))
 
 
@@ -106,6 +107,7 @@ def test_overflow_names_what_is_short() -> None:
     assert columns == "asks for 640 columns of tensor memory, and nvidia-b200 has 512"
 
 
+@pytest.mark.slow
 def test_serialisation_is_found_with_and_without_ptxas_remarks_at_hand(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

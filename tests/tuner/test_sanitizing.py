@@ -65,6 +65,7 @@ def test_families_come_in_turn(listed: tuple[Subject, ...]) -> None:
     assert subjects(TARGET, 2, 1) == listed
 
 
+@pytest.mark.slow
 def test_features_are_drawn_beside_plain_attention() -> None:
     drawn = [subject for subject in subjects(TARGET, 30, 1) if not subject.shipped]
     features = {feature for subject in drawn for feature in subject.problem.features}

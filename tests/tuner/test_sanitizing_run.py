@@ -104,6 +104,7 @@ def run(path: Path, listed: tuple[Subject, ...], count: int, seconds: float = 60
     return {order.index(finding.digest): finding for finding in found}
 
 
+@pytest.mark.slow
 def test_many_kernels_run_in_one_process(listed: tuple[Subject, ...], script: Script, tmp_path: Path) -> None:
     path = script(f"open({str(tmp_path / 'runs')!r}, 'a').write('x')")
     found = run(path, listed, 12)
@@ -113,6 +114,7 @@ def test_many_kernels_run_in_one_process(listed: tuple[Subject, ...], script: Sc
     assert len((tmp_path / "runs").read_text()) <= 4
 
 
+@pytest.mark.slow
 def test_what_is_found_is_told_of_the_kernel_that_a_report_names(
     listed: tuple[Subject, ...], script: Script
 ) -> None:
@@ -123,23 +125,27 @@ def test_what_is_found_is_told_of_the_kernel_that_a_report_names(
     assert found[5].first.startswith("Invalid read at kernel+0x1 in family_")
 
 
+@pytest.mark.slow
 def test_where_a_report_names_no_kernel_each_runs_alone(listed: tuple[Subject, ...], script: Script) -> None:
     found = run(script("def launch(s):\n    number(s) == 2 and report('standard.py')"), listed, 3)
     assert [found[number].errors for number in range(3)] == [0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_failed_launch_ends_its_process_alone(listed: tuple[Subject, ...], script: Script) -> None:
     body = "def launch(s):\n    if number(s) == 1:\n        raise RuntimeError('no kernel\\nimage')"
     found = run(script(body), listed, 5)
     assert [found[number].failed for number in range(5)] == ["", "RuntimeError: no kernel image", "", "", ""]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
     body = "def launch(s):\n    if number(s) == 3:\n        print('oh', flush=True)\n        os._exit(9)"
     found = run(script(body), listed, 6)
     assert [found[number].failed for number in range(6)] == ["", "", "", "exit code 9: oh", "", ""]
 
 
+@pytest.mark.slow
 def test_a_hang_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
     body = (
         "sanitizing_work.KERNEL_SECONDS = 0.5\n"
@@ -150,6 +156,7 @@ def test_a_hang_takes_one_kernel_along(listed: tuple[Subject, ...], script: Scri
     assert [found[number].outcome for number in range(1, 4)] == ["clean"] * 3
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_told_apart(listed: tuple[Subject, ...], script: Script) -> None:
     path = script("")
     REFUSED.append((listed[1].problem, listed[1].candidate))
@@ -158,12 +165,14 @@ def test_what_does_not_compile_is_told_apart(listed: tuple[Subject, ...], script
     assert found[1].refused == "compile_error: no"
 
 
+@pytest.mark.slow
 def test_when_time_is_up_the_rest_is_left_out(listed: tuple[Subject, ...], script: Script) -> None:
     assert run(script(""), listed, 6, seconds=0.0) == {}
     found = run(script("def launch(s):\n    time.sleep(0.5)"), listed, 20, seconds=3.0)
     assert len(found) < 20
 
 
+@pytest.mark.slow
 def test_processes_that_come_to_nothing_are_one_error(
     listed: tuple[Subject, ...], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

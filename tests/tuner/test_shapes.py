@@ -63,7 +63,7 @@ def test_lengths_may_differ() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("head=32,seqlen=1,head_dim=64", "did you mean 'heads'?"),
+        ("head=32,seqlen=1,head_dim=64", "did you mean 'heads' or 'head_dim'?"),
         ("heads=32,seqlen=1,head_dim=64,dtype=bfloat", "did you mean 'bfloat16'?"),
         ("heads=32,seqlen=1,head_dim=64,causal=topleft", "did you mean 'top_left'?"),
         ("heads=32,seqlen=1,head_dim=64,dtype=int8", "bf16, fp16, fp32"),

@@ -108,6 +108,7 @@ def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
     assert found.message.startswith("ptxas made code that reads a register which nothing wrote (UIADD3 UR")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [one for one in families() if one.supports(PLAIN, H200) is None])
 def test_what_is_right_is_launched(family: Family) -> None:
     candidate = Candidate(family.name, family.default(PLAIN, H200))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -131,6 +133,30 @@ def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
     inputs, output = 4 * 10 * 64 + 2 * 20 * (64 + 32), 4 * 10 * 32
     assert wide.minimal_bytes() == 2 * inputs + 2 * output
     assert narrow.minimal_bytes() == inputs + 2 * output
+
+
+@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"lengths": True}], ids=["pages", "lengths"])
+def test_ragged_sequences_read_three_quarters_of_the_longest_on_average(ragged: dict[str, Any]) -> None:
+    equal = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=32,
+        kv_heads=8,
+        batch=5,
+        seqlen_q=1,
+        seqlen_kv=8192,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+    queries = 2 * 2 * 5 * 32 * 128
+    of_key = 2 * 2 * 8 * 128
+    assert equal.minimal_bytes() == queries + of_key * 5 * 8192
+    shorter = msgspec.structs.replace(equal, **ragged)
+    assert shorter.minimal_bytes() == queries + of_key * 4 * 8192
+    windowed = msgspec.structs.replace(shorter, window_left=4095)
+    assert windowed.minimal_bytes() == queries + of_key * 5 * 4096
+    single = msgspec.structs.replace(equal, batch=1)
+    assert msgspec.structs.replace(single, **ragged).minimal_bytes() == single.minimal_bytes()
 
 
 def test_query_heads_must_divide_among_kv_heads() -> None:

@@ -6,34 +6,56 @@ than click.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
+import os
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
-from flashtune.errors import FlashtuneError
+from flashtune.errors import FlashtuneError, MachineError
 
 INTERRUPTED = 130
+# Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
-# Name and one line of help; command NAME is the attribute `command` of the module of that name,
-# with `_` for `-`, and with a trailing `_` where the name is a Python keyword.
-COMMANDS: dict[str, str] = {
-    "doctor": "Check what this machine has, and say what to do about what it lacks.",
-    "search": "Find the fastest right kernel for shapes on a GPU, or rank candidates without one.",
-    "show": "List what is stored: selected kernels, or every record of a problem.",
-    "explain": "Say why a kernel is as fast as it is: SRAM, roofline, traffic, occupancy, rivals.",
-    "render": "Write the kernel of a shape as a Python file that a person can read.",
-    "verify": "Check that every selected kernel compiles, fits and computes what it should.",
-    "bench": "Time selected kernels side by side with other implementations.",
-    "export": "Write selected kernels as a JSON table, as Python files or as triton.Config lists.",
-    "import": "Read a JSON table into the database.",
-    "sram-audit": "Compare the SRAM models with what the compiler asks for.",
-    "db": "Locate, upgrade and merge databases.",
+# Sections of the list of commands; in each, names and one line of help. Command NAME is the attribute
+# `command` of the module of that name, with `_` for `-`, and with a trailing `_` where the name is a
+# Python keyword.
+SECTIONS: dict[str, dict[str, str]] = {
+    "Tune": {
+        "search": "Find the fastest right kernel for shapes on a GPU, or rank candidates without one.",
+        "warm": "Compile and load the kernels that a program needs, before it starts.",
+    },
+    "Inspect": {
+        "show": "List what is stored: selected kernels, or every record of a problem.",
+        "explain": "Say why a kernel is as fast as it is: SRAM, roofline, traffic, occupancy, rivals.",
+        "bench": "Time selected kernels side by side with other implementations.",
+        "render": "Write the kernel of a shape as a Python file that a person can read.",
+    },
+    "Check": {
+        "doctor": "Check what this machine has, and say what to do about what it lacks.",
+        "verify": "Check that every selected kernel compiles, fits and computes what it should.",
+        "sram-audit": "Compare the SRAM models with what the compiler asks for.",
+    },
+    "Share": {
+        "export": "Write selected kernels as a JSON table, as Python files or as triton.Config lists.",
+        "import": "Read a JSON table into the database.",
+        "db": "Locate, upgrade and merge databases.",
+    },
+    "List names": {
+        "models": "List the models that --model knows.",
+        "targets": "List the GPUs that --target knows.",
+        "families": "List the kernel families, and what each computes.",
+    },
 }
+COMMANDS: dict[str, str] = {name: text for section in SECTIONS.values() for name, text in section.items()}
 
 EPILOG = """\b
 Exit codes:
@@ -85,8 +107,27 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The list of commands, without importing any."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, section in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in section.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keeps the command line, so that a command can tell how to repeat it."""
+        ctx.meta["flashtune.arguments"] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click does; output that cannot be written, as to a full disk, is one sentence."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # An open file's own error names no file; named files have errors of their own.
+            if error.errno not in UNWRITABLE or error.filename is not None:
+                raise
+            _give_up_output()
+            click.echo(f"flashtune: cannot write the output: {error.strerror}; write it elsewhere", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; errors of flashtune's become one sentence and an exit code."""
@@ -95,12 +136,25 @@ class CommandGroup(click.Group):
                 return super().invoke(ctx)
         except FlashtuneError as error:
             raise Failure(error) from error
+        except (MemoryError, ImportError, RuntimeError) as error:
+            from flashtune.machine import machine_fault
+
+            fault = machine_fault(error)
+            if fault is None:
+                raise
+            raise Failure(MachineError(fault)) from error
         except KeyboardInterrupt:
             click.echo("flashtune: interrupted; what was finished is stored", err=True)
             ctx.exit(INTERRUPTED)
 
 
-@contextmanager
+def _give_up_output() -> None:
+    """Drops what standard output holds back: Python would try to write it again at exit."""
+    with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Shows flashtune's own warnings as sentences on stderr, and other libraries' as ever."""
     usual = warnings.showwarning

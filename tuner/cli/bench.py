@@ -13,6 +13,8 @@ import click
 import msgspec
 
 from flashtune.errors import UsageError, VerificationError
+from flashtune.files import read_bounded
+from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
 from flashtune.tuner.cli.output import note, print_json
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
 GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
+MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
 
 
@@ -33,7 +36,11 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     return click.option(f"--{name}", f"{name}_file", type=kind, metavar="FILE", help=text)
 
 
-@click.command("bench")
+@flashtune_command(
+    "bench",
+    'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune bench --grid paper --save results.json --markdown results.md",
+)
 @optional_problem_options
 @click.option(
     "--grid",
@@ -149,7 +156,7 @@ def _figures(path: Path | None) -> PeerFile | None:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bounded(path, MAX_RESULT_BYTES)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name another file") from error
 

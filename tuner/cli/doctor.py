@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.tuner.cli.options import database_option, json_option
-from flashtune.tuner.cli.output import print_json, printable
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.completion import complete_targets
+from flashtune.tuner.cli.options import TARGET_VARIABLE, database_option, json_option, quiet_options
+from flashtune.tuner.cli.output import print_json, printable, shows_progress
 
 if TYPE_CHECKING:
     from flashtune.tuner.finding import Finding
@@ -15,13 +19,20 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-@click.command("doctor")
+@flashtune_command(
+    "doctor",
+    "flashtune doctor",
+    "flashtune doctor --target h100",
+)
 @click.option(
     "--target",
     "target_name",
     metavar="GPU",
+    envvar=TARGET_VARIABLE,
+    shell_complete=complete_targets,
     help="Check the compiler and the shipped table for this GPU, in place of this machine's.",
 )
+@quiet_options
 @database_option
 @json_option
 @click.pass_context
@@ -37,14 +48,40 @@ def command(ctx: click.Context, target_name: str | None, db: str | None, as_json
 
     target = find_target(target_name) if target_name else None
     findings = []
-    for finding in examine(target, db):
-        findings.append(finding)
-        if not as_json:
-            _print(finding)
+    with _shown_steps() as (watch, pause):
+        for finding in examine(target, db, watch):
+            findings.append(finding)
+            if not as_json:
+                pause()
+                _print(finding)
     if as_json:
         print_json(findings)
     if any(finding.level is Level.FAIL for finding in findings):
         ctx.exit(1)
+
+
+@contextlib.contextmanager
+def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A function that shows the step which runs now, on stderr, and one that hides it again.
+
+    Where stderr is no terminal, or progress is not wanted, neither shows anything.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (console.is_terminal and shows_progress()):
+        yield (lambda step: None), (lambda: None)
+        return
+    status = console.status("")
+
+    def watch(step: str) -> None:
+        status.update(f"{step} ...")
+        status.start()
+
+    try:
+        yield watch, status.stop
+    finally:
+        status.stop()
 
 
 def _print(finding: Finding) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.errors import UsageError
+from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.model_options import WholeModels, shape_or_model_options
 from flashtune.tuner.cli.options import database_option, json_option, kernel_options, target_options
 from flashtune.tuner.cli.output import console, print_json
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from flashtune.target import Target
 
 
-@click.command("explain")
+@flashtune_command(
+    "explain",
+    'flashtune explain --target h100 --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune explain --target h100 --model llama-3.1-8b --phase decode",
+)
 @shape_or_model_options
 @target_options
 @kernel_options

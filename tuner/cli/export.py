@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.errors import FlashtuneError, UsageError
+from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, optional_problem_options, target_filter_option
-from flashtune.tuner.cli.output import note
+from flashtune.tuner.cli.output import note, write_result
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
-@click.command("export")
+@flashtune_command(
+    "export",
+    "flashtune export --format json --out h200.json",
+    "flashtune export --format python --out kernels/ --model llama-3.1-8b",
+)
 @optional_problem_options
 @target_filter_option
 @click.option(
@@ -36,7 +41,7 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     "--out",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A file, or a folder for several kernels or GPUs. Standard output where left out.",
+    help="A file, or a folder for several kernels or GPUs. Standard output where left out, or where it is -.",
 )
 @click.option("--shipped", is_flag=True, help="Export the tables that ship, in place of the database.")
 @database_option
@@ -55,6 +60,8 @@ def command(
     records = tuple(entry.record for entry in narrowed(found, target_name, problems))
     if not records:
         raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
+    if str(out) == "-":
+        out = None
     write = {"json": _json, "python": _python, "triton-config": _triton_configs}[kind]
     write(records, out)
 
@@ -68,7 +75,7 @@ def _json(records: tuple[Record, ...], out: Path | None) -> None:
         for target in targets
     }
     if len(tables) == 1 and (out is None or not out.is_dir()):
-        _write(out, tables[targets[0]])
+        write_result(out, tables[targets[0]])
         return
     if out is None or out.is_file():
         raise UsageError(
@@ -77,7 +84,7 @@ def _json(records: tuple[Record, ...], out: Path | None) -> None:
     for target, table in tables.items():
         if not FILE_STEM.fullmatch(target):
             raise UsageError(f"the target {target[:60]!r} is no file name: export it alone, to --out FILE")
-        _write(out / f"{target}.json", table)
+        write_result(out / f"{target}.json", table)
 
 
 def _python(records: tuple[Record, ...], out: Path | None) -> None:
@@ -93,10 +100,10 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
             raise UsageError(
                 f"{len(files)} kernels need a folder: pass --out FOLDER, or name one shape and --target"
             )
-        _write(out, files[0].text.encode())
+        write_result(out, files[0].text.encode())
         return
     for file in files:
-        _write(out / file.name, file.text.encode())
+        write_result(out / file.name, file.text.encode())
 
 
 def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
@@ -106,14 +113,4 @@ def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
     native = {r.family for r in records if r.config is not None and not find_family(r.family).interpreted}
     if native:
         note(f"configs of {' and '.join(sorted(native))} mean nothing to other kernels and were left out")
-    _write(out / "configs.py" if out and out.is_dir() else out, triton_configs(records).encode())
-
-
-def _write(path: Path | None, content: bytes) -> None:
-    from flashtune.tuner.export import write_file
-
-    if path is None:
-        click.echo(content.decode(), nl=False)
-        return
-    write_file(path, content)
-    note(f"wrote {path}")
+    write_result(out / "configs.py" if out and out.is_dir() else out, triton_configs(records).encode())

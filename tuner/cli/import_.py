@@ -6,12 +6,17 @@ from pathlib import Path
 
 import click
 
-from flashtune.tuner.cli.options import database_option, json_option
-from flashtune.tuner.cli.output import print_counts
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import database_option, json_option, quiet_options
+from flashtune.tuner.cli.output import print_counts, progress_bars
 
 
-@click.command("import")
+@flashtune_command(
+    "import",
+    "flashtune import h200.json",
+)
 @click.argument("tables", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TABLE...")
+@quiet_options
 @database_option
 @json_option
 def command(tables: tuple[Path, ...], db: str | None, as_json: bool) -> None:
@@ -23,4 +28,6 @@ def command(tables: tuple[Path, ...], db: str | None, as_json: bool) -> None:
     """
     from flashtune.tuner.importing import import_tables
 
-    print_counts(import_tables(tables, db), as_json)
+    with progress_bars() as bars:
+        counts = import_tables(tables, db, bars)
+    print_counts(counts, as_json)

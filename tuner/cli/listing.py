@@ -1,19 +1,46 @@
-"""Stored records as tables for a person."""
+"""Stored records as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from flashtune.record import Record
+from flashtune.record import Provenance, Record
 from flashtune.tuner.cli.output import plain
 from flashtune.tuner.listing import Listed
+from flashtune.tuner.short_shape import short_shape
 from flashtune.tuner.stored import Found
 
 
-def selections_table(rows: Sequence[Listed]) -> Table:
-    """One line for each selection."""
+def selections_tables(rows: Sequence[Listed]) -> Iterator[tuple[str, Table]]:
+    """Each target and its selections, one line of at most 80 columns for each selection."""
+    for target, group in itertools.groupby(rows, key=lambda row: row.found.record.target):
+        yield plain(target), _selections_table(tuple(group))
+
+
+def _selections_table(rows: Sequence[Listed]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("shape", no_wrap=True, overflow="ellipsis")
+    for name in ("ms", "TFLOP/s", "over\nSDPA"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("standing", no_wrap=True)
+    for row in rows:
+        record = row.found.record
+        predicted = "~" if record.provenance is Provenance.PREDICTED else ""
+        table.add_row(
+            "  other strides" if row.stands_in else short_shape(record.problem),
+            "" if record.ms is None else f"{predicted}{_four_digits(record.ms)}",
+            "" if row.tflops is None else f"{row.tflops:.0f}",
+            f"{row.best_sdpa_ms / record.ms:.2f}" if row.best_sdpa_ms and record.ms else "",
+            row.standing.value,
+        )
+    return table
+
+
+def wide_selections_table(rows: Sequence[Listed]) -> Table:
+    """One line for each selection, with its problem's key, family and config."""
     table = _table(
         ("target", "problem", "family", "config"),
         ("ms", "TFLOP/s", "vs best SDPA"),
@@ -57,6 +84,12 @@ def records_table(rows: Sequence[Found]) -> Table:
             plain(record.message),
         )
     return table
+
+
+def _four_digits(ms: float) -> str:
+    """A time with four significant digits, and never more than four behind the point."""
+    whole = len(str(int(ms))) if ms >= 1 else 0
+    return f"{ms:.{max(0, 4 - whole)}f}"
 
 
 def _config(record: Record) -> str:

@@ -40,7 +40,7 @@ def print_overview(out: Console, overview: Overview) -> None:
     families = ", ".join(dict.fromkeys(family for point in overview.points for family in point.families))
     out.print(
         plain(
-            f"Flash is {families}; what is read again counts each time, unless L2 is sure to hold it all. KV "
+            f"Flash is {families}; of what is read again, the share that misses L2 counts. KV "
             "(contiguous), traffic and times are of all layers. At least: by peak rates and the bytes that "
             "cannot be saved; speed-up is of these, and not measured."
         )

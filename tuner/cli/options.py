@@ -2,7 +2,8 @@
 
 `problem_options` gives `problems: tuple[Problem, ...]`, `target_options` gives `target: Target` and
 `device: int | None`, `kernel_options` gives `family: str | None` and `config: str | None`,
-`database_option` gives `db: str | None`, `json_option` gives `as_json: bool`.
+`database_option` gives `db: str | None`, `json_option` gives `as_json: bool`. `quiet_options` gives nothing:
+`output.is_set` and `output.shows_progress` tell what they are set to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.errors import UsageError
+from flashtune.tuner.cli.completion import complete_families, complete_targets
 from flashtune.tuner.cli.shape_options import SHAPE_OPTIONS
 from flashtune.tuner.model_sizes import ModelSizes, Phase
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 AnyCommand = Callable[..., Any]
 
+TARGET_VARIABLE = "FLASHTUNE_TARGET"
 NO_SHAPE = "name a shape, by --shape, --model, --hf-config or --shapes-file"
 
 
@@ -115,6 +118,8 @@ def target_options(command: AnyCommand) -> AnyCommand:
 
     @functools.wraps(command)
     def with_target(*args: Any, target_name: str | None, device: int | None, **kwargs: Any) -> Any:
+        if device is not None and _from_environment("target_name"):
+            target_name = None
         target, index = _resolve_target(target_name, device)
         return command(*args, target=target, device=index, **kwargs)
 
@@ -123,8 +128,10 @@ def target_options(command: AnyCommand) -> AnyCommand:
             "--target",
             "target_name",
             metavar="GPU",
-            help="Work for this GPU without having it: a100, l4, l40s, h100, h200, b200, rtx-4090, rtx-5090 "
-            "or mi300x. The GPU of this machine where left out.",
+            envvar=TARGET_VARIABLE,
+            shell_complete=complete_targets,
+            help="Work for this GPU without having it, such as h100; `flashtune targets` lists them. "
+            f"{TARGET_VARIABLE}, or the GPU of this machine, where left out.",
         ),
         click.option(
             "--device",
@@ -134,6 +141,12 @@ def target_options(command: AnyCommand) -> AnyCommand:
         ),
     )
     return apply_options(options, with_target)
+
+
+def _from_environment(name: str) -> bool:
+    """Whether a parameter of the running command has its value from an environment variable."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.ENVIRONMENT
 
 
 def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int | None]:
@@ -150,7 +163,12 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
 def kernel_options(command: AnyCommand) -> AnyCommand:
     """Adds --family and --config, both None where the user leaves the choice to flashtune."""
     options = (
-        click.option("--family", metavar="NAME", help="A kernel family, in place of the selection's."),
+        click.option(
+            "--family",
+            metavar="NAME",
+            shell_complete=complete_families,
+            help="A kernel family, in place of the selection's; `flashtune families` lists them.",
+        ),
         click.option(
             "--config",
             metavar="FIELDS",
@@ -164,7 +182,11 @@ def kernel_options(command: AnyCommand) -> AnyCommand:
 def target_filter_option(command: AnyCommand) -> AnyCommand:
     """Adds --target as a filter of what is stored; the command gets `target_name`, None for all."""
     return click.option(
-        "--target", "target_name", metavar="GPU", help="Only what is stored for this GPU, such as h200."
+        "--target",
+        "target_name",
+        metavar="GPU",
+        shell_complete=complete_targets,
+        help="Only what is stored for this GPU, such as h200.",
     )(command)
 
 
@@ -181,6 +203,25 @@ def database_option(command: AnyCommand) -> AnyCommand:
 def json_option(command: AnyCommand) -> AnyCommand:
     """Adds --json; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")(command)
+
+
+def quiet_options(command: AnyCommand) -> AnyCommand:
+    """Adds --quiet, --verbose and --no-progress, which `output` reads from the running command."""
+    options = (
+        _output_flag("-q", "--quiet", help="Print the result and errors alone."),
+        _output_flag("-v", "--verbose", help="Print each step's outcome too, on stderr."),
+        _output_flag("--progress/--no-progress", default=True, help="Show progress, on stderr. The default."),
+    )
+    return apply_options(options, command)
+
+
+def _output_flag(*names: str, **settings: Any) -> Callable[[AnyCommand], AnyCommand]:
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        ctx.meta[f"flashtune.{param.name}"] = value
+        if ctx.meta.get("flashtune.quiet") and ctx.meta.get("flashtune.verbose"):
+            raise click.UsageError("--quiet and --verbose contradict one another: leave one of the two out")
+
+    return click.option(*names, is_flag=True, expose_value=False, callback=remember, **settings)
 
 
 def apply_options(options: tuple[Callable[[AnyCommand], AnyCommand], ...], command: AnyCommand) -> AnyCommand:

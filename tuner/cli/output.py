@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from flashtune.db.store import MergeCounts
 
 # Where the output is no terminal, tables are not squeezed into eighty columns.
 PIPE_WIDTH = 200
+# Lines of wide tables are not folded.
+UNFOLDED = 10_000
 
 
 def print_json(value: Any) -> None:
@@ -27,8 +36,70 @@ def printable(text: str) -> str:
 
 
 def note(sentence: str) -> None:
-    """Says something beside the data: on stderr, so that stdout stays parseable."""
-    click.echo(f"flashtune: {sentence}", err=True)
+    """Writes a sentence beside the data, to stderr, so that stdout stays parseable. Nothing with --quiet."""
+    if not is_set("quiet"):
+        click.echo(f"flashtune: {sentence}", err=True)
+
+
+def is_set(flag: str) -> bool:
+    """Whether the running command was given --quiet or --verbose, by the flag's name without dashes."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and ctx.meta.get(f"flashtune.{flag}") is True
+
+
+def shows_progress() -> bool:
+    """Whether the running command shows progress: neither --quiet nor --no-progress was given."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is None or not (ctx.meta.get("flashtune.progress") is False or is_set("quiet"))
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that standard output goes to, None where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def command_line() -> str:
+    """The command line of the running command, as a user can type it again."""
+    ctx = click.get_current_context()
+    return shlex.join(["flashtune", *ctx.meta.get("flashtune.arguments", ())])
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows how much of a phase is done, on stderr, where that is a terminal.
+
+    It takes the name of the phase, how many steps are done, and how many there are. Each phase has a bar.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    tasks: dict[str, TaskID] = {}
+    console = Console(stderr=True)
+    # Elsewhere than on a terminal it would end with an empty line.
+    hidden = not (console.is_terminal and shows_progress())
+    with Progress(console=console, transient=True, disable=hidden) as bars:
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield show
+
+
+def write_result(path: Path | None, content: bytes) -> None:
+    """Writes a result to a file, or to standard output where the path is None or `-`.
+
+    Raises:
+        FlashtuneError: The file cannot be written.
+    """
+    from flashtune.tuner.export import write_file
+
+    if path is None or str(path) == "-":
+        click.echo(content.decode(), nl=False)
+        return
+    write_file(path, content)
+    note(f"wrote {path}")
 
 
 def plain(text: str) -> str:
@@ -38,12 +109,26 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-def console() -> Console:
-    """A console on stdout, plain where that is no terminal."""
+def console(width: int | None = None) -> Console:
+    """A console on stdout, plain where that is no terminal; of the terminal's width where none is given."""
     from rich.console import Console
 
-    probe = Console()
+    probe = Console(width=width)
+    if width is not None:
+        return probe
     return probe if probe.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Prints rows under their heads; cells that are too long for the terminal are folded at words."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in heads:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*map(plain, row))
+    console().print(table)
 
 
 def quantity(count: int) -> str:

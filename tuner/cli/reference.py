@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import click
 
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
+from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import optional_problem_options
 from flashtune.tuner.known_models import MODELS
-from flashtune.tuner.models import Layers, ModelAttention
+from flashtune.tuner.model_rows import MODEL_HEADS, model_row
 
 TITLE = """# The command line
 
@@ -33,34 +34,8 @@ def reference() -> str:
     parts += [
         "\n## Models\n\nWhat `--model` knows; any other model's `config.json` is taken by `--hf-config`.\n\n"
     ]
-    parts.append(
-        _table(("model", "layers", "heads, KV heads, head dim", "type", "from"), map(_model_row, MODELS))
-    )
+    parts.append(_table(MODEL_HEADS, map(model_row, MODELS)))
     return "".join(parts)
-
-
-def _model_row(model: ModelAttention) -> tuple[str, ...]:
-    width = str(model.head_dim)
-    if model.value_head_dim != model.head_dim:
-        width += f" (values {model.value_head_dim})"
-    mask = "" if model.causal else ", not causal"
-    sizes = f"{model.heads}, {model.kv_heads}, {width}{mask}"
-    if model.latent:
-        sizes += f"; decode {model.heads}, 1, {model.latent.width} (values {model.latent.values})"
-    layers = " and ".join(map(_kind, model.kinds))
-    return model.name, layers, sizes, model.dtype.value, model.source
-
-
-def _kind(kind: Layers) -> str:
-    """Layers of one kind: how many, and what they ask for."""
-    words = (
-        f"window {kind.window}" if kind.window else "",
-        f"chunk {kind.chunk}" if kind.chunk else "",
-        "softcap" if kind.softcap else "",
-        "sinks" if kind.sinks else "",
-    )
-    asked = ", ".join(word for word in words if word)
-    return f"{kind.count} with {asked}" if asked else str(kind.count)
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
@@ -90,7 +65,12 @@ def _section(name: str, command: click.Command, ctx: click.Context) -> str:
     own = [option for option in options if option.name not in shared_names and "--help" not in option.opts]
     if len(options) > len(own) + 1:
         text += "\nTakes [shapes](#shapes).\n"
-    return text + (f"\n{_options(own, ctx)}" if own else "")
+    if own:
+        text += f"\n{_options(own, ctx)}"
+    if isinstance(command, Command) and command.examples:
+        lines = "".join(f"$ {line}\n" for line in command.examples)
+        text += f"\n```console\n{lines}```\n"
+    return text
 
 
 def _shapes() -> tuple[list[click.Option], click.Context]:

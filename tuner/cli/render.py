@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.errors import UsageError
+from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, kernel_options, problem_options, target_options
-from flashtune.tuner.cli.output import note
+from flashtune.tuner.cli.output import note, write_result
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
     from flashtune.target import Target
 
 
-@click.command("render")
+@flashtune_command(
+    "render",
+    'flashtune render --target h100 --shape "heads=32,seqlen=4096,head_dim=128" --out kernel.py',
+)
 @problem_options
 @target_options
 @kernel_options
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write it. Standard output where left out.",
+    help="Where to write it. Standard output where left out, or where it is -.",
 )
 @database_option
 def command(
@@ -43,7 +47,6 @@ def command(
     """
     from flashtune.templates.rendering import render
     from flashtune.tuner.chosen import choose
-    from flashtune.tuner.export import write_file
 
     del device  # rendering needs none
     if len(problems) != 1:
@@ -51,8 +54,4 @@ def command(
     chosen = choose(problems[0], target, db, family, config)
     kernel = render(chosen.family, chosen.problem, chosen.config, chosen.specialization)
     note(f"{chosen.family.name}, {chosen.config.label()} ({chosen.source})")
-    if out is None:
-        click.echo(kernel.source, nl=False)
-        return
-    write_file(out, kernel.source.encode())
-    note(f"wrote {out}")
+    write_result(out, kernel.source.encode())

@@ -8,25 +8,40 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.errors import KernelError, UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.completion import complete_families
 from flashtune.tuner.cli.options import (
     NO_SHAPE,
     database_option,
     json_option,
     optional_problem_options,
+    quiet_options,
     target_options,
 )
-from flashtune.tuner.cli.output import note, print_json
+from flashtune.tuner.cli.output import (
+    is_set,
+    note,
+    print_json,
+    terminal_width,
+)
+from flashtune.tuner.cli.search_shown import expected_of, observed, print_expected, print_interrupted
 from flashtune.tuner.model_sizes import Phase
 
 if TYPE_CHECKING:
     from flashtune.problem import Problem
     from flashtune.target import Target
-    from flashtune.tuner.request import SearchResult
+    from flashtune.tuner.request import Progress, SearchRequest, SearchResult
 
 DEFAULT_TOP = 20
 
 
-@click.command("search")
+@flashtune_command(
+    "search",
+    'flashtune search --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune search --model llama-3.1-8b --seqlen 512..8192 --dry-run",
+    "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
+    "flashtune search --from calls.jsonl --top 10",
+)
 @optional_problem_options
 @click.option(
     "--from",
@@ -56,7 +71,12 @@ DEFAULT_TOP = 20
     help="Stop proposing for a shape after S seconds; a few more go into the finals and a last proof.",
 )
 @click.option(
-    "--family", "families", multiple=True, metavar="NAME", help="Search only this kernel family. Repeatable."
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_families,
+    help="Search only this kernel family. Repeatable.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
 @click.option(
@@ -65,6 +85,17 @@ DEFAULT_TOP = 20
     metavar="N",
     help="Compiler processes. One per core where left out, less one where there is a GPU to feed.",
 )
+@click.option(
+    "--retry-failed",
+    is_flag=True,
+    help="Try candidates again that failed in earlier searches, but not those that do not fit the GPU.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print what would be searched and about how long it would take; compile and store nothing.",
+)
+@quiet_options
 @database_option
 @json_option
 def command(
@@ -78,6 +109,8 @@ def command(
     families: tuple[str, ...],
     seed: int,
     jobs: int | None,
+    retry_failed: bool,
+    dry_run: bool,
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -88,18 +121,11 @@ def command(
     and one is selected. With --target, kernels are compiled for that GPU and their times predicted.
 
     Without --trials and --seconds a shape takes about a minute. With one of them, that one alone
-    decides. Interrupted at any moment, the same command goes on where it stopped.
+    decides; with both, the one that ends first. Ctrl-C prints the best so far and the command that
+    resumes: the same one, at any moment.
     """
-    from rich.console import Console
-
-    from flashtune.db.location import database_url, describe
-    from flashtune.db.store import open_store
-    from flashtune.tuner.equipment import open_equipment
     from flashtune.tuner.passes import saving_lse, training_passes
-    from flashtune.tuner.progress import Place, shown
     from flashtune.tuner.request import Budget, SearchRequest
-    from flashtune.tuner.search import run_search
-    from flashtune.tuner.summary import summary_lines
 
     problems = _with_recorded(problems, recorded_file, top, target)
     if click.get_current_context().params["phase"] == Phase.TRAINING:
@@ -107,30 +133,64 @@ def command(
         problems = training_passes(problems)
     given = trials is not None or seconds is not None
     budget = Budget(trials, seconds, None) if given else Budget()
-    place = describe(database_url(db))
-    results: list[SearchResult] = []
     trained = saving_lse(problems)
-    console, progress = Console(stderr=True), Place(len(problems))
-    with open_store(db) as store, open_equipment(device, jobs) as equipment:
-        for problem in problems:
-            request = SearchRequest(
-                problem=problem,
-                target=target,
-                device=device,
-                budget=budget,
-                families=families,
-                seed=seed,
-                jobs=jobs,
-                lse=problem in trained,
-            )
-            with shown(console, progress) as observer:
-                result = run_search(request, store, observer, equipment)
-            results.append(result)
-            if not as_json:
-                click.echo("\n".join(summary_lines(result, place)))
+    requests = tuple(
+        SearchRequest(
+            problem=problem,
+            target=target,
+            device=device,
+            budget=budget,
+            families=families,
+            seed=seed,
+            jobs=jobs,
+            retry_failed=retry_failed,
+            lse=problem in trained,
+        )
+        for problem in problems
+    )
+    if dry_run:
+        print_expected(expected_of(requests, db), as_json)
+        return
+    results = _search(requests, db, as_json)
     if as_json:
         print_json(results)
     _refuse_failures(results)
+
+
+def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) -> list[SearchResult]:
+    """Runs all searches, and prints each summary when it is there.
+
+    Raises:
+        KeyboardInterrupt: Passed on, once the best so far and the command that resumes are printed.
+    """
+    from rich.console import Console
+
+    from flashtune.db.location import database_url, describe
+    from flashtune.db.store import open_store
+    from flashtune.tuner.equipment import open_equipment
+    from flashtune.tuner.expectation import outlook
+    from flashtune.tuner.progress import Place
+    from flashtune.tuner.search import run_search
+    from flashtune.tuner.summary import summary_lines
+
+    if not is_set("quiet"):
+        note(outlook(expected_of(requests, db)))
+    place, width = describe(database_url(db)), terminal_width()
+    results: list[SearchResult] = []
+    console, progress = Console(stderr=True), Place(len(requests))
+    latest: list[Progress] = []
+    with open_store(db) as store, open_equipment(requests[0].device, requests[0].jobs) as equipment:
+        try:
+            for request in requests:
+                with observed(console, progress, latest) as observer:
+                    results.append(run_search(request, store, observer, equipment))
+                if not as_json:
+                    click.echo("\n".join(summary_lines(results[-1], place, db, width)))
+        except KeyboardInterrupt:
+            # Before the processes end, which takes seconds.
+            print_interrupted(latest)
+            raise
+    return results
 
 
 def _with_recorded(
@@ -174,5 +234,5 @@ def _refuse_failures(results: list[SearchResult]) -> None:
     if failed:
         raise KernelError(
             f"no candidate of {', '.join(failed)} worked: flashtune show --records lists why, "
-            "and flashtune doctor checks this machine"
+            "flashtune doctor checks this machine, and --retry-failed tries again"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from flashtune.tuner.cli.completion import complete_models
 from flashtune.tuner.model_sizes import DEFAULT_BATCH, DEFAULT_PAGE_SIZE, DEFAULT_SEQLEN, Phase
 
 SHAPE_HELP = (
@@ -18,7 +19,10 @@ SHAPE_HELP = (
     "backward asks for the gradients in place of the output, and deterministic for the same bits in every "
     "run. Repeatable."
 )
-MODEL_HELP = "The attention of a well-known open model, such as llama-3.1-8b. Repeatable."
+MODEL_HELP = (
+    "The attention of a well-known open model, such as llama-3.1-8b; `flashtune models` lists them. "
+    "Repeatable."
+)
 PHASES = tuple(phase.value for phase in Phase)
 
 PHASE_OPTION = click.option(
@@ -32,7 +36,9 @@ PHASE_OPTION = click.option(
 )
 SHAPE_OPTIONS = (
     click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
-    click.option("--model", "models", multiple=True, metavar="NAME", help=MODEL_HELP),
+    click.option(
+        "--model", "models", multiple=True, metavar="NAME", shell_complete=complete_models, help=MODEL_HELP
+    ),
     click.option(
         "--hf-config",
         "hf_configs",

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
 from flashtune.errors import KernelError
-from flashtune.tuner.cli.options import json_option
-from flashtune.tuner.cli.output import console, print_json
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.completion import complete_targets
+from flashtune.tuner.cli.options import json_option, quiet_options
+from flashtune.tuner.cli.output import console, print_json, progress_bars
 
 if TYPE_CHECKING:
     from flashtune.target import Target
-    from flashtune.tuner.audit import Audit, Watch
+    from flashtune.tuner.audit import Audit
 
 ALL = "all"
+# An audit waits for every compilation: large tiles in float32 take a minute on idle cores.
+COMPILE_SECONDS = 600.0
 HEADINGS = (
     "family", "GPU", "arch", "points", "in band", "unaligned", "fit", "do not fit", "wrongly pruned",
     "caught", "over-estimates", "model / compiler",
 )  # fmt: skip
 
 
-@click.command("sram-audit")
+@flashtune_command(
+    "sram-audit",
+    "flashtune sram-audit --target h100 --points 100",
+)
 @click.option(
     "--target",
     "target_names",
     multiple=True,
     metavar="GPU",
+    shell_complete=complete_targets,
     help="A GPU to compile for, such as h100, or `all`: one of each architecture, the default. Repeatable.",
 )
 @click.option(
@@ -45,6 +51,7 @@ HEADINGS = (
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes. One per core where left out."
 )
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
+@quiet_options
 @json_option
 def command(
     target_names: tuple[str, ...], points: int, seed: int, jobs: int | None, markdown: bool, as_json: bool
@@ -61,7 +68,7 @@ def command(
 
     workers = jobs or usable_cores()
     request = Request(_targets(target_names), points, seed, in_flight=workers)
-    with CompilePool(workers) as pool, _progress() as watch:
+    with CompilePool(workers, COMPILE_SECONDS) as pool, progress_bars() as watch:
         audit = run_audit(request, pool, watch)
     if as_json:
         print_json(audit)
@@ -81,23 +88,6 @@ def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:
     if not names or ALL in names:
         return audit_targets()
     return tuple(dict.fromkeys(find_target(name) for name in names))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Watch]:
-    """A bar for each family and GPU, on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    tasks: dict[str, TaskID] = {}
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-
-        def watch(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name)
-            bars.update(tasks[name], completed=done, total=total)
-
-        yield watch
 
 
 def _cells(audit: Audit) -> list[tuple[str, ...]]:

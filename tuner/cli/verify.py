@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from flashtune.errors import UsageError, VerificationError
-from flashtune.tuner.cli.options import database_option, json_option, target_filter_option
-from flashtune.tuner.cli.output import note, print_json, printable
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
+from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, write_result
 
 if TYPE_CHECKING:
+    from flashtune.db.table import TunedTable
     from flashtune.record import Record
     from flashtune.target import Target
     from flashtune.tuner.receipts import Receipt
-    from flashtune.tuner.verify import Progress
     from flashtune.tuner.verify_report import Report
 
 MOST_SHOWN = 20
 
 
-@click.command("verify")
+@flashtune_command(
+    "verify",
+    "flashtune verify --table h200.json",
+    "flashtune verify --db results.sqlite --target h200",
+    "flashtune verify --table h100.json --allow-unproven",
+)
 @click.option(
     "--table",
     type=click.Path(path_type=Path),
@@ -34,6 +38,25 @@ MOST_SHOWN = 20
 @target_filter_option
 @click.option("--require-gpu", is_flag=True, help="Fail what was not compared on its GPU here.")
 @click.option("--same-triton", is_flag=True, help="Fail receipts of another Triton than the installed one.")
+@click.option(
+    "--sample",
+    "sampled",
+    is_flag=True,
+    help="Check one kernel for each GPU, family, dtype, head dim, mask and set of features.",
+)
+@click.option(
+    "--allow-unproven",
+    is_flag=True,
+    help="Pass kernels that compile and fit and that no GPU ever verified, as in a table made without one.",
+)
+@click.option(
+    "--write",
+    "written",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the table with the verdicts of the GPU here as receipts.",
+)
+@quiet_options
 @database_option
 @json_option
 def command(
@@ -41,6 +64,9 @@ def command(
     target_name: str | None,
     require_gpu: bool,
     same_triton: bool,
+    sampled: bool,
+    allow_unproven: bool,
+    written: Path | None,
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -49,26 +75,59 @@ def command(
     A kernel of this machine's GPU runs on it, and the verdict is remembered, so that dispatch need
     not check again. Any other runs under Triton's interpreter at small sizes and in float32, if it
     is in plain Triton, and needs a receipt: the verdict of a GPU, stored with the record and bound to
-    the kernel's digest.
+    the kernel's digest. A table that was made without a GPU has no receipts: --allow-unproven passes
+    what compiles, fits and, where it can be interpreted, computes what it should.
     """
+    from flashtune.db.table import dump_table
+    from flashtune.tuner.table_receipts import with_receipts
     from flashtune.tuner.verify import remember, verify_records
+    from flashtune.tuner.verify_sample import sample
 
-    records = _records(table, target_name, db)
-    with _progress() as progress:
+    if require_gpu and allow_unproven:
+        raise UsageError(
+            "--require-gpu and --allow-unproven contradict one another: leave one of the two out"
+        )
+    whole = _written_table(table, db) if written else None
+    found = _records(table, target_name, db)
+    records = sample(found) if sampled else found
+    left_out = len(found) - len(records)
+    with progress_bars() as progress:
         report = verify_records(
-            records, gpu=_gpu(), require_gpu=require_gpu, same_triton=same_triton, progress=progress
+            records,
+            gpu=_gpu(),
+            require_gpu=require_gpu,
+            same_triton=same_triton,
+            allow_unproven=allow_unproven,
+            progress=progress,
         )
     if report.checks:
         remember(report.checks, db)
+    if written and whole:
+        write_result(written, dump_table(with_receipts(whole, report.passed)))
     if as_json:
-        print_json({**_counts(report), "results": report.results})
+        print_json({**_counts(report), "left_out": left_out, "results": report.results})
     else:
         _print(report)
+        if sampled:
+            click.echo(f"{left_out} more kernels were left out: --sample checks one of each class")
     if report.failures:
         raise VerificationError(
             f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
             "on their GPU"
         )
+
+
+def _written_table(table: Path | None, db: str | None) -> TunedTable:
+    """The table that --write completes: of --table, or the one that ships for the GPU here."""
+    from flashtune.db.table import load_table, shipped_table
+
+    gpu = _gpu()
+    if gpu is None or db is not None:
+        raise UsageError("--write needs the table's GPU and a table: run it there, without --db")
+    found = load_table(table) if table else shipped_table(gpu[1].name)
+    if found is None or found.target != gpu[1].name:
+        raise UsageError(f"--write needs a table of {gpu[1].name}, the GPU here: name one with --table")
+    return found
 
 
 def _records(table: Path | None, target_name: str | None, db: str | None) -> tuple[Record, ...]:
@@ -96,24 +155,6 @@ def _gpu() -> tuple[int, Target] | None:
     return (0, device_target(0)) if torch.cuda.is_available() else None
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar for each phase, on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
-
-    tasks: dict[str, TaskID] = {}
-    with Bars(console=Console(stderr=True), transient=True) as bars:
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase)
-            bars.update(tasks[phase], completed=done, total=total)
-
-        yield show
-
-
 def _counts(report: Report) -> dict[str, int]:
     from flashtune.tuner.verify_report import Means
 
@@ -127,9 +168,8 @@ def _counts(report: Report) -> dict[str, int]:
 
 
 def _source(receipt: Receipt) -> str:
-    return (
-        f"{printable(receipt.device)}, driver {printable(receipt.driver)}, Triton {printable(receipt.triton)}"
-    )
+    versions = f"Triton {receipt.triton}, ptxas {receipt.ptxas}, torch {receipt.torch}"
+    return printable(f"{receipt.device}, driver {receipt.driver}, {versions}")
 
 
 def _print(report: Report) -> None:
@@ -150,6 +190,9 @@ def _print(report: Report) -> None:
         click.echo(f"{count} of {total} have a receipt: {source}")
     if report.baselines:
         click.echo(f"{report.baselines} selections are torch's own and were not checked")
+    if is_set("verbose"):
+        for result in report.results:
+            note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.means.value})")
     for result in report.failures[:MOST_SHOWN]:
         click.echo(f"failed: {result.problem} on {result.target}: {result.failed}")
     if len(report.failures) > MOST_SHOWN:

@@ -24,7 +24,7 @@ from flashtune.proof.inputs import Layout
 from flashtune.proof.probes import Probe
 from flashtune.proof.serving_shapes import BATCHES, Posed, beside_plain, even_lengths, with_lengths
 from flashtune.proof.serving_shapes import HEADS as POSED_HEADS
-from flashtune.proof.shapes import ROUNDS, Shape, Tile
+from flashtune.proof.shapes import ROUNDS, Shape, Tile, third_tiles
 
 # Pairs of queries and keys, of two KV heads, that the tuned shape's reference may have: heads that share
 # keys are thinned out beyond it, since all of them are needed at once.
@@ -45,6 +45,9 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     shapes = tuple(gradient_shapes(tiles, problem, quick=quick))
     tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
     rounds = () if reduced else tuple(many_tiles(tile, quick=quick))
+    if reduced:
+        # Without rounds of tiles nothing else has three tiles of queries and of keys in full attention.
+        shapes += (third_tiles(tile),)
     if problem.deterministic and level is not Level.QUICK and not reduced:
         rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:

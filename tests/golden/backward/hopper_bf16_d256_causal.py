@@ -3,7 +3,7 @@
 Computes     bf16, head dim 256, value head dim 256, causal: bottom_right, gradient of the log-sum-exp
 Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init True, rotate False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 027206b5c56b
+Template     backward_hopper ea495c743d8a
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,
@@ -521,6 +521,45 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse):
 
     Returns dq, dk and dv, like q, k and v.
     """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("k", k, torch.bfloat16, (batch, kv_heads, seqlen_kv, 256)),
+        ("v", v, torch.bfloat16, (batch, kv_heads, seqlen_kv, 256)),
+        ("out", out, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("dout", dout, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+        ("dlse", dlse, torch.float32, (batch, heads, seqlen_q)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     negative = scale < 0
     if negative:

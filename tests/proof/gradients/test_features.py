@@ -48,6 +48,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # Types in turn: each mask meets one, and each type many masks.

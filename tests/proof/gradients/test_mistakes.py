@@ -19,6 +19,7 @@ from tests.proof.gradients.plain_kernel import BLOCK, Hooks, Scores, TwoTiles
 LN_2 = math.log(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
 @pytest.mark.parametrize("causal", list(Causal))
 def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, dtype: Dtype, causal: Causal) -> None:

@@ -35,6 +35,7 @@ def test_families_compute_what_they_are_given() -> None:
         assert case.problem.computation == subject.problem.computation
 
 
+@pytest.mark.slow
 def test_right_gradients_pass_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [
         case

@@ -87,7 +87,7 @@ def make_record(problem: Problem) -> MakeRecord:
             provenance=provenance,
             versions=current_versions(family.name),
             resources=Resources(sram_bytes=49_152, registers=128),
-            verdict=Verdict(outcome is Outcome.OK, 0.4, 12, "", "NVIDIA H200"),
+            verdict=Verdict(outcome is Outcome.OK, 0.4, 12, "", target.replace("-", " ").upper()),
             measurement=Measurement(ms, ms * 0.99, ms * 1.01, 100, peers=peers) if ms else None,
             message=message,
         )

@@ -38,7 +38,7 @@ def test_merge_brings_records_and_selections(
 ) -> None:
     other = tmp_path / "other.sqlite"
     with open_store(str(other)) as store:
-        store.pin(store.add(make_record("block_m=64,block_n=32", ms=0.4)))
+        store.pin(store.add(make_record("block_m=64,block_n=32,num_warps=4", ms=0.4)))
     counts = json.loads(run("db", "merge", other, "--json").stdout)
     assert (counts["records_added"], counts["selections_replaced"]) == (1, 1)
     assert "1 were known" in run("db", "merge", other).stdout

@@ -12,7 +12,7 @@ from click.testing import Result
 from flashtune.errors import KernelError
 from flashtune.record import Resources
 from flashtune.target import find_target
-from flashtune.tuner.doctor import gpu, interpreter, library
+from flashtune.tuner.doctor import examine, gpu, interpreter, library
 from flashtune.tuner.finding import Level
 
 Run = Callable[..., Result]
@@ -43,6 +43,24 @@ def test_lines_are_for_people(run: Run, compiler: None) -> None:
     assert result.exit_code == 0
     assert all(line[:4].strip() in ("ok", "warn", "fail") for line in result.stdout.splitlines())
     assert "gfx942" in result.stdout
+
+
+def test_each_step_is_told_before_it_begins(run: Run, compiler: None) -> None:
+    steps: list[str] = []
+    told = [len(steps) for _ in examine(find_target("h100"), None, steps.append)]
+    assert told == sorted(told)
+    assert told[0] == 0
+    assert steps[0] == "importing torch and triton"
+    assert any(step == "compiling a kernel of forward_q_outer for nvidia-h100" for step in steps)
+
+
+def test_a_terminal_shows_the_step_that_runs(
+    run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "importing torch and triton ..." in run("doctor", "--target", "h100").stderr
+    assert run("doctor", "--target", "h100", "--no-progress").stderr == ""
+    assert run("doctor", "--target", "h100", "--quiet").stderr == ""
 
 
 @pytest.mark.slow

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from flashtune.errors import FlashtuneError, StoreError, UsageError
+from flashtune.target import TARGETS
+from flashtune.templates.registry import families
 from flashtune.tuner.cli import COMMANDS, main
+from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import problem_options, target_options
+from flashtune.tuner.known_models import MODELS
 
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "alembic", "jinja2", "rich", "msgspec", "numpy")
 Run = Callable[..., Result]
@@ -136,3 +143,96 @@ def test_mistakes_in_shared_options_are_usage_errors(arguments: tuple[str, ...],
     result = ask("--target", "h100", *arguments) if not arguments else ask(*arguments)
     assert isinstance(result.exception, UsageError)
     assert part in str(result.exception)
+
+
+def test_the_target_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTUNE_TARGET", "l4")
+    assert ask("--model", "phi-2").output == "1 nvidia-l4 None\n"
+    assert ask("--model", "phi-2", "--target", "a100").output == "1 nvidia-a100 None\n"
+    # A device that the command line names is not contradicted by the environment.
+    result = ask("--model", "phi-2", "--device", "99")
+    assert "no GPU is visible" in str(result.exception)
+
+
+def test_a_part_of_a_models_name_suggests_the_models_that_begin_so() -> None:
+    result = ask("--target", "h100", "--model", "llama-3.1")
+    assert "did you mean 'llama-3.1-8b', 'llama-3.1-70b' or 'llama-3.1-405b'?" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (("search", "--target", "rtx"), ["rtx-4090", "rtx-5090"]),
+        (("show", "--target", "h"), ["h100", "h200"]),
+        (("doctor", "--target", "mi"), ["mi300x"]),
+        (("render", "--model", "llama-3.1-"), ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]),
+        (("search", "--family", "decode"), ["decode_latent_hopper", "decode_split_kv"]),
+        (("explain", "--family", "forward_q"), ["forward_q_outer"]),
+        (("fam",), ["families"]),
+    ],
+)
+def test_a_shell_completes_names(words: tuple[str, ...], completed: list[str]) -> None:
+    environment = {"_FLASHTUNE_COMPLETE": "bash_complete", "COMP_CWORD": str(len(words))}
+    environment["COMP_WORDS"] = " ".join(("flashtune", *words))
+    result = CliRunner(env=environment).invoke(main, [], prog_name="flashtune")
+    assert result.output.split() == [f"plain,{word}" for word in completed]
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"db"}))
+def test_help_of_a_command_has_examples_that_can_be_parsed(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert isinstance(command, Command)
+    assert command.examples
+    for example in command.examples:
+        program, called, *arguments = shlex.split(example)
+        assert program == "flashtune"
+        example_of = main.get_command(click.Context(main), called)
+        assert example_of is not None
+        assert example_of.make_context(called, arguments).args == []
+    assert any(shlex.split(example)[1] == name for example in command.examples)
+
+
+def test_help_of_a_commands_command_is_grouped_too(run: Run) -> None:
+    text = run("db", "merge", "--help").output
+    assert "\nOutput:\n  --json" in text
+    assert "\nOptions:" not in text
+    assert text.endswith("Examples:\n  flashtune db merge other.sqlite\n")
+
+
+def test_options_are_grouped(run: Run) -> None:
+    text = run("search", "--help").output
+    places = [
+        text.index(f"\n{title}:") for title in ("Shapes", "GPU", "Options", "Output", "General", "Examples")
+    ]
+    assert places == sorted(places)
+    assert text.index("--shape SHAPE") < text.index("\nGPU:") < text.index("--device INDEX")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("targets",), ("targets", "--json"), ("export", "--shipped", "--target", "h200")],
+)
+def test_output_to_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "flashtune.tuner.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "flashtune: cannot write the output: No space left on device; write it elsewhere\n"
+    )
+
+
+def test_models_targets_and_families_are_listed(run: Run) -> None:
+    for name, listed in (("models", MODELS), ("targets", TARGETS), ("families", families())):
+        told, rows = run(name), json.loads(run(name, "--json").stdout)
+        assert told.exit_code == 0, told.output
+        assert len(rows) == len(listed)
+        assert len(told.stdout.splitlines()) > len(listed)
+    assert "llama-3.1-8b" in run("models").stdout
+    assert next(row for row in rows if row["name"] == "forward_hopper")["language"] == "gluon"
+    (shipping,) = (line for line in run("targets").stdout.splitlines() if line.rstrip().endswith("ships"))
+    assert shipping.startswith("h200 ")

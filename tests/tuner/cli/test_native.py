@@ -54,7 +54,8 @@ def test_show_lists_both_and_tells_them_apart(run: Run, pair: tuple[Record, Reco
     first, second = json.loads(run("show", "--json").stdout)
     assert (first["found"]["record"]["family"], first["stands_in"]) == ("forward_native", False)
     assert (second["found"]["record"]["family"], second["stands_in"]) == ("forward_q_outer", True)
-    assert "(other strides)" in run("show").stdout.replace("\n", " ")
+    assert "\n  other strides " in run("show").stdout
+    assert "forward_q_outer (other strides)" in run("show", "--wide").stdout
 
 
 def test_a_table_of_both_goes_out_and_comes_in(run: Run, pair: tuple[Record, Record], tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
     assert "no GPU ever verified it" in verify_records([unproven], gpu=None).results[0].failed
 
 
+@pytest.mark.slow
 def test_the_summary_says_what_no_interpreter_ran(
     run: Run, pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

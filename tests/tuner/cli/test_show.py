@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import Result
+from rich.console import Console
 
 from flashtune.db.store import open_store
 from flashtune.record import Provenance, Record, Standing, Verdict
 from flashtune.tuner.listing import best_sdpa_ms, standing, tflops
+from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.short_shape import short_shape
+from flashtune.tuner.stored import shipped_selections
 
 Run = Callable[..., Result]
 Stored = tuple[Record, ...]
@@ -25,13 +31,88 @@ def test_nothing_stored_is_said_and_creates_nothing(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
-def test_selections_with_their_speed_and_standing(run: Run, stored: Stored) -> None:
+def test_a_selection_is_one_short_line(run: Run, stored: Stored) -> None:
     result = run("show")
     assert result.exit_code == 0, result.output
+    target, *_, line = result.stdout.splitlines()
+    assert target == "nvidia-h200"
+    assert line.split() == ["h8/2", "d64", "s1024", "b2", "causal", "0.5000", "4", "1.20", "timed"]
+
+
+def test_wide_lists_the_key_and_the_config_too(run: Run, stored: Stored) -> None:
+    result = run("show", "--wide")
+    assert result.exit_code == 0, result.output
     line = next(line for line in result.stdout.splitlines() if "nvidia-h200" in line)
-    assert stored[1].problem.key in line
-    for cell in ("forward_q_outer", "0.5000", "1.20x", "measured", "timed"):
+    assert stored[1].config is not None
+    for cell in (stored[1].problem.key, "forward_q_outer", stored[1].config.label(), "1.20x", "measured"):
         assert cell in line
+
+
+def test_every_shipped_selection_fits_one_line_of_80_columns(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Output that is no terminal is not folded at 80 columns.
+    monkeypatch.setattr("flashtune.tuner.cli.show.console", lambda width: Console(width=80))
+    result = run("show", "--shipped", "--limit", "10000")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout
+    rows = [line for line in lines if line.endswith(tuple(Standing))]
+    assert len(rows) == len(json.loads(run("show", "--shipped", "--json").stdout))
+
+
+def test_predicted_times_are_marked(run: Run, make_record: Callable[..., Record], tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.pin(store.add(make_record(provenance=Provenance.PREDICTED)))
+    assert " ~0.5000 " in run("show").stdout
+
+
+def test_short_shapes_of_different_problems_differ() -> None:
+    problems = {entry.record.problem for entry in shipped_selections()}
+    assert len({short_shape(problem) for problem in problems}) == len(problems)
+
+
+@pytest.mark.parametrize(
+    ("shape", "short"),
+    [
+        ("heads=32,kv_heads=8,head_dim=128,seqlen=4096,causal", "h32/8 d128 s4096 b1 causal"),
+        ("heads=8,head_dim=64,seqlen_q=1,seqlen_kv=512,dtype=fp16", "h8 d64 q1 k512 b1 fp16"),
+        ("heads=8,head_dim=64,seqlen=512,causal=top_left,backward", "h8 d64 s512 b1 top-left bwd"),
+        ("heads=8,head_dim=64,seqlen=512,window=63:5", "h8 d64 s512 b1 w63:5"),
+    ],
+)
+def test_short_shapes_leave_defaults_out(shape: str, short: str) -> None:
+    (problem,) = parse_shape(shape)
+    assert short_shape(problem) == short
+
+
+def test_show_imports_no_torch(stored: Stored, tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from click.testing import CliRunner\n"
+        "from flashtune.tuner.cli import main\n"
+        "result = CliRunner().invoke(main, ['show'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        "assert 'h8/2' in result.stdout, result.output\n"
+        "print([name for name in ('torch', 'numpy', 'alembic', 'jinja2', 'optuna') if name in sys.modules])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported, seconds = done.stdout.splitlines()
+    assert imported == "[]"
+    # 0.6 s of CPU on an idle machine; torch alone would take 1.5 s more.
+    assert float(seconds) < 1.6
+
+
+def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> None:
+    code = "from flashtune.versions import torch_version\nprint(torch_version())\n"
+    without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with_torch = subprocess.run(
+        [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, check=True
+    )
+    assert without.stdout == with_torch.stdout
 
 
 def test_json_has_everything(run: Run, stored: Stored) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,7 @@ from flashtune.db.table import load_table
 from flashtune.errors import FlashtuneError
 from flashtune.record import Record
 from flashtune.tuner.export import json_table, write_file
+from flashtune.tuner.importing import import_tables
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
@@ -41,7 +42,7 @@ def test_a_table_goes_out_and_comes_in_again(run: Run, stored: Stored, tmp_path:
 def test_of_tables_of_one_shape_the_fastest_record_serves(
     run: Run, make_record: MakeRecord, tmp_path: Path
 ) -> None:
-    tables, records = [], [make_record("block_m=64", ms=0.5), make_record("block_m=128", ms=0.7)]
+    tables, records = [], [make_record("block_m=64,num_warps=4", ms=0.5), make_record("block_m=128", ms=0.7)]
     for number, record in enumerate(records):
         tables.append(tmp_path / f"{number}.json")
         tables[-1].write_bytes(json_table(record.target, [record]))
@@ -67,16 +68,15 @@ def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp
 def test_a_hostile_target_name_reaches_no_path(
     run: Run, two_gpus: Stored, make_record: MakeRecord, tmp_path: Path
 ) -> None:
-    hostile = msgspec.structs.replace(make_record(), target="../escaped\n")
+    hostile = msgspec.structs.replace(make_record(), target="../escaped")
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         store.pin(store.add(hostile))
     result = run("export", "--out", tmp_path / "tables")
     assert result.exit_code == 2
-    assert "is no file name" in result.stderr
+    assert "there is no target '../escaped'" in result.stderr
     assert not list(tmp_path.glob("escaped*"))
-    assert run("export", "--format", "python", "--out", tmp_path / "kernels").exit_code == 0
-    for file in (tmp_path / "kernels").iterdir():
-        ast.parse(file.read_text(encoding="utf-8"))
+    assert run("export", "--format", "python", "--out", tmp_path / "kernels").exit_code == 2
+    assert not (tmp_path / "kernels").exists()
 
 
 def test_nothing_to_export_is_a_failure(run: Run, stored: Stored) -> None:
@@ -126,6 +126,54 @@ def test_a_negative_block_in_a_table_is_refused(run: Run, stored: Stored, tmp_pa
 def test_a_missing_table_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     assert run("import", tmp_path / "none.json").exit_code == 2
     assert run("import").exit_code == 2
+
+
+def test_an_import_tells_how_many_records_it_checked_and_stored(
+    two_gpus: Stored, run: Run, tmp_path: Path
+) -> None:
+    table = tmp_path / "h200.json"
+    run("export", "--target", "h200", "--out", table)
+    told: list[tuple[str, int, int]] = []
+    counts = import_tables([table], str(tmp_path / "other.sqlite"), lambda *step: told.append(step))
+    assert counts.records_added == 2
+    assert told == [("checking h200.json", 0, 2), ("checking h200.json", 2, 2), ("storing records", 2, 2)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("import",),
+        ("verify", "--table"),
+        ("show", "--hf-config"),
+        ("show", "--shapes-file"),
+        ("search", "--target", "h100", "--from"),
+        ("bench", "--load"),
+    ],
+)
+def test_a_pipe_is_refused_and_not_waited_for(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run(*arguments, pipe)
+    assert result.exit_code == 2
+    assert "it is a pipe or a device and no regular file" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_dash_is_standard_output(
+    run: Run, stored: Stored, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("export",),
+        ("export", "--format", "triton-config"),
+        ("export", "--format", "python", "--shape", shape),
+        ("render", "--shape", shape, "--target", "h200"),
+    ):
+        result = run(*arguments, "--out", "-")
+        assert result.exit_code == 0, result.output
+        assert result.stdout == run(*arguments).stdout
+    assert not (tmp_path / "-").exists()
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,16 @@ if ROOT not in sys.path:
 def store(tmp_path: Path) -> Iterator[Store]:
     with open_store(str(tmp_path / "search.sqlite")) as opened:
         yield opened
+
+
+@pytest.fixture
+def healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes find nothing wrong, however busy the machine of the tests is."""
+    from flashtune.tuner import probing
+    from tests.tuner.search import fakes
+
+    monkeypatch.setattr(probing, "look_for_fault", fakes.nothing_wrong)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
+from flashtune.tuner.probing import Probe
 from flashtune.tuner.ranking import Ranked
 
 Result = TypeVar("Result")
@@ -84,7 +87,12 @@ class FakeCompiler:
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         self.seen.append(candidate)
-        return done(self.judge(candidate))
+        future: Future[Compiled] = Future()
+        try:
+            future.set_result(self.judge(candidate))
+        except FlashtuneError as error:
+            future.set_exception(error)
+        return future
 
 
 def compiled(candidate: Candidate) -> Compiled:
@@ -204,6 +212,41 @@ def break_context(*_: object) -> Evaluation:
     except RuntimeError as error:
         leave_if_broken(device, error)
     return Evaluation(Outcome.OK)
+
+
+def compile_well(*_: object) -> Compiled:
+    return Compiled(Outcome.OK)
+
+
+def fail_with_a_tool(*_: object) -> Compiled:
+    return Compiled(Outcome.COMPILE_ERROR, message="ptxas failed", tool_failed=True)
+
+
+def nothing_wrong(*_: object) -> Probe:
+    return Probe("")
+
+
+def triton_cache_full(*_: object) -> Probe:
+    return Probe("the Triton cache is full")
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def compile_without_space(problem: Problem, candidate: Candidate, *given: Any) -> Compiled:
+    """Compiles with a disk that is full when Triton writes to it."""
+    import triton
+
+    from flashtune.tuner.compile_pool import compile_candidate
+
+    triton.compile = no_space
+    return compile_candidate(problem, candidate, *given)
+
+
+def kill_itself(*_: object) -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang_on_gpu(*_: object) -> None:

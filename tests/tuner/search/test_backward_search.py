@@ -72,6 +72,7 @@ def test_both_passes_of_a_shape_are_stored_side_by_side(store: Store) -> None:
     assert any(line.startswith("next") and "backward" in line for line in summary_lines(back, "here"))
 
 
+@pytest.mark.slow
 def test_a_search_of_gradients_goes_on_where_it_stopped(store: Store) -> None:
     first = search(store, BACKWARD, trials=20)
     again = search(store, BACKWARD, trials=30)
@@ -79,6 +80,7 @@ def test_a_search_of_gradients_goes_on_where_it_stopped(store: Store) -> None:
     assert again.tally.tried == 30
 
 
+@pytest.mark.slow
 def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
     search(store, FORWARD)
     near = search(store, BACKWARD)
@@ -99,6 +101,7 @@ def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> Non
     assert 0.1 < (result.best.ms or 0.0) < 20.0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_any_of_the_kernels_of_a_launch_is_no_candidate() -> None:
     family = find_family("backward_split")
     config = msgspec.structs.replace(

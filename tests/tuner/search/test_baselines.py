@@ -92,6 +92,7 @@ def test_a_summary_counts_what_each_seed_came_to() -> None:
     assert summary.judged == (0.99, 0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
 def test_the_default_policy_finds_what_it_was_not_told(table: TruthTable, empty: Path) -> None:
     experience = experience_without(table, TABLES)
@@ -99,6 +100,7 @@ def test_the_default_policy_finds_what_it_was_not_told(table: TruthTable, empty:
     assert judged >= 0.97
 
 
+@pytest.mark.slow
 def test_the_default_policy_is_nearer_to_the_best_than_others(empty: Path) -> None:
     medians: dict[str, list[float]] = {policy: [] for policy in ("default", "tpe", "random", "exhaustive")}
     for table in TABLES:

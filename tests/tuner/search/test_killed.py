@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from flashtune.db.store import open_store
 from flashtune.record import Outcome, Provenance
 from tests.tuner.search.predicted_search import SIZE
@@ -59,6 +61,7 @@ def wait_for_records(process: subprocess.Popen[str], database: Path, count: int)
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_no_compiler_and_selects_what_is_there(tmp_path: Path) -> None:
     database = tmp_path / "interrupted.sqlite"
     process = start(database, tmp_path / "triton")
@@ -73,6 +76,7 @@ def test_ctrl_c_reaches_no_compiler_and_selects_what_is_there(tmp_path: Path) ->
         assert len(store.selections()) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     database = tmp_path / "killed.sqlite"
     process = start(database, tmp_path / "triton")

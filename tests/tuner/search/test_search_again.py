@@ -113,3 +113,25 @@ def test_a_slower_family_searched_alone_does_not_take_the_place_of_a_faster_one(
 
 def fits(candidate: Candidate) -> Compiled:
     return Compiled(Outcome.OK, KERNEL, Resources(1000, registers=100))
+
+
+def test_failed_candidates_are_tried_again_where_that_is_asked_for(store: Store) -> None:
+    def compile_some(candidate: Candidate) -> Compiled:
+        big = getattr(candidate.config, "num_warps", 0) == 8
+        outcome = Outcome.INFEASIBLE if big else Outcome.COMPILE_ERROR
+        return Compiled(outcome, KERNEL, Resources(300_000) if big else None, "as it happens")
+
+    search(store, FakeMeasurer(by_tile), FakeCompiler(compile_some))
+    same = FakeCompiler()
+    assert search(store, FakeMeasurer(by_tile), same).best is None
+    assert same.seen == []
+    again = FakeCompiler()
+    result = search(store, FakeMeasurer(by_tile), again, retry_failed=True)
+    # What does not fit the GPU will not fit it next time.
+    assert len(again.seen) == SIZE // 2
+    assert result.tally.reused == SIZE // 2
+    assert result.tally.outcomes == {Outcome.OK: SIZE // 2, Outcome.INFEASIBLE: SIZE // 2}
+    assert result.pinned
+    once_more = FakeCompiler()
+    search(store, FakeMeasurer(by_tile), once_more, retry_failed=True)
+    assert once_more.seen == []

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
 import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,12 +18,22 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from flashtune.db.store import Store, open_store
-from flashtune.record import Outcome, PeerTime, Provenance
+from flashtune.record import Outcome, PeerTime, Provenance, Record, Resources
 from flashtune.target import find_target
 from flashtune.tuner.cli import main
 from flashtune.tuner.equipment import Equipment
+from flashtune.tuner.expectation import Expectation, duration, expect, outlook, usual_compile_seconds
 from flashtune.tuner.progress import Place, counts, plain, share_done, shown
-from flashtune.tuner.request import Budget, Phase, Progress, SearchRequest, SearchResult, Stop, Tally
+from flashtune.tuner.request import (
+    Budget,
+    Observer,
+    Phase,
+    Progress,
+    SearchRequest,
+    SearchResult,
+    Stop,
+    Tally,
+)
 from flashtune.tuner.search import run_search
 from flashtune.tuner.summary import summary_lines
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_problem, a_space, by_tile
@@ -63,6 +80,16 @@ def test_the_summary_fits_a_screen_and_says_what_matters(result: SearchResult) -
     assert 'flashtune explain --shape "heads=4' in text
 
 
+def test_the_summary_is_folded_at_words(result: SearchResult) -> None:
+    whole = summary_lines(result, "somewhere/flashtune.sqlite")
+    folded = summary_lines(result, "somewhere/flashtune.sqlite", width=60)
+    assert len(folded) > len(whole)
+    assert " ".join("\n".join(folded).split()) == " ".join("\n".join(whole).split())
+    # The command can be copied as it stands.
+    assert all(len(line) <= 60 for line in folded[:-1])
+    assert folded[-1] == whole[-1]
+
+
 def test_the_summary_says_why_nothing_works(result: SearchResult) -> None:
     failed = msgspec.structs.replace(
         result,
@@ -77,7 +104,7 @@ def test_the_summary_says_why_nothing_works(result: SearchResult) -> None:
     assert "none: no candidate computed this right" in text
     assert "3 x compile_error: no compiler" in text
     assert "9 more before compiling" in text
-    assert "flashtune search" in text
+    assert 'flashtune show --records --shape "heads=4' in text
 
 
 def test_predictions_are_called_so(result: SearchResult) -> None:
@@ -86,7 +113,8 @@ def test_predictions_are_called_so(result: SearchResult) -> None:
     predicted = msgspec.structs.replace(result, best=best, provenance=Provenance.PREDICTED)
     text = "\n".join(summary_lines(predicted, "here"))
     assert re.search(r"best .* predicted", text)
-    assert "--target nvidia-h100" in text
+    assert "--target h100" in text
+    assert "--db 'my results.sqlite'" in "\n".join(summary_lines(predicted, "here", "my results.sqlite"))
 
 
 def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
@@ -179,3 +207,121 @@ def test_without_a_gpu_a_target_must_be_named() -> None:
     done = CliRunner().invoke(main, ["search", "--shape", SHAPE])
     assert done.exit_code == 2
     assert "--target" in done.output
+
+
+ARGUMENTS = (
+    "search",
+    "--shape",
+    SHAPE,
+    "--target",
+    "a100",
+    "--family",
+    FAMILY,
+    "--trials",
+    "2",
+    "--jobs",
+    "2",
+)
+
+
+def test_a_dry_run_says_what_a_search_would_do_and_creates_nothing(own_database: Path) -> None:
+    done = CliRunner().invoke(main, [*ARGUMENTS, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert f"({FAMILY} " in done.stdout
+    assert "about 2 of " in done.stdout
+    assert not own_database.exists()
+    (expected,) = json.loads(CliRunner().invoke(main, [*ARGUMENTS, "--dry-run", "--json"]).stdout)
+    assert expected["families"] == {FAMILY: expected["candidates"]}
+    assert (expected["known"], expected["tried"]) == (0, 2)
+
+
+def test_a_search_shows_as_much_as_it_is_asked_for() -> None:
+    usual = CliRunner().invoke(main, [*ARGUMENTS])
+    assert usual.exit_code == 0, usual.output
+    assert "flashtune: about 2 of " in usual.stderr
+    assert "searching" in usual.stderr
+    silent = CliRunner().invoke(main, [*ARGUMENTS, "--trials", "3", "--quiet"])
+    assert silent.stderr == ""
+    assert silent.stdout.startswith("problem")
+    told = CliRunner().invoke(main, [*ARGUMENTS, "--trials", "4", "--no-progress", "--verbose"])
+    assert "flashtune: about 4 of " in told.stderr
+    assert "searching" not in told.stderr
+    # Three were known before.
+    assert len([line for line in told.stderr.splitlines() if f": {FAMILY} num_warps=" in line]) == 1
+
+
+def test_quiet_and_verbose_contradict_one_another() -> None:
+    done = CliRunner().invoke(main, [*ARGUMENTS, "-q", "-v"])
+    assert done.exit_code == 2
+    assert "contradict" in done.stderr
+
+
+def test_an_interrupt_prints_the_best_so_far_and_the_command_that_resumes(
+    monkeypatch: pytest.MonkeyPatch, result: SearchResult, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def interrupted(request: SearchRequest, store: Store, observer: Observer, equipment: Equipment) -> None:
+        observer(some_progress(problem=request.problem, best=result.best))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flashtune.tuner.search.run_search", interrupted)
+    done = CliRunner().invoke(main, [*ARGUMENTS, "--db", "my results.sqlite"])
+    assert done.exit_code == 130, done.output
+    assert result.best is not None
+    assert f"best so far {result.best.ms:.4f} ms" in done.stderr
+    resume = next(line for line in done.stderr.splitlines() if line.startswith("resume with: "))
+    assert shlex.split(resume.removeprefix("resume with: ")) == [
+        "flashtune", *ARGUMENTS, "--db", "my results.sqlite"
+    ]  # fmt: skip
+    assert done.stderr.endswith("flashtune: interrupted; what was finished is stored\n")
+
+
+def test_an_interrupt_of_a_whole_process_group_prints_no_traceback() -> None:
+    command = [sys.executable, "-m", "flashtune.tuner.cli", *ARGUMENTS]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        # The processes of the search are being started by now.
+        lines = list(itertools.takewhile(lambda line: "starting" not in line, process.stderr))
+        os.killpg(process.pid, signal.SIGINT)
+        said = "".join([*lines, process.stderr.read()])
+        assert process.wait() == 130, said
+    assert "resume with: flashtune search" in said
+    assert "Traceback" not in said
+
+
+def test_expectations_follow_the_sooner_of_the_budgets() -> None:
+    def expected(trials: int | None, seconds: float | None) -> Expectation:
+        request = SearchRequest(
+            problem=a_problem(),
+            target=find_target("h100"),
+            budget=Budget(trials, seconds, None),
+            spaces=((FAMILY, a_space()),),
+        )
+        return expect(request, None, width=2, compile_seconds=4.0)
+
+    by_trials, by_seconds, whole = expected(10, 1000.0), expected(1000, 10.0), expected(None, None)
+    assert (by_trials.tried, by_trials.seconds) == (10, 20.0)
+    assert (by_seconds.tried, by_seconds.seconds) == (5, 10.0)
+    assert (whole.tried, whole.seconds) == (whole.candidates, 2.0 * whole.candidates)
+    assert outlook((by_trials,)) == "about 10 of 24 candidates (42%) in up to 20 s"
+    both = outlook((by_trials, by_seconds))
+    assert both == "2 shapes: about 15 of 48 candidates (31%) in up to 30 s in all"
+
+
+def test_cached_compilations_are_not_taken_for_the_usual(result: SearchResult) -> None:
+    best = result.best
+    assert best is not None
+
+    def taking(seconds: float) -> Record:
+        return msgspec.structs.replace(best, resources=Resources(1024, compile_seconds=seconds))
+
+    assert usual_compile_seconds(map(taking, (0.001, 0.002, 0.003, 1.0, 3.0, 2.0))) == 2.0
+    assert usual_compile_seconds(()) > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (90.0, "90 s"), (150.0, "3 min"), (12600.0, "3.5 h")]
+)
+def test_durations_are_rounded_up(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -1,0 +1,87 @@
+"""Tables of what each axis of a family is worth, from the truth tables of tests/data/truth.
+
+    python -m benchmarks.axes          # prints them, in Markdown
+
+No GPU is needed. A cell is the time of the fastest config with that value, over the time of the fastest
+config of all, among the configs of the truth table. `python -m benchmarks.documents --write` puts the tables
+into docs/axes.md and docs/hopper.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.prediction import TABLES
+from flashtune.problem import Causal
+from flashtune.tuner.pages import table
+from flashtune.tuner.truth import TruthTable, fastest, read_tables
+
+SCRIPT = "benchmarks/axes.py"
+
+Value = int | bool | str
+
+
+def main() -> None:
+    """Prints the tables."""
+    for name, text in texts().items():
+        print(f"## {name}\n\n{text}\n")
+
+
+def texts() -> dict[str, str]:
+    """The text of each place in the pages, by name: `axes-FAMILY`.
+
+    Raises:
+        TableError: A file is no truth table.
+    """
+    families: dict[str, list[TruthTable]] = {}
+    for truth in read_tables(TABLES):
+        families.setdefault(truth.family, []).append(truth)
+    return {f"axes-{name}": "\n".join(_lines(several)) for name, several in families.items()}
+
+
+def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
+    """A line for each value of each axis that varies, a column for each problem."""
+    tables = sorted(
+        tables, key=lambda one: (one.problem.head_dim, one.problem.causal.value, one.problem.seqlen_kv)
+    )
+    worth = [_worth(one) for one in tables]
+    rows = []
+    for axis in dict.fromkeys(axis for found in worth for axis in found):
+        values = sorted({value for found in worth for value in found.get(axis, {})}, key=_order)
+        if len(values) == 1:
+            continue
+        for value in values:
+            cells = (found.get(axis, {}).get(value) for found in worth)
+            rows.append((f"`{axis}` {_text(value)}", *(f"{cell:.2f}" if cell else "–" for cell in cells)))
+    yield from table(("", *map(_title, tables)), rows)
+
+
+def _worth(truth: TruthTable) -> dict[str, dict[Value, float]]:
+    """For each axis and value the best time with it, over the best of all."""
+    best = fastest(truth)
+    found: dict[str, dict[Value, float]] = {}
+    for values, ms in zip((row.values for row in truth.rows), truth.times(), strict=True):
+        for axis, value in zip(truth.fields, values, strict=True):
+            if ms is not None:
+                of_axis = found.setdefault(axis, {})
+                of_axis[value] = min(of_axis.get(value, ms / best), ms / best)
+    return found
+
+
+def _title(truth: TruthTable) -> str:
+    problem = truth.problem
+    mask = "full" if problem.causal is Causal.NONE else "causal"
+    grouped = f", {problem.heads} heads on {problem.kv_heads}" if problem.group_size > 1 else ""
+    return f"D{problem.head_dim} {mask} S={problem.seqlen_kv}{grouped}"
+
+
+def _order(value: Value) -> tuple[int, str]:
+    return (int(value), "") if isinstance(value, int) else (0, str(value))
+
+
+def _text(value: Value) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    main()

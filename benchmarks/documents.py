@@ -1,0 +1,112 @@
+"""Writes the tables, figures and pictures of README.md and docs/ from saved results.
+
+    python -m benchmarks.documents             # says which pages differ from what the results give
+    python -m benchmarks.documents --write     # writes them
+
+A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of table NAME -->`; a number within
+a sentence is a figure (`benchmarks/figures.py`). No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks import (
+    axes,
+    first_use,
+    fp8_error,
+    policies_report,
+    prediction,
+    random_report,
+    regret,
+    saved,
+    search_report,
+    serving,
+    tables,
+    training_report,
+)
+from benchmarks.figures import with_figures
+from benchmarks.numbers import WRITTEN
+from benchmarks.saved import RESULTS, ROOT
+from flashtune.errors import FlashtuneError, UsageError
+from flashtune.tuner.pages import with_tables
+from flashtune.tuner.reports import read_report
+from flashtune.tuner.sanitizing_report import SanitizerReport, report_lines
+from tests.mutants import pages as mutants
+
+PICTURES = ROOT / "docs/pictures"
+TABLE = re.compile(r"<!-- table ([\w-]+): written by (.+?) -->")
+
+# Tables by name, for each script that pages name.
+SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
+    tables.SCRIPT: lambda: tables.texts(tables.RESULTS),
+    training_report.SCRIPT: lambda: training_report.tables(training_report.measured(RESULTS)),
+    policies_report.SCRIPT: lambda: policies_report.texts(policies_report.SAVED),
+    prediction.SCRIPT: prediction.texts,
+    axes.SCRIPT: axes.texts,
+    first_use.SCRIPT: first_use.texts,
+    fp8_error.SCRIPT: fp8_error.texts,
+    random_report.SCRIPT: random_report.texts,
+    "scripts/sanitize.py": lambda: {"sanitizer": "\n".join(report_lines(_sanitized()))},
+    saved.SCRIPT: saved.texts,
+    search_report.SCRIPT: search_report.texts,
+    serving.SCRIPT: serving.texts,
+    regret.SCRIPT: lambda: regret.texts(RESULTS),
+    mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
+}
+
+
+def _sanitized() -> SanitizerReport:
+    return read_report(RESULTS / "nvidia-h200-sanitizer.json.gz", SanitizerReport)
+
+
+def main() -> None:
+    """Compares or writes; exits with 1 where pages differ and are not written."""
+    parser = argparse.ArgumentParser(description="Tables and figures of the pages, from saved results.")
+    parser.add_argument("--write", action="store_true", help="write the pages that differ")
+    options = parser.parse_args()
+    try:
+        changed = {path: new for path, new in generated().items() if new != path.read_text(encoding="utf-8")}
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    for path, text in changed.items():
+        print(path.relative_to(ROOT))
+        if options.write:
+            path.write_text(text, encoding="utf-8")
+    if changed and not options.write:
+        sys.exit("these pages differ from the saved results: python -m benchmarks.documents --write")
+
+
+def generated() -> dict[Path, str]:
+    """Every page and picture as the saved results give it.
+
+    Raises:
+        UsageError: A page names a table, a script or a figure that does not exist.
+    """
+    texts: dict[str, Mapping[str, str]] = {}
+    found = {}
+    for name in sorted(path.relative_to(ROOT).as_posix() for glob in WRITTEN for path in ROOT.glob(glob)):
+        path = ROOT / name
+        page = path.read_text(encoding="utf-8")
+        for table, script in TABLE.findall(page):
+            if script not in SCRIPTS:
+                raise UsageError(f"{name}: no script {script} writes tables: see benchmarks/documents.py")
+            if script not in texts:
+                texts[script] = SCRIPTS[script]()
+            if table not in texts[script]:
+                raise UsageError(f"{name}: {script} writes no table {table} from the saved results")
+            page = with_tables(page, {table: texts[script][table]}, script)
+        found[path] = with_figures(page)
+    drawn = {
+        **training_report.pictures(training_report.measured(RESULTS)),
+        **policies_report.pictures(policies_report.SAVED),
+    }
+    return found | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
+
+
+if __name__ == "__main__":
+    main()

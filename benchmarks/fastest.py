@@ -1,0 +1,425 @@
+"""Default `flashtune.attention` beside the fastest backend of torch's SDPA, at every tuned forward shape.
+
+    python -m benchmarks.fastest                        # all tuned shapes that SDPA computes
+    python -m benchmarks.fastest --only bias            # those whose keys hold a text
+    python -m benchmarks.fastest --limit 20             # the first 20, calls with a bias or a mask first
+    python -m benchmarks.fastest --untuned 24           # and so many random shapes that no table holds
+    python -m benchmarks.fastest --load FILE            # prints what was measured; needs no GPU
+
+Tuned are the shapes of the shipped table and of the user's database (`FLASHTUNE_DB`). `flashtune search
+--shapes-file benchmarks/masked_shapes.txt` tunes calls with a bias or a mask.
+
+GPU time of CUDA-graph replays with a cold L2, medians; all contestants of a shape take turns in one run.
+flashtune is called as a program would call it, with `prefer="fastest"`: a generated kernel or SDPA serves.
+SDPA is given the mask as it is. A causal mask beside a bias is added to it in each call, by both. Pairs below
+0.98 are timed again three times, and the median of these counts. Bias and mask problems are also timed with
+masks that heads, sequences or rows share. Rows are written after each shape. The exit code is 1 if a tuned
+shape is below 0.98, failed or was not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.saved import RESULTS, load, save
+from flashtune.compilation import first_line
+from flashtune.errors import FlashtuneError, UsageError
+from flashtune.features import Bias, Feature
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.record import Record
+from flashtune.tables import tuned_records
+from flashtune.target import Target, device_target
+from flashtune.tuner.pages import table
+
+# Below this a pair is timed again, and fails if it stays there.
+LEAST = 0.98
+AGAIN = 3
+ROUNDS = 15
+# A backend that one launch shows to be so much slower than the fastest one is timed no more closely.
+HOPELESS = 1.5
+WORST = 15
+# Features of the problems that are timed: SDPA computes them by a mask.
+BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW})
+# By which dimensions a mask is shared: 1 in place of the extent of [batch, heads, seqlen_q, seqlen_kv].
+SHARED = {"heads": (1,), "batch": (0,), "heads and rows": (1, 2), "batch and heads": (0, 1)}
+OWN = "own"
+TUNED, MASKS, UNTUNED = "tuned", "shared masks", "untuned"
+# Of random shapes.
+HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
+HEADS = (4, 8, 12, 16, 32)
+GROUPS = (1, 1, 2, 4, 8)
+MOST_FLOPS = 3e11
+
+Times = dict[str, float]
+Timer = Callable[[], tuple[float, Times]]
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One shape, or one way of sharing its mask.
+
+    Attributes:
+        group: `tuned`, `shared masks` or `untuned`.
+        problem: Its key.
+        mask: By what its mask is shared; `own` where each head and sequence has its own, or there is none.
+        server: Who served: a kernel's family, or `sdpa`.
+        ms: flashtune's time.
+        peers: Times of SDPA's backends in the same run.
+        ratio: The fastest of these over flashtune's time; of retimed pairs the median.
+        again: The ratios of the further runs, where there were any.
+        difference: Largest difference from the output of the fastest backend.
+        failed: Why there are no times; empty where there are.
+    """
+
+    group: str
+    problem: str
+    mask: str
+    server: str = ""
+    ms: float = 0.0
+    peers: Times = {}
+    ratio: float = 0.0
+    again: tuple[float, ...] = ()
+    difference: float = 0.0
+    failed: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All rows, and how many shapes time did not suffice for."""
+
+    rows: tuple[Row, ...]
+    not_reached: int
+    seconds: float
+    cudnn: str
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One shape and one way of sharing its mask."""
+
+    group: str
+    problem: Problem
+    mask: str = OWN
+
+
+def main() -> None:
+    """Measures or loads, prints, writes, and exits with 1 where a tuned shape is slower than SDPA."""
+    options = _options()
+    try:
+        report = load(options.load, Report).rows if options.load else _measured(options)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(lines(report)))
+    sys.exit(1 if faults(report) else 0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Default attention beside SDPA's fastest backend.")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose keys hold this")
+    parser.add_argument("--limit", type=int, help="the first so many")
+    parser.add_argument("--untuned", type=int, default=0, metavar="N", help="random shapes beside them")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
+    parser.add_argument("--seconds", type=float, default=440.0, help="limit of the run, compiling included")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU")
+    parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
+    return parser.parse_args()
+
+
+def cases(records: Iterable[Record], untuned: int, seed: int) -> list[Case]:
+    """What is timed, calls with a bias or a mask first, then the long ones, which decide less per second."""
+    tuned = list(dict.fromkeys(record.problem for record in records if _by_sdpa(record.problem)))
+    masked = [problem for problem in tuned if problem.bias is not Bias.NONE]
+    plain = [problem for problem in tuned if problem.bias is Bias.NONE]
+    found = [Case(TUNED, problem) for problem in masked]
+    found += [Case(TUNED, problem) for problem in sorted(plain, key=lambda one: one.flops())]
+    found += [Case(MASKS, problem, way) for problem in masked for way in _ways(problem)]
+    return found + [Case(UNTUNED, problem) for problem in drawn(untuned, seed, tuned)]
+
+
+def _by_sdpa(problem: Problem) -> bool:
+    forward = not problem.is_backward and not problem.dtype.is_quantized
+    return forward and problem.features <= BY_MASK
+
+
+def _ways(problem: Problem) -> Iterator[str]:
+    """The ways of sharing a mask that are not one another at these extents."""
+    extents = (problem.batch, problem.heads, problem.seqlen_q)
+    return (way for way, places in SHARED.items() if all(extents[place] > 1 for place in places))
+
+
+def drawn(count: int, seed: int, tuned: Iterable[Problem]) -> Iterator[Problem]:
+    """Random plain shapes that no table holds; the same seed gives the same."""
+    chance = random.Random(seed)  # noqa: S311 - shapes, no secrets
+    taken = {problem.key for problem in tuned}
+    while count > 0:
+        heads, seqlen = chance.choice(HEADS), round(2 ** chance.uniform(6.3, 13.2))
+        problem = Problem(
+            dtype=Dtype.BF16,
+            head_dim=(head_dim := chance.choice(HEAD_DIMS)),
+            value_head_dim=head_dim,
+            heads=heads,
+            kv_heads=max(1, heads // chance.choice(GROUPS)),
+            batch=round(2 ** chance.uniform(0, 4)),
+            seqlen_q=seqlen,
+            seqlen_kv=seqlen,
+            causal=chance.choice((Causal.NONE, Causal.BOTTOM_RIGHT)),
+        )
+        if problem.key not in taken and problem.nominal_flops() <= MOST_FLOPS:
+            taken.add(problem.key)
+            count -= 1
+            yield problem
+
+
+def _measured(options: argparse.Namespace) -> Report:
+    import torch
+
+    from flashtune.tuner.bench_peers import cudnn_version
+
+    if not torch.cuda.is_available():
+        raise UsageError("fastest.py measures GPU time, and no GPU is visible here: pass --load FILE")
+    started = time.monotonic()
+    target = device_target(options.device)
+    records = _records(target)
+    listed = [
+        case for case in cases(records, options.untuned, options.seed) if options.only in case.problem.key
+    ]
+    listed = listed[: options.limit]
+    path = options.out or RESULTS / f"{target.name}-fastest.json"
+    _compile(listed, target, records)
+    rows: list[Row] = []
+    for number, case in enumerate(listed, start=1):
+        if time.monotonic() - started > options.seconds:
+            break
+        rows.append(_attempted(case, torch.device("cuda", options.device)))
+        print(f"{number}/{len(listed)} {line(rows[-1])}", flush=True)
+        done = Report(tuple(rows), len(listed) - number, time.monotonic() - started, cudnn_version())
+        save(path, done)
+    return Report(tuple(rows), len(listed) - len(rows), time.monotonic() - started, cudnn_version())
+
+
+def _records(target: Target) -> tuple[Record, ...]:
+    """What dispatch chooses from, kernels alone."""
+    found = tuple(record for record in tuned_records(target.name).effective() if record.config)
+    if not found:
+        raise UsageError(f"nothing is tuned for {target.name}: there is nothing to compare")
+    return found
+
+
+def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]) -> None:
+    """Leaves the generated kernels in Triton's cache, compiled on all cores: a first call compiles alone."""
+    from flashtune.tuner.regret import dispatched
+    from flashtune.tuner.regret_run import Jobs, compile_all
+
+    jobs: Jobs = {case.problem: (dispatched(target, case.problem, records),) for case in listed}
+    compile_all(jobs, target, functools.partial(print, flush=True))
+
+
+def _attempted(case: Case, device: Any) -> Row:
+    """A row of a case, whatever comes of it."""
+    import torch
+
+    try:
+        return _row(case, device)
+    except (FlashtuneError, RuntimeError) as error:
+        return Row(group=case.group, problem=case.problem.key, mask=case.mask, failed=first_line(error))
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _row(case: Case, device: Any) -> Row:
+    import torch
+
+    import flashtune
+    from flashtune.tuner.bench import side_options
+    from flashtune.tuner.bench_admission import capture
+    from flashtune.tuner.finals import BACKENDS
+    from flashtune.tuner.measurement import measure_interleaved, once
+    from flashtune.tuner.tensors import make_tensors
+
+    problem = case.problem
+    with torch.cuda.device(device), torch.no_grad():
+        tensors = _sharing(make_tensors(problem, device), case.mask)
+        options = {"causal": problem.causal.value, **_window(problem), **side_options(tensors)}
+        attend = functools.partial(flashtune.attention, tensors.q, tensors.k, tensors.v, **options)
+        told = flashtune.explain(tensors.q, tensors.k, tensors.v, **options)
+        served = (
+            told.selection.record.family if told.server == "generated" and told.selection else told.server
+        )
+        out = attend()
+        ours = capture(attend)
+        runs = {name: _capture_peer(problem, tensors, backend) for name, backend in BACKENDS.items()}
+        theirs = {name: run for name, run in runs.items() if run is not None}
+        if not theirs:
+            raise UsageError("no fused backend of SDPA takes it")
+        looks = {name: once(run, device) for name, (run, _) in theirs.items()}
+        near = [name for name, ms in looks.items() if ms <= HOPELESS * min(looks.values())]
+
+        def timed() -> tuple[float, Times]:
+            found = measure_interleaved([ours, *(theirs[name][0] for name in near)], device, rounds=ROUNDS)
+            return found[0].ms, {name: one.ms for name, one in zip(near, found[1:], strict=True)}
+
+        ms, peers, ratio, again = judged(timed)
+        fastest = min(peers, key=lambda name: peers[name])
+        return Row(
+            group=case.group,
+            problem=problem.key,
+            mask=case.mask,
+            server=served,
+            ms=ms,
+            peers=peers,
+            ratio=ratio,
+            again=again,
+            difference=float((out.float() - theirs[fastest][1].float()).abs().max()),
+        )
+
+
+def judged(timed: Timer) -> tuple[float, Times, float, tuple[float, ...]]:
+    """Times and their ratio; a ratio below the bound is replaced by the median of further runs."""
+
+    def ratio_of(ms: float, peers: Times) -> float:
+        return min(peers.values()) / ms
+
+    ms, peers = timed()
+    ratio = ratio_of(ms, peers)
+    if ratio >= LEAST:
+        return ms, peers, ratio, ()
+    again = tuple(ratio_of(*timed()) for _ in range(AGAIN))
+    return ms, peers, statistics.median(again), again
+
+
+def _window(problem: Problem) -> dict[str, Any]:
+    if problem.window_left is None and problem.window_right is None:
+        return {}
+    return {"window": (problem.window_left, problem.window_right)}
+
+
+def _sharing(tensors: Any, way: str) -> Any:
+    """The tensors with a mask that is 1 wide where it is shared."""
+    bias = tensors.side.bias
+    if way == OWN or bias is None:
+        return tensors
+    for place in SHARED[way]:
+        bias = bias.narrow(place, 0, 1)
+    return msgspec.structs.replace(tensors, side=tensors.side._replace(bias=bias.contiguous()))
+
+
+def _capture_peer(problem: Problem, tensors: Any, backend: Any) -> tuple[Callable[[], object], Any] | None:
+    """A graph of SDPA by one backend and its output, or None where the backend does not take the call."""
+    import warnings
+
+    from torch.nn.attention import sdpa_kernel
+
+    from flashtune.tuner.bench_admission import capture
+
+    attend = _sdpa(problem, tensors)
+    if attend is None:
+        return None
+    with warnings.catch_warnings(), sdpa_kernel(backend):
+        warnings.simplefilter("ignore")
+        try:
+            return capture(attend), attend()
+        except RuntimeError:
+            # Backends say by raising that they do not take a call.
+            return None
+
+
+def _sdpa(problem: Problem, tensors: Any) -> Callable[[], Any] | None:
+    """SDPA as a program calls it: a bias or a mask is passed as it is, without flashtune's conversion."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from flashtune.masked_sdpa import is_masked
+    from flashtune.tuner.finals import sdpa_call
+
+    if not is_masked(problem) or problem.is_causal:
+        return sdpa_call(problem, tensors)
+    return functools.partial(
+        scaled_dot_product_attention,
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        attn_mask=tensors.side.bias,
+        scale=tensors.scale,
+        enable_gqa=problem.group_size > 1,
+    )
+
+
+def faults(report: Report) -> list[Row]:
+    """Tuned shapes that are slower than the bound allows or failed, and a row for those not reached."""
+    slow = [
+        row
+        for row in report.rows
+        if row.group != UNTUNED and (row.failed or row.ratio < LEAST) and row.mask == OWN
+    ]
+    if report.not_reached:
+        slow.append(Row(group=TUNED, problem=f"{report.not_reached} shapes", mask="", failed="not reached"))
+    return slow
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The summary in Markdown: a line for each group, then the worst shapes."""
+    groups = dict.fromkeys(row.group for row in report.rows)
+    yield from table(
+        ("", "shapes", "served by SDPA", "geometric mean", "worst", "below 0.98", "failed"),
+        (_group(name, [row for row in report.rows if row.group == name]) for name in groups),
+    )
+    yield ""
+    timed = sorted((row for row in report.rows if not row.failed), key=lambda row: row.ratio)
+    yield from table(
+        ("shape", "mask", "served by", "flashtune, ms", "fastest backend", "ms", "over SDPA", "timed again"),
+        (_cells(row) for row in timed[:WORST]),
+    )
+    for row in report.rows:
+        if row.failed:
+            yield f"{row.problem} ({row.group}, {row.mask}): {row.failed}"
+    if report.not_reached:
+        yield f"{report.not_reached} shapes were not reached in {report.seconds:.0f} s"
+
+
+def _group(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    ratios = [row.ratio for row in rows if not row.failed]
+    mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else math.nan
+    return (
+        name,
+        str(len(rows)),
+        str(sum(row.server == "sdpa" for row in rows)),
+        f"{mean:.3f}",
+        f"{min(ratios, default=math.nan):.3f}",
+        str(sum(ratio < LEAST for ratio in ratios)),
+        str(sum(bool(row.failed) for row in rows)),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    fastest = min(row.peers, key=lambda name: row.peers[name])
+    again = " ".join(f"{ratio:.3f}" for ratio in row.again)
+    return (
+        row.problem,
+        row.mask,
+        row.server,
+        f"{row.ms:.4f}",
+        fastest,
+        f"{row.peers[fastest]:.4f}",
+        f"{row.ratio:.3f}",
+        again,
+    )
+
+
+def line(row: Row) -> str:
+    """A row as one line of progress."""
+    if row.failed:
+        return f"{row.problem} {row.mask}: {row.failed}"
+    again = f" (again: {' '.join(f'{ratio:.3f}' for ratio in row.again)})" if row.again else ""
+    return f"{row.problem} {row.mask}: {row.server} {row.ms:.4f} ms, {row.ratio:.3f} of SDPA's speed{again}"
+
+
+if __name__ == "__main__":
+    main()

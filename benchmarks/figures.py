@@ -1,0 +1,108 @@
+"""Numbers within sentences of the pages, by name: each is worked out from a file of saved results.
+
+A page holds one as `<!-- figure NAME -->text<!-- end -->`. `python -m benchmarks.documents --write` writes
+the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import policies_report
+from benchmarks.saved import RESULTS, ROOT, document
+from flashtune.errors import UsageError
+from flashtune.tuner.truth import read_tables
+
+MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
+OURS, CUDNN = "flashtune", "sdpa-cudnn"
+
+
+@functools.cache
+def result(name: str) -> Any:
+    """The plain values of `benchmarks/results/nvidia-h200-NAME.json`."""
+    return document(RESULTS / f"nvidia-h200-{name}.json")
+
+
+def with_figures(page: str) -> str:
+    """The page with each figure's text worked out again.
+
+    Raises:
+        UsageError: The page names a figure that does not exist.
+    """
+
+    def text(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in FIGURES:
+            raise UsageError(f"there is no figure {name}: see benchmarks/figures.py")
+        return f"<!-- figure {name} -->{FIGURES[name]()}<!-- end -->"
+
+    return MARK.sub(text, page)
+
+
+def _rows(name: str, contestant: str) -> Iterator[dict[str, Any]]:
+    """One contestant's rows of a saved `flashtune bench`."""
+    for bench in result(name)["run"]["benches"]:
+        yield from (row for row in bench["rows"] if row["name"] == contestant)
+
+
+def _ratios(name: str) -> list[float]:
+    """Our speed over cuDNN's, bench by bench."""
+    pairs = zip(_rows(name, OURS), _rows(name, CUDNN), strict=True)
+    return [theirs["ms"] / ours["ms"] for ours, theirs in pairs]
+
+
+def _host_us(contestant: str) -> float:
+    return statistics.median(float(row["host_us"]) for row in _rows("bench", contestant))
+
+
+def _first_seconds() -> list[float]:
+    """Seconds of the first search of each shape, which shares nothing with others."""
+    return [row["seconds"][0] for row in result("stability-thrice")]
+
+
+def _judged(policy: str) -> list[float]:
+    """A policy's median share of the true best on each truth table, with the judged share tried."""
+    found = [one for one in policies_report.summaries(policies_report.SAVED) if one.policy == policy]
+    return [statistics.median(one.judged) for one in found]
+
+
+def _truth_rows() -> str:
+    return f"{sum(len(one.rows) for one in read_tables(ROOT / 'tests/data/truth')):,}"
+
+
+@functools.cache
+def _mutants() -> Counter[str]:
+    """How many mutants of each family the kept runs on the GPU hold."""
+    counts: Counter[str] = Counter()
+    for path in sorted((ROOT / "tests/data/mutants").glob("nvidia-h200-mutants*")):
+        counts.update(found["family"] for found in document(path)["found"])
+    return counts
+
+
+def _mutants_of(*families: str) -> str:
+    return str(sum(_mutants()[family] for family in families))
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "backward-least": lambda: f"{min(_ratios('backward')):.2f}",
+    "backward-most": lambda: f"{max(_ratios('backward')):.2f}",
+    "host-ours": lambda: f"{_host_us(OURS):.1f}",
+    "host-cudnn": lambda: f"{_host_us(CUDNN):.1f}",
+    "host-shapes": lambda: str(len(_ratios("bench"))),
+    "fp8-ceiling": lambda: f"{result('fp8')['run']['ceilings'][0]['tflops']:,.0f}",
+    "search-least-seconds": lambda: f"{min(_first_seconds()):.0f}",
+    "search-most-seconds": lambda: f"{max(_first_seconds()):.0f}",
+    "cold-least": lambda: f"{min(_judged('cold')):.3f}",
+    "cold-most": lambda: f"{max(_judged('cold')):.3f}",
+    "random-least": lambda: f"{min(_judged('random')):.3f}",
+    "random-most": lambda: f"{max(_judged('random')):.3f}",
+    "truth-rows": _truth_rows,
+    "mutants": lambda: str(_mutants().total()),
+    "mutants-serving": lambda: _mutants_of("forward_masked", "decode_split_kv"),
+    "mutants-gradients": lambda: _mutants_of("backward_split", "backward_fused", "backward_hopper"),
+}

@@ -1,0 +1,92 @@
+"""Kernels that the runs of the front page were measured with, by digest.
+
+    python -m benchmarks.headline               # says which kernels render differently now
+    python -m benchmarks.headline --write       # right after these runs were measured: writes the digests
+
+A digest counts all that decides what is launched; comments do not. Where a kernel changed, its run must be
+measured again. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.saved import KERNELS, RESULTS
+from flashtune.errors import FlashtuneError, TableError
+from flashtune.kernel import Kernel, Specialization
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.bench_grid import case_of
+from flashtune.tuner.bench_records import OURS, Bench
+from flashtune.tuner.bench_run import read_report
+
+# What the table and the sentences of README.md are made of.
+MEASURED = ("nvidia-h200-bench.json", "nvidia-h200-backward.json")
+# Lengths, heads and batch do not change what is rendered.
+STATIC = {"heads": 1, "kv_heads": 1, "batch": 1, "seqlen_q": 1024, "seqlen_kv": 1024}
+
+
+def main() -> None:
+    """Compares or writes; exits with 1 where a kernel changed."""
+    parser = argparse.ArgumentParser(description="Kernels that the front page was measured with.")
+    parser.add_argument("--write", action="store_true", help="these runs were measured just now")
+    options = parser.parse_args()
+    try:
+        if options.write:
+            KERNELS.write_bytes(msgspec.json.format(msgspec.json.encode(rendered()), indent=1) + b"\n")
+        differing = changed()
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    if differing:
+        sys.exit("measure again: " + ", ".join(differing))
+
+
+def changed(path: Path = KERNELS) -> list[str]:
+    """The cases whose kernel renders differently than when it was measured.
+
+    Raises:
+        TableError: The digests cannot be read.
+    """
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} holds no digests of kernels: {error}") from error
+    now = rendered()
+    return sorted(case for case in known.keys() | now.keys() if known.get(case) != now.get(case))
+
+
+def rendered() -> dict[str, str]:
+    """The digest of each measured kernel, as it renders now, by its case."""
+    found = {}
+    for name in MEASURED:
+        for bench in read_report((RESULTS / name).read_bytes(), name).benches:
+            found[case_of(bench.problem)] = kernel_of(bench).digest
+    return found
+
+
+def kernel_of(bench: Bench) -> Kernel:
+    """The kernel of a row of ours, from its config in words.
+
+    Raises:
+        TableError: The words are no config of the family.
+    """
+    row = bench.row(OURS)
+    assert row is not None
+    family_name, *words = row.detail.split()
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    family = find_family(family_name)
+    try:
+        config = msgspec.convert(values, family.config_type, strict=False)
+    except msgspec.ValidationError as error:
+        case = case_of(bench.problem)
+        raise TableError(f"{case} was measured with no config of {family_name}: {error}") from error
+    problem = msgspec.structs.replace(bench.problem, **STATIC)
+    return render(family, problem, config, Specialization())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Tables of random problems that generated kernels were compared with the reference on.
+
+    python -m tests.gpu.random_problems 2000 --save benchmarks/results/nvidia-h200-random-problems.json
+    python -m tests.gpu.random_gradients 580 --save benchmarks/results/nvidia-h200-random-gradients.json
+
+write what this module reads; `python -m benchmarks.documents --write` puts the tables into the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.saved import RESULTS, Saved, load
+from flashtune.tuner.pages import table
+from tests.gpu.random_checks import Summary
+
+SCRIPT = "benchmarks/random_report.py"
+KEPT = ("random-problems", "random-gradients")
+
+
+def texts() -> dict[str, str]:
+    """The text of each place in the pages, by name, of the runs that are kept.
+
+    Raises:
+        TableError: A file holds something else.
+    """
+    paths = {name: RESULTS / f"nvidia-h200-{name}.json" for name in KEPT}
+    return {name: "\n".join(_lines(load(path, Summary))) for name, path in paths.items() if path.exists()}
+
+
+def _lines(found: Saved[Summary]) -> Iterator[str]:
+    """A line for each family, and a sentence for all."""
+    source, summary = found.source, found.rows
+    yield (
+        f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}): {summary.problems} problems of "
+        f"{summary.kernels} kernels, {len(summary.wrong)} wrong; {len(summary.refused)} kernels refused by "
+        f"their self-check, {len(summary.unfit)} did not compile or did not fit."
+    )
+    yield ""
+    rows = (
+        (f"`{family}`", str(count), f"{summary.worst_by_family[family]:.2f}")
+        for family, count in sorted(summary.by_family.items())
+    )
+    yield from table(("family", "problems", "largest error over the allowed one"), rows)

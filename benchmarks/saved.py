@@ -1,0 +1,186 @@
+"""Saved results, and for each of them the command, date, GPU and versions that gave it.
+
+A script that measures writes its rows with `save`. Results of older scripts, and those of commands that have
+formats of their own, are named in benchmarks/results/sources.json. On the machine of the run
+
+    python -m benchmarks.saved FILE "COMMAND"
+
+adds such a file, with the date, the GPU and the versions of this moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gzip
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from flashtune.errors import TableError
+from flashtune.tuner.pages import table
+
+SCRIPT = "benchmarks/saved.py"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+SOURCES = RESULTS / "sources.json"
+# Digests of the kernels that some runs were measured with, by benchmarks/headline.py.
+KERNELS = RESULTS / "kernels.json"
+# Data of runs, beside those in benchmarks/results, that pages have numbers of.
+ELSEWHERE = ("tests/data/mutants", "tests/data/truth")
+SUFFIXES = (".json", ".json.gz", ".json.xz")
+
+Kind = TypeVar("Kind")
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What gave a result.
+
+    Attributes:
+        command: The command line.
+        date: The day of the run, or, where the run did not record it, of the commit that added the file.
+        gpu: The GPU's name; `none` where no GPU was used.
+        torch, triton, driver: Versions; `none` where it took no part.
+        note: What else a reader must know, such as an edit by hand.
+    """
+
+    command: str
+    date: datetime.date
+    gpu: str
+    torch: str
+    triton: str
+    driver: str
+    note: str = ""
+
+
+class Saved(msgspec.Struct, Generic[Kind], frozen=True, forbid_unknown_fields=True):
+    """A result and what gave it."""
+
+    source: Source
+    rows: Kind
+
+
+def main() -> None:
+    """Adds a file that does not name its source itself."""
+    parser = argparse.ArgumentParser(description="Names what gave a file of results.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("command", help="the command line that wrote it")
+    options = parser.parse_args()
+    name = options.file.resolve().relative_to(ROOT).as_posix()
+    found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
+    found[name] = msgspec.structs.replace(this_run(), command=options.command)
+    SOURCES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def save(path: Path, rows: object) -> None:
+    """Writes rows with the command line, the date, the GPU and the versions of this process."""
+    document = msgspec.json.format(msgspec.json.encode(Saved(this_run(), rows)), indent=1)
+    path.write_bytes(document + b"\n")
+
+
+def load(path: Path, kind: type[Kind]) -> Saved[Kind]:
+    """What `save` wrote.
+
+    Raises:
+        TableError: The file is missing, or holds rows of another kind.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Saved[kind])  # type: ignore[valid-type]
+    except (OSError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} holds no saved rows of this kind: {error}") from error
+
+
+def this_run() -> Source:
+    """The command line, the date, the GPU and the versions of this process."""
+    import torch
+    import triton
+
+    from flashtune.versions import driver_version
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {module.name}" if module else f"python {shlex.quote(sys.argv[0])}"
+    return Source(
+        command=" ".join((program, *map(shlex.quote, sys.argv[1:]))),
+        date=datetime.datetime.now(datetime.UTC).date(),
+        gpu=gpu,
+        torch=str(torch.__version__),
+        triton=triton.__version__,
+        driver=driver_version(),
+    )
+
+
+def document(path: Path) -> Any:
+    """The plain values of a JSON file of results, unpacked where its name ends in `.gz`.
+
+    Raises:
+        TableError: The file is missing, or is no JSON.
+    """
+    try:
+        data = path.read_bytes()
+        return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} holds no result: {error}") from error
+
+
+def result_files() -> tuple[str, ...]:
+    """Every file of results, relative to the repository."""
+    folders = (RESULTS, *(ROOT / folder for folder in ELSEWHERE))
+    return tuple(
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.name.endswith(SUFFIXES) and path not in (SOURCES, KERNELS)
+    )
+
+
+def sources() -> dict[str, Source]:
+    """What gave each file of results, by its path.
+
+    Raises:
+        TableError: A file has no source, or a source has no file.
+    """
+    found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
+    files = result_files()
+    for name in files:
+        own = _own_source(ROOT / name)
+        if own is not None and name in found:
+            raise TableError(f"{name} names its source itself: take it out of {SOURCES}")
+        if own is not None:
+            found[name] = own
+    missing, gone = set(files) - set(found), set(found) - set(files)
+    if missing or gone:
+        raise TableError(f"{SOURCES} lacks {sorted(missing)} and names {sorted(gone)}, which do not exist")
+    return found
+
+
+def texts() -> dict[str, str]:
+    """The table of all files of results, by name."""
+    rows = []
+    for name, one in sources().items():
+        link = (
+            f"[{Path(name).name}]({'' if name.startswith('benchmarks/results/') else '../../'}{_below(name)})"
+        )
+        command = f"`{one.command}`" + (f" ({one.note})" if one.note else "")
+        rows.append((link, command, str(one.date), one.gpu, one.torch, one.triton, one.driver))
+    lines = table(("file", "command", "date", "GPU", "torch", "Triton", "driver"), sorted(rows))
+    return {"files": "\n".join(lines)}
+
+
+def _below(name: str) -> str:
+    return name.removeprefix("benchmarks/results/")
+
+
+def _own_source(path: Path) -> Source | None:
+    if path.suffix == ".xz":
+        return None
+    content = document(path)
+    own = content.get("source") if isinstance(content, dict) else None
+    return msgspec.convert(own, Source) if isinstance(own, dict) else None
+
+
+if __name__ == "__main__":
+    main()

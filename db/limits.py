@@ -1,0 +1,94 @@
+"""Limits of an SQLite connection: a database file may be damaged, or made by somebody else."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from flashtune.errors import StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# A record's JSON has at most 256 KiB. Larger values are refused before they are read into memory.
+MAX_VALUE_BYTES = 1024 * 1024
+# Instructions of SQLite between two looks at the clock: about 20 µs, or more where each is slow.
+STEPS = 1_000
+# Of the time between two looks no more than this is counted, in seconds.
+MOST_BETWEEN = 1.0
+# A view or a virtual table in place of a table, or a trigger, runs what the file's author wrote.
+FOREIGN = """
+SELECT name FROM sqlite_master
+WHERE type = 'trigger'
+   OR lower(name) IN ('alembic_version', 'records', 'selections', 'stand_ins', 'checks')
+  AND (type <> 'table' OR sql NOT LIKE 'CREATE TABLE%')
+LIMIT 1
+"""
+
+
+class Deadline:
+    """Stops a connection whose statements compute for too long; waiting for a lock hardly counts."""
+
+    def __init__(self, connection: sqlite3.Connection, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+        connection.set_progress_handler(self._is_over, STEPS)
+
+    def restart(self) -> None:
+        """Gives the next statement the full time."""
+        self._spent = 0.0
+        self._seen = time.monotonic()
+
+    def stop(self) -> None:
+        """Lets what runs until the next `restart` take any time."""
+        self._spent = -math.inf
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        # SQLite calls nobody while it waits for a lock, which has a limit of its own.
+        self._spent += min(now - self._seen, MOST_BETWEEN)
+        self._seen = now
+        return self._spent > self._seconds
+
+
+def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
+    """Bounds the time and the memory that a database file can cost, and what its schema may call.
+
+    Args:
+        connection: A connection that has executed nothing yet.
+        seconds: Computing time until its statements are stopped, from now on or from the last `restart`.
+    """
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    # Text that is not UTF-8 would fail a whole query: the row is refused when it is decoded.
+    connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
+    deadline = Deadline(connection, seconds)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return deadline
+
+
+def require_file(path: Path) -> None:
+    """Refuses what SQLite would wait for without end, such as a named pipe. A missing file passes.
+
+    Raises:
+        StoreError: The path names neither a file nor a folder.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise StoreError(
+            f"{path} is not a file and holds no database: name another with --db or FLASHTUNE_DB"
+        )
+
+
+def foreign_object(name: str, where: str) -> StoreError:
+    """The error of a database whose schema holds more than flashtune's tables and views."""
+    text = "".join(sign if sign.isprintable() else "?" for sign in name[:60])
+    return StoreError(
+        f"{where} has a trigger, or a view in place of a table ({text!r}), and no flashtune made it: "
+        "name another with --db or FLASHTUNE_DB"
+    )

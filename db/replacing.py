@@ -1,0 +1,48 @@
+"""Replaces a record by one of an equal kernel: another digest and template version, the same evidence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from sqlalchemy import delete, select, update
+
+from flashtune.db.codec import decode_check
+from flashtune.db.rows import insert_record, write_check
+from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flashtune.record import Record
+
+
+def replace_record(connection: Connection, record_id: int, record: Record) -> None:
+    """Puts a record in place of a row. Selections then name it, and its kernel keeps the row's self-checks.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    query = select(RECORDS.c.created_at, RECORDS.c.kernel).where(RECORDS.c.id == record_id)
+    row = connection.execute(query).one()
+    new_id, _ = insert_record(connection, record, str(row.created_at))
+    if new_id == record_id:
+        return
+    for table in (SELECTIONS, STAND_INS):
+        connection.execute(update(table).where(table.c.record_id == record_id).values(record_id=new_id))
+    connection.execute(delete(RECORDS).where(RECORDS.c.id == record_id))
+    if record.kernel is not None and row.kernel is not None:
+        _copy_checks(connection, str(row.kernel), record)
+
+
+def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
+    """Self-checks of a digest hold for the record's kernel, which is the same machine code."""
+    assert record.kernel is not None
+    query = select(CHECKS.c.payload, CHECKS.c.created_at).where(
+        CHECKS.c.digest == digest, CHECKS.c.target == record.target
+    )
+    for row in connection.execute(query).all():
+        check = decode_check(str(row.payload).encode())
+        versions = msgspec.structs.replace(check.versions, template=record.versions.template)
+        copied = msgspec.structs.replace(check, digest=record.kernel, versions=versions)
+        write_check(connection, copied, str(row.created_at), replace=False)

@@ -1,0 +1,198 @@
+"""Attention with an additive bias or a boolean mask by torch's SDPA, with flashtune's meaning of both.
+
+Rows that see no key give zeros. SDPA's cuDNN backend adds a finite number where a boolean mask hides a key in
+some versions of torch, and a row that sees no key then attends to all of them. So boolean masks are made
+additive here, with -inf. A causal mask is part of the mask: SDPA takes one or the other.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.compilation import first_line
+from flashtune.features import Feature
+from flashtune.launches import LEAST_SCALE
+from flashtune.problem import Causal, Problem
+from flashtune.request import Prefer, Request
+
+# Of other features it computes nothing faster, or something else: windows and chunks would be masks made for
+# each call, of which it computes all hidden blocks; slopes it would round to 16 bits, dropout draw otherwise.
+FEATURES = frozenset({Feature.BIAS})
+# The least problem that shows a wrong meaning: lengths that no tile divides, and the largest error of a row.
+PROBE_ROWS = 192
+PROBE_KEYS = 200
+PROBE_ERROR = 2.0**-5
+
+_refusals: dict[tuple[object, ...], str] = {}
+_meanings: set[tuple[object, ...]] = set()
+
+
+def is_masked(problem: Problem) -> bool:
+    """Whether SDPA computes the features of a problem by its `attn_mask`."""
+    return problem.features == FEATURES
+
+
+def may_serve(request: Request) -> bool:
+    """Whether SDPA may serve a request with features.
+
+    Not where a log-sum-exp is asked for, which it does not return, or gradients: those of its cuDNN backend
+    are NaN at some lengths with a mask.
+    """
+    wanted = request.return_lse or request.needs_grad
+    return is_masked(request.problem) and request.prefer is Prefer.FASTEST and not wanted
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal) -> Tensor:
+    """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+
+    Args:
+        q: Queries.
+        k: Keys, of as many heads or fewer.
+        v: Values.
+        bias: What is added to scores, in q's type, or whether a query sees a key. It broadcasts to
+            [batch, heads, seqlen_q, seqlen_kv].
+        scale: Factor of the scores, not negative.
+        causal: The causal mask and its alignment.
+    """
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        additive_mask(q, k, bias, causal),
+        # A scale of zero asks for plain averages; times the mask's -inf it would give NaN.
+        scale=scale or LEAST_SCALE,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
+    """What SDPA adds to scores, as small as the bias and the causal mask allow.
+
+    Returns:
+        In q's type, [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv].
+    """
+    bias = unexpanded(bias)
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    boolean = bias.dtype is torch.bool
+    if causal is Causal.NONE and not boolean:
+        return bias
+    zero, hidden = _levels(q.dtype, q.device)
+    seen = bias
+    if causal is not Causal.NONE:
+        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+        seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
+        seen = bias & seen if boolean else seen
+    return torch.where(seen, zero if boolean else bias, hidden)
+
+
+def unexpanded(bias: Tensor) -> Tensor:
+    """A bias in four dimensions, with 1 in place of those that were expanded."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    for dimension in range(3):
+        if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
+            bias = bias.narrow(dimension, 0, 1)
+    return bias
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is added where a key is seen and where not. Numbers would be copied to the device in each call."""
+    with torch.inference_mode(False):
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return zero, torch.full_like(zero, -torch.inf)
+
+
+def known_refusal(request: Request) -> str | None:
+    """Why this process found that SDPA does not serve such a call, or None."""
+    return _refusals.get(_kind(request)) or _refusals.get((request.device, request.problem))
+
+
+def refusal(request: Request, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> str | None:
+    """Why SDPA does not serve a call with a mask here, in words, or None; finds out by running it.
+
+    A small problem shows what the mask means to it, once for each type and head dims. The call itself shows
+    whether the backend takes these tensors.
+
+    Args:
+        request: What is asked.
+        q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v alike.
+        k: Keys.
+        v: Values.
+        bias: The call's bias or mask.
+    """
+    kind = _kind(request)
+    if kind not in _meanings and kind not in _refusals:
+        found = _misunderstanding(q, k, v)
+        if found is None:
+            _meanings.add(kind)
+        else:
+            _refusals[kind] = found
+    if kind not in _refusals:
+        try:
+            masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
+        except torch.OutOfMemoryError as failure:
+            # The next call may find more memory: nothing is remembered.
+            return f"has no memory for its mask ({first_line(failure)})"
+        except RuntimeError as failure:
+            _refusals[request.device, request.problem] = f"refuses its mask ({first_line(failure)})"
+    return known_refusal(request)
+
+
+def forget_refusals() -> None:
+    """SDPA is tried anew."""
+    _refusals.clear()
+    _meanings.clear()
+
+
+def _kind(request: Request) -> tuple[object, ...]:
+    """What the meaning of a mask may depend on."""
+    problem = request.problem
+    widths = problem.head_dim, problem.value_head_dim
+    return (request.device, problem.dtype, *widths, problem.group_size > 1, problem.seqlen_q > 1)
+
+
+def _misunderstanding(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """What SDPA gets wrong at a small problem of the same type and head dims, or None."""
+    generator = torch.Generator().manual_seed(0)
+    batch, rows = (1, PROBE_ROWS) if q.shape[2] > 1 else (PROBE_ROWS, 1)
+    heads = 2
+    kv_heads = 1 if q.shape[1] != k.shape[1] else heads
+
+    def random(heads: int, rows: int, width: int) -> Tensor:
+        return torch.randn(batch, heads, rows, width, generator=generator).to(q.dtype)
+
+    queries = random(heads, rows, q.shape[3])
+    keys, values = random(kv_heads, PROBE_KEYS, k.shape[3]), random(kv_heads, PROBE_KEYS, v.shape[3])
+    seen = torch.rand(PROBE_ROWS, PROBE_KEYS, generator=generator) < 0.5
+    # Rows that see nothing, among others and as a whole tile; the first key alone, the last alone.
+    seen[:3] = seen[128:] = False
+    seen[1, 0] = seen[2, -1] = True
+    mask = seen.view(batch, 1, rows, PROBE_KEYS)
+    scale = q.shape[3] ** -0.5
+    try:
+        out = masked_attention(
+            queries.to(q.device),
+            keys.to(q.device),
+            values.to(q.device),
+            mask.to(q.device),
+            scale,
+            Causal.NONE,
+        )
+    except RuntimeError as failure:
+        return f"refuses masks ({first_line(failure)})"
+    error = (out.cpu().double() - _by_definition(queries, keys, values, mask, scale)).abs().amax(-1)
+    blind = ~mask.any(-1)
+    if not bool((error.masked_select(blind) == 0).all()):
+        return "gives no zeros for rows that see no key"
+    return None if bool((error <= PROBE_ERROR).all()) else "does not add the mask to the scores"
+
+
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked attention in float64 on the CPU, zeros in rows that see no key."""
+    scores = scale * (q.double() @ k.double().mT)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ v.double()

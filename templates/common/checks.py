@@ -1,0 +1,65 @@
+"""The checks with which rendered wrappers begin; `checks.jinja` renders them."""
+
+from __future__ import annotations
+
+from flashtune.features import KvDtype
+from flashtune.kernel import POINTER_ALIGNMENT, Specialization
+from flashtune.problem import Dtype, Problem
+from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.templates.family import Context, Family
+
+
+class CheckContext(Context, frozen=True):
+    """The values that decide which tensors a wrapper takes.
+
+    Attributes:
+        dtype: Element type of queries.
+        kv_dtype: Element type of keys and values where they are quantised and queries are not; else `dtype`.
+        head_dim: Width of queries and keys.
+        value_head_dim: Width of values and outputs.
+        asks: The problem's features.
+        backward: Whether gradients are computed.
+        dlse: Whether a gradient of the log-sum-exp comes in.
+        latent: Whether values are the first columns of keys.
+        alignment: Elements by which strides must be divisible; above 1 addresses are on 16-byte borders.
+        offsets: Whether the kernel adds strides up in 32 bits.
+        interpreted: Whether Triton's interpreter runs the kernel.
+        widens: Whether it runs a 16-bit kernel correctly on float32 tensors.
+    """
+
+    dtype: Dtype
+    kv_dtype: KvDtype | Dtype
+    head_dim: int
+    value_head_dim: int
+    asks: Asked
+    backward: bool
+    dlse: bool
+    latent: bool
+    alignment: int
+    offsets: bool
+    interpreted: bool
+    widens: bool
+
+
+def checks_of(family: Family, problem: Problem, specialization: Specialization) -> CheckContext:
+    """Returns the values that the checks of a kernel's wrapper render from."""
+    if family.interpreted:
+        alignment = int(specialization.alignment)
+    else:
+        # Kernels in Gluon describe tensors to the copy engine, whose strides are multiples of 16 bytes.
+        alignment = POINTER_ALIGNMENT // problem.dtype.itemsize
+    return CheckContext(
+        dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype or problem.dtype,
+        head_dim=problem.head_dim,
+        value_head_dim=problem.value_head_dim,
+        asks=asked_of(problem),
+        backward=problem.is_backward,
+        dlse=problem.is_backward and specialization.lse,
+        latent=problem.latent,
+        alignment=alignment,
+        # Called by hand, strides that fit have 32 bits whatever the specialisation says.
+        offsets=family.interpreted or problem.is_backward,
+        interpreted=family.interpreted,
+        widens=family.interpreted and problem.dtype.itemsize == 2 and problem.kv_dtype is None,
+    )

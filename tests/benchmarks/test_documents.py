@@ -1,0 +1,123 @@
+"""Every measured number of the pages comes from a saved result."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks import documents, figures, headline, numbers, saved
+from benchmarks.numbers import Exemption, Kind, unbacked
+from flashtune.errors import TableError, UsageError
+
+EXEMPTIONS = numbers.read_exemptions(numbers.EXEMPTIONS)
+
+
+def test_every_table_figure_and_picture_is_what_the_saved_results_give() -> None:
+    differing = [
+        path.relative_to(numbers.ROOT).as_posix()
+        for path, text in documents.generated().items()
+        if path.read_text(encoding="utf-8") != text
+    ]
+    assert not differing, "python -m benchmarks.documents --write"
+
+
+@pytest.mark.parametrize("page", numbers.pages())
+def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
+    text = (numbers.ROOT / page).read_text(encoding="utf-8")
+    found = [f"{page}:{one.line}: {one.number!r}: {one.around}" for one in unbacked(page, text, EXEMPTIONS)]
+    assert not found, "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
+
+
+def test_every_exemption_holds_a_number_of_its_page() -> None:
+    assert numbers.unused(EXEMPTIONS) == []
+
+
+def test_every_result_names_its_command_date_gpu_and_versions() -> None:
+    found = saved.sources()
+    assert set(found) == set(saved.result_files())
+    for name, source in found.items():
+        assert all((source.command, source.gpu, source.torch, source.triton, source.driver)), name
+        assert datetime.date(2026, 1, 1) < source.date, name
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "It takes 3.5 ms.",
+        "It takes 12 ms.",
+        "It is 1.06 to 1.28 of its speed.",
+        "It runs at 700 TFLOP/s.",
+        "525 of 548 pass.",
+        "Of 862 mutants none is left.",
+        "It saves 20%.",
+        "It costs 15 µs of the host.",
+        "2,796 rows were right.",
+    ],
+)
+def test_a_measured_number_without_a_saved_result_is_found(sentence: str) -> None:
+    assert {one.line for one in unbacked("docs/a.md", f"# A\n\n{sentence}\n", ())} == {3}
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "torch 2.11, Triton 3.6 and 3.9, Python 3.12",
+        "head dim 128, S=8192, 16k tokens, D64",
+        "`0.95 ms` is code",
+        "```console\n$ run --seconds 3.5\n```",
+        "[a page](a.md#2.5-times)",
+        "<!-- table a: written by b -->\n| 1.5 ms |\n<!-- end of table a -->",
+        "<!-- figure a -->1.5<!-- end --> ms",
+    ],
+)
+def test_versions_shapes_code_and_generated_text_are_no_measured_numbers(sentence: str) -> None:
+    assert unbacked("docs/a.md", f"{sentence}\n", ()) == []
+
+
+def test_an_exemption_covers_its_words_on_its_page_alone() -> None:
+    exemption = Exemption("docs/a.md", Kind.LIMIT, "a limit of the code", ("at most 5 s",))
+    text = "It takes at most\n5 s. It took 5 s.\n"
+    assert [one.line for one in unbacked("docs/a.md", text, (exemption,))] == [2]
+    assert len(unbacked("docs/b.md", text, (exemption,))) == 2
+
+
+def test_an_exemption_that_nothing_needs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("It takes 5 s.\n", encoding="utf-8")
+    kept = Exemption("a.md", Kind.LIMIT, "a limit", ("takes 5 s",))
+    gone = Exemption("a.md", Kind.LIMIT, "a limit", ("takes 6 s",))
+    assert numbers.unused((kept, gone), tmp_path) == ["a.md: takes 6 s"]
+
+
+def test_a_stale_figure_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(figures.FIGURES, "answer", lambda: "42")
+    page = "It is <!-- figure answer -->41<!-- end --> of <!-- figure answer -->42<!-- end -->."
+    assert figures.with_figures(page) == page.replace("41", "42")
+
+
+def test_a_figure_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UsageError, match="there is no figure nonsense"):
+        figures.with_figures("<!-- figure nonsense -->1<!-- end -->")
+
+
+def test_saved_rows_name_the_run_and_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    saved.save(path, {"ms": 1.5})
+    found = saved.load(path, dict[str, float])
+    assert found.rows == {"ms": 1.5}
+    assert found.source.date == datetime.datetime.now(datetime.UTC).date()
+    with pytest.raises(TableError, match="holds no saved rows of this kind"):
+        saved.load(path, list[str])
+
+
+def test_the_front_page_was_measured_with_the_kernels_that_render_now() -> None:
+    assert headline.changed() == [], "measure these cases again, then: python -m benchmarks.headline --write"
+
+
+def test_a_kernel_that_changed_since_it_was_measured_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    known = headline.rendered()
+    path.write_bytes(msgspec.json.encode({**known, "fwd d64 full s512": "0" * 32}))
+    assert headline.changed(path) == ["fwd d64 full s512"]

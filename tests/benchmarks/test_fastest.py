@@ -1,0 +1,187 @@
+"""Default attention beside SDPA: which shapes are timed, how pairs are judged, and what is told of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks import fastest
+from benchmarks.fastest import MASKS, TUNED, UNTUNED, Case, Report, Row, cases, drawn, faults, judged, lines
+from benchmarks.saved import ROOT, save
+from flashtune.db.table import shipped_table
+from flashtune.features import Bias, Feature
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.tuner.shapes_file import read_shapes_file
+from flashtune.tuner.tensors import make_tensors
+
+
+def a_row(**changes: object) -> Row:
+    fields: dict[str, object] = {
+        "group": TUNED,
+        "problem": "forward_a",
+        "mask": "own",
+        "server": "forward_hopper",
+        "ms": 1.0,
+        "peers": {"sdpa-cudnn": 1.1, "sdpa-flash": 2.0},
+        "ratio": 1.1,
+    }
+    return Row(**(fields | changes))  # type: ignore[arg-type]
+
+
+def a_problem(**changes: object) -> Problem:
+    fields: dict[str, object] = {
+        "dtype": Dtype.FP32,
+        "head_dim": 16,
+        "value_head_dim": 16,
+        "heads": 4,
+        "kv_heads": 4,
+        "batch": 2,
+        "seqlen_q": 40,
+        "seqlen_kv": 40,
+        "bias": Bias.BOOLEAN,
+    }
+    return Problem(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_every_tuned_forward_shape_that_sdpa_computes_is_timed() -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    found = cases(table.records, 0, 0)
+    timed = {case.problem for case in found if case.group == TUNED}
+    for record in table.records:
+        problem = record.problem
+        peers = record.measurement.peers if record.measurement else ()
+        by_sdpa = any(peer.name.startswith("sdpa") for peer in peers)
+        assert (problem in timed) or problem.is_backward or not by_sdpa, problem.key
+    assert len(timed) > 200
+    assert all(not problem.is_backward and not problem.dtype.is_quantized for problem in timed)
+
+
+def test_masks_come_first_and_are_shared_in_every_way_that_differs() -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    masked = a_problem()
+    record = table.records[0]
+    records = (record, msgspec.structs.replace(record, problem=masked))
+    found = cases(records, 2, 0)
+    assert found[0] == Case(TUNED, masked)
+    assert [case.mask for case in found if case.group == MASKS] == list(fastest.SHARED)
+    assert len([case for case in found if case.group == UNTUNED]) == 2
+    alone = msgspec.structs.replace(record, problem=a_problem(batch=1))
+    assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
+
+
+def test_random_shapes_are_the_same_for_a_seed_and_none_is_tuned() -> None:
+    one, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
+    assert one == other
+    assert len({problem.key for problem in one}) == 30
+    assert one[0] not in list(drawn(30, 1, one[:1]))
+    assert {problem.head_dim for problem in one} & {40, 72, 80, 96}
+
+
+def timer(*ratios: float) -> fastest.Timer:
+    times = iter(ratios)
+    return lambda: (1.0, {"sdpa-cudnn": next(times), "sdpa-efficient": 9.0})
+
+
+def test_pairs_below_the_bound_are_timed_again_and_the_median_counts() -> None:
+    assert judged(timer(0.99)) == (1.0, {"sdpa-cudnn": 0.99, "sdpa-efficient": 9.0}, 0.99, ())
+    *_, ratio, again = judged(timer(0.9, 0.97, 1.01, 0.99))
+    assert (ratio, again) == (0.99, (0.97, 1.01, 0.99))
+    assert judged(timer(0.9, 0.97, 0.96, 1.2))[2] == 0.97
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        ({}, 0),
+        ({"ratio": 0.979}, 1),
+        ({"ratio": 0.9, "group": UNTUNED}, 0),
+        ({"ratio": 0.9, "group": MASKS, "mask": "heads"}, 0),
+        ({"failed": "RuntimeError: out of memory", "peers": {}, "ratio": 0.0}, 1),
+    ],
+)
+def test_only_tuned_shapes_decide(row: dict[str, object], count: int) -> None:
+    assert len(faults(Report((a_row(), a_row(**row)), 0, 1.0, "9.19.0"))) == count
+
+
+def test_shapes_that_were_not_reached_are_a_fault_and_told() -> None:
+    report = Report((a_row(),), 3, 440.0, "9.19.0")
+    assert len(faults(report)) == 1
+    assert "3 shapes were not reached in 440 s" in "\n".join(lines(report))
+
+
+def test_the_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
+    rows = (
+        a_row(ratio=1.21),
+        a_row(ratio=1.0, server="sdpa", problem="forward_b"),
+        a_row(group=MASKS, mask="heads", ratio=0.5, again=(0.5, 0.4, 0.6)),
+        a_row(group=UNTUNED, failed="RuntimeError: no"),
+    )
+    text = "\n".join(lines(Report(rows, 0, 9.0, "")))
+    assert "| tuned | 2 | 1 | 1.100 | 1.000 | 0 | 0 |" in text
+    assert "| shared masks | 1 | 0 | 0.500 | 0.500 | 1 | 0 |" in text
+    assert (
+        "| forward_a | heads | forward_hopper | 1.0000 | sdpa-cudnn | 1.1000 | 0.500 | 0.500 0.400 0.600 |"
+        in text
+    )
+    assert "forward_a (untuned, own): RuntimeError: no" in text
+
+
+@pytest.mark.parametrize("way", list(fastest.SHARED))
+@pytest.mark.parametrize("kind", [Bias.ADDITIVE, Bias.BOOLEAN])
+def test_sdpa_is_given_the_mask_as_it_is(way: str, kind: Bias) -> None:
+    problem = a_problem(bias=kind)
+    tensors = fastest._sharing(make_tensors(problem, torch.device("cpu")), way)
+    expected = [1 if place in fastest.SHARED[way] else size for place, size in enumerate((2, 4, 40, 40))]
+    assert list(tensors.side.bias.shape) == expected
+    attend = fastest._sdpa(problem, tensors)
+    assert attend is not None
+    assert attend.keywords["attn_mask"] is tensors.side.bias  # type: ignore[attr-defined]
+    assert attend().shape == tensors.out.shape
+    causal = fastest._sdpa(a_problem(bias=kind, causal=Causal.TOP_LEFT), tensors)
+    assert causal is not None
+    assert causal().shape == tensors.out.shape
+
+
+@pytest.fixture
+def argv(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    given = ["fastest"]
+    monkeypatch.setattr(sys, "argv", given)
+    return given
+
+
+def test_what_was_measured_is_printed_again(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fastest.json"
+    save(path, Report((a_row(ratio=0.9),), 0, 9.0, ""))
+    argv += ["--load", str(path)]
+    with pytest.raises(SystemExit) as ended:
+        fastest.main()
+    assert ended.value.code == 1
+    assert "| tuned | 1 |" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(argv: list[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="no GPU is visible here"):
+        fastest.main()
+
+
+def test_the_shapes_to_tune_are_masks_of_many_kinds() -> None:
+    problems = read_shapes_file(ROOT / "benchmarks/masked_shapes.txt")
+    assert len(problems) >= 12
+    assert all(problem.features == {Feature.BIAS} for problem in problems)
+    for kind in (Bias.ADDITIVE, Bias.BOOLEAN):
+        own = [problem for problem in problems if problem.bias is kind]
+        assert len(own) >= 6
+        assert {problem.head_dim for problem in own} >= {64, 128}
+        assert any(problem.group_size > 1 for problem in own)
+        assert any(problem.is_causal for problem in own)
+    assert {problem.seqlen_q for problem in problems} >= {512, 1024, 2048, 4096, 8192}

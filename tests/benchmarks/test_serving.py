@@ -1,0 +1,28 @@
+"""The shapes of the benchmark of serving features."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.serving import GROUPS
+from flashtune.db.table import shipped_table
+from flashtune.target import find_target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.regret import dispatched
+from flashtune.tuner.shapes import parse_shape
+
+TARGET = "nvidia-h200"
+
+
+@pytest.mark.parametrize("shape", [shape for group in GROUPS for shape in group])
+def test_dispatch_has_a_kernel_for_each_shape(shape: str) -> None:
+    (problem,), target, shipped = parse_shape(shape), find_target(TARGET), shipped_table(TARGET)
+    assert shipped is not None
+    chosen = dispatched(target, problem, shipped.records)
+    assert why_not(find_family(chosen.family), problem, target, contiguous_specialization(problem)) is None
+
+
+def test_shapes_of_a_group_differ() -> None:
+    assert all(len({parse_shape(shape)[0] for shape in group}) == len(group) for group in GROUPS)

@@ -1,0 +1,157 @@
+"""Tables of schema 2: receipts and times under further versions, and where they count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune import self_check, tables
+from flashtune.db import table as module
+from flashtune.db.checks import Check
+from flashtune.db.store import open_store
+from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash, under
+from flashtune.errors import TableError
+from flashtune.record import Measurement, Record, Verdict, Versions
+from flashtune.tuner.table_receipts import tritons, with_receipts
+from flashtune.versions import current_versions, is_proven
+
+TARGET = "nvidia-h200"
+FAMILY = "forward_q_outer"
+PASSED = Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random", "delays"))
+FAILED = Verdict(False, 2.0, 100, "random", "NVIDIA H200")
+MEASURED = Measurement(0.25, 0.24, 0.26, 50)
+
+MakeRecord = Callable[..., Record]
+
+
+def newer(versions: Versions) -> Versions:
+    return msgspec.structs.replace(versions, triton="3.9.0", ptxas="13.1")
+
+
+def receipt_of(record: Record, versions: Versions, verdict: Verdict = PASSED, digest: str = "") -> Check:
+    assert record.kernel is not None
+    return Check(digest=digest or record.kernel, target=TARGET, versions=versions, verdict=verdict)
+
+
+def timing_of(record: Record, versions: Versions) -> Timing:
+    assert record.kernel is not None
+    return Timing(problem=record.problem.key, kernel=record.kernel, versions=versions, measurement=MEASURED)
+
+
+@pytest.fixture
+def record(make_record: MakeRecord) -> Record:
+    return make_record()
+
+
+@pytest.fixture
+def table(record: Record) -> TunedTable:
+    versions = newer(record.versions)
+    receipts = (receipt_of(record, versions), receipt_of(record, versions, digest="e" * 32))
+    return TunedTable(
+        target=TARGET, records=(record,), receipts=receipts, times=(timing_of(record, versions),)
+    )
+
+
+def test_a_table_is_read_as_it_was_written(table: TunedTable) -> None:
+    again = parse_table(dump_table(table), "here")
+    assert again.records == table.records
+    assert set(again.receipts) == set(table.receipts)
+    assert again.times == table.times
+    assert dump_table(again) == dump_table(table)
+
+
+def test_the_order_of_receipts_changes_neither_bytes_nor_hash(table: TunedTable) -> None:
+    turned = msgspec.structs.replace(table, receipts=table.receipts[::-1])
+    assert dump_table(turned) == dump_table(table)
+    assert table_hash(turned) == table_hash(table)
+    assert table_hash(msgspec.structs.replace(table, receipts=())) != table_hash(table)
+
+
+def test_a_table_of_schema_1_has_no_receipts(record: Record) -> None:
+    raw = dump_table(TunedTable(target=TARGET, records=(record,))).replace(b'"schema": 2', b'"schema": 1')
+    assert parse_table(raw, "here") == TunedTable(target=TARGET, records=(record,))
+
+
+def test_a_failed_receipt_is_refused(record: Record) -> None:
+    receipts = (receipt_of(record, record.versions, FAILED),)
+    with pytest.raises(TableError, match="receipt 1 cannot be used"):
+        dump_table(TunedTable(target=TARGET, records=(record,), receipts=receipts))
+
+
+def test_a_receipt_of_another_gpu_is_refused(record: Record) -> None:
+    receipt = msgspec.structs.replace(receipt_of(record, record.versions), target="nvidia-h100")
+    with pytest.raises(TableError, match="receipt 1 cannot be used"):
+        dump_table(TunedTable(target=TARGET, records=(record,), receipts=(receipt,)))
+
+
+def test_a_time_of_no_record_is_refused(record: Record) -> None:
+    timing = msgspec.structs.replace(timing_of(record, record.versions), kernel="f" * 32)
+    with pytest.raises(TableError, match="time 1 cannot be used"):
+        dump_table(TunedTable(target=TARGET, records=(record,), times=(timing,)))
+
+
+def test_a_record_takes_the_evidence_for_the_versions_asked_for(table: TunedTable, record: Record) -> None:
+    here = newer(record.versions)
+    (known,) = under(table, lambda family: here)
+    assert (known.versions, known.verdict, known.measurement) == (here, PASSED, MEASURED)
+    assert is_proven(known, here)
+    assert not is_proven(record, here)
+
+
+def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record: Record) -> None:
+    other = msgspec.structs.replace(record.versions, triton="3.8.0")
+    assert under(table, lambda family: other) == (record,)
+    assert under(table, lambda family: record.versions) == (record,)
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
+    """A shipped table whose kernel passed under the versions that are installed here."""
+    receipts = tuple(receipt_of(record, current_versions(FAMILY), digest=digest) for digest in ("", "e" * 32))
+    table = TunedTable(target=TARGET, records=(record,), receipts=receipts)
+    monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
+    self_check._shipped_receipts.cache_clear()
+    tables.tuned_records.cache_clear()
+    yield table
+    self_check._shipped_receipts.cache_clear()
+    tables.tuned_records.cache_clear()
+
+
+def test_dispatch_sees_a_shipped_record_as_proven_under_newer_versions(shipped: TunedTable) -> None:
+    ((_, (record,)),) = tables.tuned_records(TARGET).shipped.items()
+    assert is_proven(record, current_versions(FAMILY))
+    assert not is_proven(shipped.records[0], current_versions(FAMILY))
+
+
+def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
+    shipped: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ("e" * 32, current_versions(FAMILY).makers) in self_check._shipped_receipts(TARGET)
+    assert ("d" * 32, current_versions(FAMILY).makers) not in self_check._shipped_receipts(TARGET)
+    assert not self_check._shipped_receipts("nvidia-h100")
+
+
+def test_an_imported_table_brings_its_receipts_as_self_checks(table: TunedTable, tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        assert store.merge_tables(table).checks_added == 2
+        assert store.merge_tables(table).checks_added == 0
+
+
+def test_verdicts_under_the_same_versions_replace_those_of_records(record: Record) -> None:
+    table = TunedTable(target=TARGET, records=(record,))
+    sibling = receipt_of(record, record.versions, digest="e" * 32)
+    done = with_receipts(table, [(record, (receipt_of(record, record.versions), sibling))])
+    assert done.records[0].verdict == PASSED
+    assert done.receipts == (sibling,)
+
+
+def test_verdicts_under_other_versions_become_receipts(record: Record) -> None:
+    table = TunedTable(target=TARGET, records=(record,))
+    versions = newer(record.versions)
+    done = with_receipts(table, [(record, (receipt_of(record, versions),))])
+    assert done.records == (record,)
+    assert done.receipts == (receipt_of(record, versions),)
+    assert tritons(done) == (record.versions.triton, "3.9.0")

@@ -1,0 +1,110 @@
+"""SDPA's backends with flashtune's masks on a GPU: rows that see no key, unaligned lengths, shared masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashtune import masked_sdpa
+from flashtune.features import Bias
+from flashtune.masked_sdpa import masked_attention, refusal
+from flashtune.problem import Causal, Dtype, Problem
+from flashtune.request import read_request
+from flashtune.side import Side
+from flashtune.side_inputs import side_views
+from flashtune.standard_features import standard_features
+from flashtune.tuner.finals import BACKENDS
+
+pytestmark = pytest.mark.gpu
+
+MASKED = tuple(name for name in BACKENDS if name != "sdpa-flash")
+# Lengths of queries and keys: tiles, parts of tiles, and strides of rows that are no multiple of 16 bytes.
+LENGTHS = [(512, 512), (1000, 1000), (333, 1001), (1, 777)]
+# What a mask is shared by: [batch, heads, seqlen_q, seqlen_kv] with 1 for shared.
+SHARED = [(2, 4, 1, 1), (2, 1, 1, 1), (1, 4, 1, 1), (2, 1, 0, 1)]
+ERROR = 2.0**-5
+
+
+def given(lengths: tuple[int, int], kv_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(sum(lengths))
+
+    def random(heads: int, rows: int) -> Tensor:
+        shape = (2, heads, rows, width)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    return random(4, lengths[0]), random(kv_heads, lengths[1]), random(kv_heads, lengths[1])
+
+
+def mask_of(lengths: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
+    """Random, with rows that see nothing, the first tiles of keys hidden from some, and one key alone."""
+    batch, heads, many, _ = shared
+    generator = torch.Generator("cuda").manual_seed(7)
+    shape = (batch, heads, lengths[0] if many else 1, lengths[1])
+    mask = torch.rand(shape, generator=generator, device="cuda") < 0.5
+    mask[:, :, ::5] = False
+    mask[:, :, 1::5, : lengths[1] // 2] = False
+    mask[:, :, 2::5, :-1] = False
+    mask[:, :, 2::5, -1] = True
+    if not many:
+        # Of one sequence alone, so that another has keys.
+        mask[1:] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("width", [64, 128])
+def test_backends_mean_the_same_by_a_mask(
+    name: str, kind: Bias, causal: Causal, shared: tuple[int, ...], kv_heads: int, width: int
+) -> None:
+    taken = 0
+    for lengths in LENGTHS:
+        q, k, v = given(lengths, kv_heads, width)
+        mask = mask_of(lengths, shared)
+        bias = mask
+        if kind is Bias.ADDITIVE:
+            bias = torch.randn(mask.shape, device="cuda").masked_fill(~mask, -torch.inf).bfloat16()
+        problem = Problem(
+            dtype=Dtype.BF16,
+            head_dim=width,
+            value_head_dim=width,
+            heads=4,
+            kv_heads=kv_heads,
+            batch=2,
+            seqlen_q=lengths[0],
+            seqlen_kv=lengths[1],
+            causal=causal,
+            bias=kind,
+        )
+        with sdpa_kernel(BACKENDS[name]):
+            try:
+                out = masked_attention(q, k, v, bias, float(width**-0.5), causal)
+            except RuntimeError:
+                # Dispatch asks SDPA which backend takes a call, and tries it.
+                continue
+        taken += 1
+        side = side_views(problem, Side(bias=bias), 2)
+        scale = float(width**-0.5)
+        expected, lse = standard_features(
+            problem, q.float(), k.float(), v.float(), side, scale=scale, return_lse=True
+        )
+        assert lse is not None
+        assert (out[lse == -torch.inf] == 0).all(), f"{lengths}: a row that sees no key is not zero"
+        assert float((out.float() - expected).abs().max()) <= ERROR, lengths
+    if not taken:
+        pytest.skip(f"{name} takes no such mask here")
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 300])
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_the_trial_passes_where_a_backend_takes_masks(seqlen_q: int, backend: SDPBackend) -> None:
+    masked_sdpa.forget_refusals()
+    q, k, v = given((seqlen_q, 512), 4, 128)
+    request = read_request(q, k, v, False, "bhsd", False, "fastest")
+    with sdpa_kernel(backend):
+        assert refusal(request, q, k, v, torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")) is None

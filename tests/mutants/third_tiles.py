@@ -1,0 +1,136 @@
+"""Mutants that are wrong from a third tile on: nothing smaller tells them from the right kernel.
+
+Each family has one from the third tile of queries on, one from the third tile of keys on, and one where both
+are third tiles. All compute full attention, whose checks have the fewest problems.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtune.kernel import Specialization
+from flashtune.problem import Causal
+from tests.mutants import backward_hopper, backward_size, fused, hopper, latent, serving_size
+from tests.mutants import portable as forward
+from tests.mutants.core import Mutant, Part, Patch, Subject
+
+LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
+LOW_SCORES = "low_scores = dscores.to(q.dtype.element_ty)"
+GLUON_WEIGHTS = "exponentials.to(gl.bfloat16)"
+HOPPER_LOOP = "for _ in range(block - 1, -1, -1):"
+
+
+class Place(NamedTuple):
+    """Weights in a rendered file, and what says that a tile is one of the first two.
+
+    Attributes:
+        old: The text that rounds them, once or several times.
+        queries: True for the first two tiles of queries.
+        keys: True for the first two tiles of keys.
+        part: Where to look.
+        times: How often the text occurs.
+        library: `tl` or `gl`.
+        kind: What is wrong, in a word.
+    """
+
+    old: str
+    queries: str
+    keys: str
+    part: Part | None = None
+    times: int = 1
+    library: str = "tl"
+    kind: str = "weights"
+
+    def halved(self, spared: str) -> Patch:
+        """Half of the weights, but where a condition holds."""
+        factor = f"{self.library}.where({spared}, 1.0, 0.5)"
+        tensor = "dscores" if "dscores" in self.old else "exponentials" if "exp" in self.old else "weights"
+        return Patch(
+            self.old, self.old.replace(f"{tensor}.to(", f"({tensor} * {factor}).to("), self.part, self.times
+        )
+
+
+def of_kernel(
+    subject: Subject, *places: tuple[Place, ...], before: tuple[Patch, ...] = ()
+) -> tuple[Mutant, ...]:
+    """The mutants of a kernel at each of its places, which may be several texts."""
+    found = []
+    for texts in places:
+        kind = texts[0].kind
+        halves = (
+            (f"{kind} halved from the third tile of queries on", "Later queries have half of their weights.",
+             tuple(text.halved(text.queries) for text in texts)),
+            (f"{kind} halved from the third tile of keys on", "Later keys have half of their weight.",
+             tuple(text.halved(text.keys) for text in texts)),
+            (f"{kind} halved where both tiles are third", "Later queries halve the weight of later keys.",
+             tuple(text.halved(f"({text.queries}) | ({text.keys})") for text in texts)),
+        )  # fmt: skip
+        found += [Mutant(name, breaks, subject, (*before, *patches)) for name, breaks, patches in halves]
+    return tuple(found)
+
+
+def plain(size: forward.Size) -> tuple[Mutant, ...]:
+    """Those of both portable orders of loops."""
+    old = LOW_WEIGHTS.format("v")
+    queries = forward.Bench(forward.QUERIES_OUTER, size)
+    keys = forward.Bench(forward.KEYS_OUTER, size)
+    return (
+        *of_kernel(queries.subject(Causal.NONE), (Place(old, "tile < 2", "start < 2 * BLOCK_N", times=2),)),
+        *of_kernel(
+            keys.subject(Causal.NONE), (Place(old, "first_query < 2 * BLOCK_M", "start < 2 * BLOCK_N"),)
+        ),
+    )
+
+
+def serving(size: serving_size.Size) -> tuple[Mutant, ...]:
+    """Those of masks and of decoding, where tiles of queries are tiles of rows."""
+    old = LOW_WEIGHTS.format("q")
+    masked = size.masked(causal=Causal.NONE, alibi=True)
+    decoding = size.decoding(causal=Causal.NONE)
+    return (
+        *of_kernel(masked, (Place(old, "tile < 2", "start < 2 * BLOCK_N", times=2),)),
+        *of_kernel(decoding, (Place(old, "tile < 2", "start < 2 * BLOCK_N"),)),
+    )
+
+
+def gradients(size: backward_size.Size) -> tuple[Mutant, ...]:
+    """Those of both portable backward families: of all gradients that a kernel makes."""
+    old = LOW_WEIGHTS.format("q")
+    in_keys = Place(old, "start < 2 * BLOCK_M", "tile < 2", backward_size.KEYS, 2)
+    in_queries = Place(
+        LOW_SCORES, "tile < 2", "start < 2 * BLOCK_N", backward_size.QUERIES, 2, kind="gradients of scores"
+    )
+    return (
+        *of_kernel(size.subject(Causal.NONE), (in_keys,), (in_queries,)),
+        *of_kernel(fused._subject(size, Causal.NONE), (in_keys._replace(part=fused.KEYS),)),
+    )
+
+
+def gluon() -> tuple[Mutant, ...]:
+    """Those of the families in Gluon."""
+    first = "this_first < 2 * TILE"
+    forward_places = (
+        Place(GLUON_WEIGHTS, first, "block < 2", hopper.FIRST_BLOCK, library="gl"),
+        Place(GLUON_WEIGHTS, first, "this_block < 2", hopper.LATER_BLOCKS, library="gl"),
+    )
+    # Blocks of keys are counted down.
+    named = Patch(HOPPER_LOOP, HOPPER_LOOP.replace("_", "this_block", 1))
+    rows = "position < 2 * POSITIONS"
+    latent_places = (
+        Place(GLUON_WEIGHTS, rows, "end - 1 < 2", latent.FIRST_BLOCK, library="gl"),
+        Place(GLUON_WEIGHTS, rows, "block < 2", latent.LATER_BLOCKS, library="gl"),
+    )
+    kept = Place(
+        "low_weights = weights.to(gl.bfloat16)",
+        "m_block < 2",
+        "block < 2",
+        backward_hopper.STEPS,
+        library="gl",
+    )
+    return (
+        *of_kernel(
+            hopper.FULL._replace(specialization=Specialization(lse=True)), forward_places, before=(named,)
+        ),
+        *of_kernel(latent.FULL, latent_places),
+        *of_kernel(backward_hopper.FULL, (kept,)),
+    )

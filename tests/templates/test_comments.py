@@ -1,0 +1,120 @@
+"""Comments, docstrings and wrappers in templates are free to change: digests and versions stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from importlib import resources
+
+import jinja2
+import jinja2.meta
+import pytest
+
+from flashtune.canonical_source import _TEMPLATE, canonical_template
+from flashtune.kernel import Kernel
+from flashtune.templates import hashing, rendering
+from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
+from flashtune.templates.registry import family_names
+from tests.golden_kernels import COMBINATIONS, kernel_of
+
+Read = Callable[[str], str]
+
+
+def read(name: str) -> str:
+    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")
+
+
+def all_templates() -> list[str]:
+    names = set[str]().union(*(hashing._imported(f"{name}/{TEMPLATE}") for name in family_names()))
+    return sorted(names)
+
+
+def reworded(text: str) -> str:
+    """The template with every comment, docstring and Jinja comment changed."""
+    return _TEMPLATE.sub(_reworded, text)
+
+
+def _reworded(token: re.Match[str]) -> str:
+    value = token.group()
+    if value.startswith("{#"):
+        return re.sub(r"-?#}$", lambda end: f" It's changed. {end.group()}", value)
+    if token.lastgroup == "comment":
+        return value.replace("# ", "# It's changed. ", 1)
+    # Docstrings begin with a capital letter or a tag; strings within calls do not.
+    return re.sub(r'^"""(?=[A-Z]|\{\{)', '"""It\'s changed. ', value)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Read], None]]:
+    def use(reader: Read) -> None:
+        monkeypatch.setattr(hashing, "_read", reader)
+        monkeypatch.setattr(rendering, "_read_template", reader)
+        forget()
+
+    def forget() -> None:
+        template_hash.cache_clear()
+        rendering._environment.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    forget()
+
+
+def kernels() -> dict[str, Kernel]:
+    return {name: kernel_of(name) for name in COMBINATIONS}
+
+
+def test_changed_comments_change_no_version_and_no_digest(install: Callable[[Read], None]) -> None:
+    versions = {name: template_hash(name) for name in family_names()}
+    before = kernels()
+    install(lambda name: reworded(read(name)))
+    after = kernels()
+    assert {name: template_hash(name) for name in family_names()} == versions
+    assert {name: kernel.digest for name, kernel in after.items()} == {
+        name: kernel.digest for name, kernel in before.items()
+    }
+    assert all(after[name].source != before[name].source for name in before)
+
+
+@pytest.mark.parametrize("name", all_templates())
+def test_every_template_has_a_comment_that_the_test_changes(name: str) -> None:
+    text = read(name)
+    assert reworded(text) != text
+    assert canonical_template(reworded(text)) == canonical_template(text)
+
+
+@pytest.mark.parametrize("name", all_templates())
+def test_changed_code_changes_the_canonical_form(name: str) -> None:
+    text = read(name)
+    changes = (
+        ("{% set changed = 1 %}{% ", "{% "),
+        ("{{ 1 + ", "{{ "),
+        ("tl.changed.", "tl."),
+        ("gl.changed.", "gl."),
+    )
+    tried = 0
+    for place in re.finditer(r"(?m)^ *(?:[\w, ]+ = |return )?(?:\{% |\{\{ |tl\.|gl\.).*$", text):
+        line = place.group()
+        new = next(line.replace(old, new, 1) for new, old in changes if old in line)
+        changed = text[: place.start()] + new + text[place.end() :]
+        if not _is_free(text, place.start()):
+            tried += 1
+            assert canonical_template(changed) != canonical_template(text), line
+    assert tried
+
+
+def _is_free(text: str, position: int) -> bool:
+    """Whether a place lies in a wrapper, a docstring or a comment."""
+    before = re.findall(r"(?m)^(?:def|@|[A-Z]|\w+ =|import|from).*$", text[:position])
+    in_wrapper = bool(before) and before[-1].startswith("def attention")
+    spans = (
+        token.span() for token in _TEMPLATE.finditer(text) if token.lastgroup in {"string", "comment", "tag"}
+    )
+    return in_wrapper or any(start < position < end for start, end in spans)
+
+
+@pytest.mark.parametrize("name", all_templates())
+def test_the_references_that_jinja_finds_are_hashed(name: str) -> None:
+    environment = jinja2.Environment()
+    found = set(jinja2.meta.find_referenced_templates(environment.parse(read(name))))
+    assert found == set(hashing.IMPORT.findall(read(name)))

@@ -1,0 +1,43 @@
+"""A kernel of each family renders and compiles under every Triton that is supported."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtune.compilation import compile_kernel
+from flashtune.kernel import Kernel
+from flashtune.problem import Causal
+from flashtune.target import find_target
+from flashtune.templates.registry import family_names
+from tests import golden_kernels, hopper_backward
+
+H200 = find_target("h200")
+GOLDEN = {
+    "forward_q_outer": "q_outer_bf16_d128_descriptors",
+    "forward_kv_outer": "kv_outer_bf16_d128_causal",
+    "forward_masked": "masked_bf16_d64_window_sinks",
+    "forward_hopper": "hopper_bf16_d64_packed",
+    "decode_split_kv": "decode_bf16_d128",
+    "decode_latent_hopper": "hopper_bf16_latent_pages",
+    "backward_split": "backward_split_bf16_d64_packed",
+    "backward_fused": "backward_fused_bf16_d128_causal",
+}
+
+
+def kernel_of(family: str) -> Kernel:
+    if family in GOLDEN:
+        return golden_kernels.kernel_of(GOLDEN[family])
+    return hopper_backward.kernel_of(hopper_backward.a_problem(64, causal=Causal.BOTTOM_RIGHT))
+
+
+@pytest.mark.tritons
+@pytest.mark.slow
+@pytest.mark.parametrize("family", family_names())
+def test_a_kernel_of_each_family_compiles_for_hopper(family: str) -> None:
+    kernel = kernel_of(family)
+    assert kernel.family == family
+
+    binary = compile_kernel(kernel, H200)
+
+    assert 0 < binary.metadata.shared <= H200.sram_per_block
+    assert "sm_90a" in binary.asm["ptx"]

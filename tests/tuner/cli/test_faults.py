@@ -1,0 +1,221 @@
+"""Faults of the environment, as a user meets them: the exit code, the sentence, and what is stored.
+
+Each fault lies under one folder that a search writes, or takes away something that it needs. What the
+environment caused is stored of no candidate, so the same command ends well once the fault is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.store import open_store
+from flashtune.record import Outcome
+from tests.full_disk import small_disk
+
+SHAPE = "heads=1,seqlen=64,head_dim=16,dtype=fp16"
+COMMAND = ("search", "--shape", SHAPE, "--target", "a100", "--trials", "1", "--jobs", "1", "--quiet")
+NO_SPACE = r"(No space left on device|File too large)"
+GOES_ON = "what was finished is stored, and the same command goes on"
+
+Environment = dict[str, str]
+
+
+class Place:
+    """The folders that a search writes, all below one folder.
+
+    Attributes:
+        root: That folder.
+        environment: The variables that name the folders.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.database = root / "database" / "flashtune.sqlite"
+        (root / "temporary").mkdir()
+        self.environment = os.environ | {
+            "FLASHTUNE_CACHE_DIR": str(root / "cache"),
+            "FLASHTUNE_DB": str(self.database),
+            "TRITON_CACHE_DIR": str(root / "triton"),
+            "TMPDIR": str(root / "temporary"),
+        }
+
+    def search(
+        self, changes: Environment, limit: Callable[[], None] | None = None, *command: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs the command line with some variables changed, under a limit of a resource."""
+        return subprocess.run(
+            [sys.executable, "-m", "flashtune.tuner.cli", *(command or COMMAND)],
+            env=self.environment | changes,
+            preexec_fn=limit,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def refused(
+        self, words: str, changes: Environment, limit: Callable[[], None] | None = None, *command: str
+    ) -> None:
+        """A search ends with exit code 1 and one sentence, and stores nothing that a fault caused."""
+        done = self.search(changes, limit, *command)
+        assert done.returncode == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith("flashtune: ")]
+        assert len(said) == 1, done.stderr
+        assert re.search(words, said[0]), said[0]
+        if self.database.exists():
+            with open_store(str(self.database)) as store:
+                assert {entry.record.outcome for entry in store.records()} <= {Outcome.OK}
+
+    def ends_well(self, changes: Environment) -> None:
+        """A search in this environment finds a kernel."""
+        done = self.search(changes)
+        assert done.returncode == 0, done.stderr
+        with open_store(str(self.database)) as store:
+            assert len(store.selections()) == 1
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder with a short name: paths of the sockets of worker processes have at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ft", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def place(root: Path) -> Place:
+    return Place(root)
+
+
+@pytest.fixture
+def disk(root: Path) -> Iterator[Callable[[int], tuple[Path, Callable[[], None] | None]]]:
+    """Makes a disk with so many bytes left, and what limits a process to it."""
+    with contextlib.ExitStack() as mounted:
+        yield lambda left: mounted.enter_context(small_disk(root / "disk", left))
+
+
+def below_a_file(place: Place) -> str:
+    """A folder that nobody can make, not even root."""
+    (place.root / "file").write_text("")
+    return str(place.root / "file" / "folder")
+
+
+@pytest.mark.slow
+def test_a_full_triton_cache(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+    folder, limit = disk(0)
+    triton = {"TRITON_CACHE_DIR": str(folder / "triton")}
+    place.refused(rf"{NO_SPACE}.*free some space|raise the limit.*; {GOES_ON}", triton, limit)
+    place.ends_well({})
+
+
+@pytest.mark.slow
+def test_a_temporary_folder_that_fills(
+    place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]
+) -> None:
+    # Triton writes assembly and binaries there, of which the first do not fit.
+    folder, limit = disk(24 << 10)
+    place.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
+    place.ends_well({})
+
+
+@pytest.mark.slow
+def test_a_temporary_folder_that_cannot_be_written_has_a_substitute(place: Place) -> None:
+    # Python then takes /tmp.
+    place.ends_well({"TMPDIR": below_a_file(place)})
+
+
+@pytest.mark.slow
+def test_a_full_cache_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+    folder, limit = disk(0)
+    place.refused(NO_SPACE, {"FLASHTUNE_CACHE_DIR": str(folder / "cache")}, limit)
+
+
+@pytest.mark.slow
+def test_a_full_database_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+    folder, limit = disk(0)
+    words = r"the disk is full, so nothing was written to .*db.sqlite: free some space|File too large"
+    place.refused(words, {"FLASHTUNE_DB": str(folder / "db.sqlite")}, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        (
+            "TRITON_CACHE_DIR",
+            f"the Triton cache .*/file/folder cannot be written.*set TRITON_CACHE_DIR; {GOES_ON}",
+        ),
+        (
+            "FLASHTUNE_CACHE_DIR",
+            "the kernel cache .*/file/folder/kernels cannot be written.*FLASHTUNE_CACHE_DIR",
+        ),
+        ("FLASHTUNE_DB", "cannot write beside the database .*/file/folder .*: name another with --db"),
+    ],
+)
+def test_a_folder_that_cannot_be_written(place: Place, variable: str, words: str) -> None:
+    place.refused(words, {variable: below_a_file(place)})
+
+
+@pytest.mark.slow
+def test_a_home_that_cannot_be_written(place: Place) -> None:
+    for name in ("FLASHTUNE_CACHE_DIR", "FLASHTUNE_DB", "TRITON_CACHE_DIR"):
+        del place.environment[name]
+    place.environment.pop("XDG_CACHE_HOME", None)
+    words = "cannot write beside the database .*/file/folder/.cache/flashtune/flashtune.sqlite"
+    place.refused(words, {"HOME": below_a_file(place)})
+
+
+@pytest.mark.slow
+def test_a_limit_of_memory(place: Place) -> None:
+    def limit() -> None:
+        # Enough for Python, and too little for Triton and torch.
+        resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+
+    place.refused("memory ran out.*free some memory, raise the limit", {}, limit)
+    place.ends_well({})
+
+
+@pytest.mark.slow
+def test_a_limit_of_a_files_size(place: Place) -> None:
+    place.ends_well({})
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+
+    more = ("--trials", "3")
+    place.refused(r"cannot be written \(File too large\): raise the limit", {}, limit, *COMMAND, *more)
+
+
+@pytest.mark.slow
+def test_a_limit_of_open_files(place: Place) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+
+    place.refused("too many files are open|Too many open files", {}, limit)
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_c_compiler_searches_without_a_gpu(place: Place) -> None:
+    # Triton needs a C compiler to launch kernels, and none to compile them.
+    place.ends_well({"PATH": str(place.root), "CC": "/nonexistent/cc"})
+
+
+@pytest.mark.slow
+def test_a_ptxas_that_is_killed_and_one_that_cannot_run(place: Place) -> None:
+    tool = place.root / "ptxas"
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo "release 12.8, V12.8.93";; *) kill -9 $$;; esac\n'
+    )
+    tool.chmod(0o755)
+    place.refused(rf"ptxas was killed \(signal 9\).*; {GOES_ON}", {"TRITON_PTXAS_PATH": str(tool)})
+    place.ends_well({})

@@ -1,0 +1,167 @@
+"""`flashtune warm`: what calls need is compiled before them, and later processes find it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import Result
+
+from flashtune.call_counts import CallCount, add_counts
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.kernel import Alignment, Specialization
+from flashtune.problem import Problem
+from flashtune.record import Outcome, Record, Resources
+from flashtune.tables import tuned_records
+from flashtune.target import find_target
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.compile_pool import Compiled, CompilePool
+from flashtune.tuner.passes import training_passes
+from flashtune.tuner.warming import calls_of, needs_of
+
+Run = Callable[..., Result]
+H100 = find_target("h100")
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Scope, Candidate]]:
+    """What was handed to compilers, which take everything for compiled."""
+    jobs: list[tuple[Scope, Candidate]] = []
+
+    def submit(_: CompilePool, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+        jobs.append((scope, candidate))
+        done: Future[Compiled] = Future()
+        done.set_result(Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5)))
+        return done
+
+    monkeypatch.setattr(CompilePool, "submit", submit)
+    return jobs
+
+
+def test_training_needs_the_log_sum_exp_and_the_gradients_too(problem: Problem) -> None:
+    calls = calls_of(training_passes([problem]))
+    asked = [(called.direction.value, assumed.lse) for called, assumed in calls]
+    assert asked == [("forward", False), ("backward", False), ("forward", True)]
+    needs = needs_of(calls, H100, tuned_records(H100.name))
+    assert [need.kernel.specialization.lse for need in needs.kernels.values()] == [False, False, True]
+    assert not needs.left_out
+
+
+def test_calls_that_one_kernel_serves_need_it_once(problem: Problem) -> None:
+    wider = msgspec.structs.replace(problem, batch=problem.batch * 2)
+    impossible = msgspec.structs.replace(problem, head_dim=512, value_head_dim=512)
+    needs = needs_of(calls_of([problem, wider, impossible]), H100, tuned_records(H100.name))
+    assert len(needs.kernels) == 1
+    (sentence,) = needs.left_out
+    assert "no kernel family computes" in sentence
+
+
+@pytest.mark.usefixtures("submitted")
+def test_the_command_says_what_it_did(run: Run, shape: str) -> None:
+    result = run("warm", "--target", "h100", "--shape", shape, "--phase", "training", "--verbose")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 of 3 kernels are compiled for nvidia-h100, for 3 kinds of calls, in ")
+    assert result.stderr.count("compiled in 1.5 s") == 3
+    rows = json.loads(run("warm", "--target", "h100", "--shape", shape, "--json").stdout)
+    assert [(row["lse"], row["loaded"], row["failed"]) for row in rows] == [(False, False, "")]
+
+
+def test_a_table_is_warmed_with_its_own_kernels(
+    run: Run, make_record: Callable[..., Record], submitted: list[tuple[Scope, Candidate]], tmp_path: Path
+) -> None:
+    record = make_record("block_m=64,block_n=32", of=msgspec.structs.replace(make_record().problem, batch=7))
+    path = tmp_path / "h200.json"
+    path.write_bytes(dump_table(TunedTable(target="nvidia-h200", records=(record,))))
+    result = run("warm", "--target", "h200", "--table", path)
+    assert result.exit_code == 0, result.output
+    assert record.config is not None
+    assert submitted[0][1] == Candidate(record.family, record.config)
+    other = run("warm", "--target", "h100", "--table", path)
+    assert other.exit_code == 2
+    assert "a table of nvidia-h200 cannot be warmed for nvidia-h100" in other.stderr
+
+
+def test_recorded_calls_are_warmed_as_their_tensors_lay(
+    run: Run, problem: Problem, submitted: list[tuple[Scope, Candidate]], tmp_path: Path
+) -> None:
+    assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
+    recorded = tmp_path / "calls.jsonl"
+    add_counts(recorded, [CallCount(problem, assumed, 3)])
+    result = run("warm", "--target", "h100", "--from", recorded)
+    assert result.exit_code == 0, result.output
+    assert [scope.specialization for scope, _ in submitted] == [assumed]
+
+
+def test_what_does_not_compile_is_a_failure(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Future[Compiled]:
+        done: Future[Compiled] = Future()
+        done.set_result(Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed"))
+        return done
+
+    monkeypatch.setattr(CompilePool, "submit", refuse)
+    result = run("warm", "--target", "h100", "--shape", shape)
+    assert result.exit_code == 1
+    assert "0 of 1 kernels are compiled" in result.stdout
+    assert "1 kernels cannot serve" in result.stderr
+    assert "PassManager::run failed" in result.stderr
+
+
+def test_nothing_to_warm_is_a_usage_error(run: Run) -> None:
+    assert run("warm", "--target", "h100").exit_code == 2
+    shape = "heads=1,seqlen=16,head_dim=512"
+    result = run("warm", "--target", "h100", "--shape", shape)
+    assert result.exit_code == 1
+    assert "no kernel family computes any of these calls" in result.stderr
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_later_process_compiles_nothing(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that cannot even begin finds the binary."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    # A process of its own: compilers here may have begun with another cache.
+    command = [
+        sys.executable,
+        "-m",
+        "flashtune.tuner.cli",
+        "warm",
+        "--target",
+        "a100",
+        "--shape",
+        shape,
+        "--json",
+    ]
+    warmed = subprocess.run(command, capture_output=True, text=True)
+    assert warmed.returncode == 0, warmed.stderr
+    (row,) = json.loads(warmed.stdout)
+    assert row["failed"] == ""
+    code = (
+        "import sys\n"
+        "from triton.compiler import ASTSource\n"
+        "from flashtune.launch import compile_binary\n"
+        "from flashtune.tables import tuned_records\n"
+        "from flashtune.target import find_target\n"
+        "from flashtune.tuner.shapes import parse_shape\n"
+        "from flashtune.tuner.warming import calls_of, needs_of\n"
+        "def refuse(*_): raise RuntimeError('compiles')\n"
+        "ASTSource.make_ir = refuse\n"
+        "target = find_target('a100')\n"
+        "needs = needs_of(calls_of(parse_shape(sys.argv[1])), target, tuned_records(target.name))\n"
+        "for digest, need in needs.kernels.items():\n"
+        "    compile_binary(need.kernel, target)\n"
+        "    print(digest)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, shape], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [row["kernel"]]
+    # Another shape's kernel is not there, and compiling it would have been seen.
+    other = shape.replace("head_dim=64", "head_dim=32")
+    refused = subprocess.run([sys.executable, "-c", code, other], capture_output=True, text=True)
+    assert "compiles" in refused.stderr

@@ -1,0 +1,84 @@
+"""`flashtune_command`: a click command whose help groups its options and ends with examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+# Sections of a help page, in their order, and the parameters that belong to each.
+SECTIONS: dict[str, frozenset[str]] = {
+    "Shapes": frozenset(
+        {
+            "shapes",
+            "models",
+            "hf_configs",
+            "shapes_files",
+            "recorded_file",
+            "top",
+            "phase",
+            "model_phase",
+            "seqlen",
+            "batch",
+            "dtype",
+            "page_size",
+            "packed",
+            "grids",
+        }
+    ),
+    "GPU": frozenset({"target_name", "target_names", "device"}),
+    "Options": frozenset(),
+    "Output": frozenset({"as_json", "quiet", "verbose", "progress", "out", "markdown", "plot", "save"}),
+    "General": frozenset({"db", "_click_default_help"}),
+}
+OTHERS = "Options"
+
+
+class Command(click.Command):
+    """A command with grouped options and examples.
+
+    Attributes:
+        examples: Command lines, as a user types them.
+    """
+
+    def __init__(self, *args: Any, examples: tuple[str, ...] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, section by section."""
+        rows: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}
+        for param in self.get_params(ctx):
+            # Arguments stand in the usage line.
+            row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if row is not None:
+                rows[section_of(param)].append(row)
+        for name, found in rows.items():
+            if found:
+                with formatter.section(name):
+                    formatter.write_dl(found)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples, which are never folded."""
+        super().format_epilog(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+class Group(click.Group):
+    """A group whose commands group their options too."""
+
+    command_class = Command
+
+
+def section_of(param: click.Parameter) -> str:
+    """The section of a help page that a parameter is listed in."""
+    return next((name for name, params in SECTIONS.items() if param.name in params), OTHERS)
+
+
+def flashtune_command(name: str, *examples: str) -> Callable[[Callable[..., Any]], Command]:
+    """Makes a function a command; `examples` are command lines for the end of its help."""
+    return click.command(name, cls=Command, examples=examples)

@@ -1,0 +1,55 @@
+"""`flashtune families`: what `--family` knows."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import json_option
+from flashtune.tuner.cli.output import print_json, print_rows
+
+HEADS = ("family", "pass", "written in", "features")
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A kernel family.
+
+    Attributes:
+        name: As `--family` takes it.
+        direction: `forward` or `backward`.
+        language: `triton`, or `gluon` where Triton's interpreter does not run it.
+        features: What it computes beyond shapes, types and causal masks.
+        axes: The tunable fields of its config.
+    """
+
+    name: str
+    direction: str
+    language: str
+    features: tuple[str, ...]
+    axes: tuple[str, ...]
+
+
+@flashtune_command("families", "flashtune families", "flashtune families --json")
+@json_option
+def command(as_json: bool) -> None:
+    """List the kernel families: the pass that each computes, its language and its features.
+
+    --json has the fields of their configs too.
+    """
+    from flashtune.templates.registry import families
+
+    described = [
+        Described(
+            family.name,
+            family.direction.value,
+            "triton" if family.interpreted else "gluon",
+            tuple(sorted(family.features)),
+            family.config_type.__struct_fields__,
+        )
+        for family in families()
+    ]
+    if as_json:
+        print_json(described)
+    else:
+        rows = [(one.name, one.direction, one.language, ", ".join(one.features)) for one in described]
+        print_rows(HEADS, rows)

@@ -1,0 +1,81 @@
+"""What `flashtune search` prints before, during and instead of a search."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.tuner.cli.output import command_line, is_set, print_json, shows_progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashtune.tuner.expectation import Expectation
+    from flashtune.tuner.progress import Place
+    from flashtune.tuner.request import Observer, Progress, SearchRequest
+
+
+@contextlib.contextmanager
+def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator[Observer]:
+    """An observer that keeps the latest progress, and shows what the command's options ask for."""
+    from flashtune.tuner.progress import finished_lines, shown
+
+    with contextlib.ExitStack() as stack:
+        show = stack.enter_context(shown(console, place)) if shows_progress() else None
+
+        def observe(progress: Progress) -> None:
+            latest[:] = [progress]
+            if is_set("verbose"):
+                for line in finished_lines(progress):
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if show is not None:
+                show(progress)
+
+        yield observe
+
+
+def print_interrupted(latest: list[Progress]) -> None:
+    """Prints the best kernel of the search that was interrupted, and the command that resumes."""
+    from flashtune.tuner.summary import describe_time
+
+    for progress in latest:
+        best = progress.best
+        found = "nothing right was found yet"
+        if best is not None and best.config is not None:
+            found = f"best so far {describe_time(best)}, {best.family} {best.config.label()}"
+        click.echo(f"{progress.problem.key}: {found}", err=True)
+    click.echo(f"resume with: {command_line()}", err=True)
+
+
+def expected_of(requests: tuple[SearchRequest, ...], db: str | None) -> tuple[Expectation, ...]:
+    """What each search is expected to do; creates no database."""
+    from flashtune.tuner.equipment import compilers_of
+    from flashtune.tuner.expectation import expect, usual_compile_seconds
+    from flashtune.tuner.stored import database_selections, existing_store, shipped_selections
+
+    known = (*database_selections(db), *shipped_selections())
+    compile_seconds = usual_compile_seconds(entry.record for entry in known)
+    with existing_store(db) as store:
+        return tuple(
+            expect(request, store, compilers_of(request.device, request.jobs), compile_seconds)
+            for request in requests
+        )
+
+
+def print_expected(expected: tuple[Expectation, ...], as_json: bool) -> None:
+    """Prints a line for each search of a dry run, and their sum."""
+    from flashtune.tuner.expectation import duration, outlook
+
+    if as_json:
+        print_json(expected)
+        return
+    for one in expected:
+        spaces = ", ".join(f"{name} {count:,}" for name, count in one.families.items())
+        click.echo(
+            f"{one.problem} on {one.target}: {one.candidates:,} candidates ({spaces}), {one.known:,} known "
+            f"from before, about {one.tried:,} within {duration(one.seconds)}"
+        )
+    click.echo(outlook(expected))

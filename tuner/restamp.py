@@ -1,0 +1,300 @@
+"""Carries receipts over to kernels whose source changed but whose code for the GPU did not."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.canonical_source import canonical_source
+from flashtune.compilation import first_line, kernel_folder
+from flashtune.db.codec import fingerprint
+from flashtune.db.store import open_store
+from flashtune.db.table import TunedTable, dump_table, load_table
+from flashtune.errors import FlashtuneError, KernelError
+from flashtune.kernel import Argument, Kernel, Step
+from flashtune.record import Record, Versions
+from flashtune.target import find_target
+from flashtune.templates.family import kernel_of_source
+from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.equivalence import difference
+from flashtune.tuner.export import write_file
+from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
+from flashtune.versions import current_versions
+
+# Two kernels, each with its prologue and epilogue.
+SECONDS = 600.0
+FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
+
+Progress = Callable[[str, int, int], None]
+
+
+def _quiet(phase: str, done: int, total: int) -> None:
+    """Shows no progress."""
+
+
+_Key = tuple[str, str, str, str, str]
+
+
+class Fate(enum.StrEnum):
+    """What became of a record.
+
+    current     It names the kernel and the template version of today.
+    carried     Its receipt was carried over.
+    changed     The two kernels differ, or one cannot be compiled.
+    other_triton  The kernels' texts differ, and the record is of another Triton or ptxas than are installed.
+    no_source   The source that it was made of is not at hand.
+    """
+
+    CURRENT = "current"
+    CARRIED = "carried"
+    CHANGED = "changed"
+    OTHER_TRITON = "other_triton"
+    NO_SOURCE = "no_source"
+
+
+class Restamped(msgspec.Struct, frozen=True):
+    """A record after the comparison.
+
+    Attributes:
+        record: With the digest and the template version of today where its receipt was carried over.
+        fate: What became of it.
+        reason: The first difference, where there is one.
+    """
+
+    record: Record
+    fate: Fate
+    reason: str = ""
+
+
+class _Pair(NamedTuple):
+    """The kernel that a record names, and the one that its config renders to today."""
+
+    old: Kernel
+    new: Kernel
+
+
+def restamp(
+    records: Iterable[Record], folders: Iterable[Path] = (), progress: Progress = _quiet
+) -> tuple[Restamped, ...]:
+    """Compares the kernel that each record names with today's; carries receipts over where they are equal.
+
+    Both kernels are compiled by the installed Triton for the record's target; see `equivalence.difference`.
+
+    Args:
+        records: Those without a kernel are left as they are.
+        folders: Where sources of earlier kernels are, besides the kernel cache.
+        progress: Called after each comparison with the phase, the number done and the total.
+    """
+    listed = list(records)
+    sources = _sources([kernel_folder(), *folders])
+    pairs = [_pair(record, sources) for record in listed]
+    compared = _compare(listed, pairs, progress)
+    return tuple(_judged(record, pair, compared) for record, pair in zip(listed, pairs, strict=True))
+
+
+def fates(restamped: Iterable[Restamped]) -> dict[str, int]:
+    """The number of records by fate."""
+    counts = Counter(one.fate for one in restamped)
+    return {fate.value: counts[fate] for fate in Fate}
+
+
+def _sources(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """The rendered files of folders, by the first eight digits of the digest in their names."""
+    found: dict[str, list[Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")) if folder.is_dir() else ():
+            name = FILE_NAME.search(path.name)
+            if name:
+                found.setdefault(name[1][:8], []).append(path)
+    return found
+
+
+def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restamped:
+    if record.config is None or record.kernel is None:
+        return Restamped(record, Fate.CURRENT)
+    try:
+        family = find_family(record.family)
+        new = render(family, record.problem, record.config, record.specialization)
+    except FlashtuneError as error:
+        return Restamped(record, Fate.CHANGED, str(error))
+    if record.kernel == new.digest:
+        return _Pair(new, new)
+    here = current_versions(record.family)
+    if (record.versions.triton, record.versions.ptxas) != (here.triton, here.ptxas):
+        # Equal code of one compiler proves nothing of another's.
+        return Restamped(record, Fate.OTHER_TRITON)
+    for path in sources.get(record.kernel[:8], ()):
+        for old in _candidates(record, _text(path)):
+            # The digest authenticates the canonical form: only that is run.
+            plain = msgspec.structs.replace(old, source=canonical_source(old.source))
+            if record.kernel == old.digest == plain.digest:
+                return _Pair(plain, new)
+    return Restamped(record, Fate.NO_SOURCE)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _candidates(record: Record, source: str) -> Iterator[Kernel]:
+    """What an earlier source may have been a kernel with: today's arguments, or today's with its names."""
+    assert record.config is not None
+    family = find_family(record.family)
+    kernel = kernel_of_source(family, record.problem, record.config, record.specialization, source)
+    yield kernel
+    parameters = _parameters(source)
+    steps = {name: getattr(kernel, name) for name in ("prologue", "epilogue")}
+    renamed = {
+        name: msgspec.structs.replace(step, arguments=_renamed(step, parameters))
+        for name, step in steps.items()
+        if step is not None
+    }
+    arguments = _renamed(kernel, parameters)
+    yield msgspec.structs.replace(kernel, arguments=arguments, **renamed)
+
+
+def _parameters(source: str) -> dict[str, tuple[str, ...]]:
+    """The parameters of each function at the top of a source."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    return {
+        node.name: tuple(argument.arg for argument in node.args.args)
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def _renamed(kernel: Kernel | Step, parameters: Mapping[str, tuple[str, ...]]) -> tuple[Argument, ...]:
+    """The arguments of a kernel under its function's own names, where it has as many parameters."""
+    names = parameters.get(kernel.entry, ())
+    if len(names) != len(kernel.arguments):
+        return kernel.arguments
+    pairs = zip(kernel.arguments, names, strict=True)
+    return tuple(msgspec.structs.replace(argument, name=name) for argument, name in pairs)
+
+
+def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Progress) -> dict[_Key, str]:
+    """The first difference of each distinct pair of kernels on a target."""
+    jobs = {
+        _key(record, pair): (*pair, record.problem, record.config, find_target(record.target))
+        for record, pair in zip(records, pairs, strict=True)
+        if isinstance(pair, _Pair) and pair.old is not pair.new
+    }
+    if not jobs:
+        return {}
+    pool = start_pool(usable_cores())
+    try:
+        futures = {key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()}
+        for done, _ in enumerate(as_completed(futures.values()), start=1):
+            progress("comparing", done, len(futures))
+        lost = {key: failure_of(future) for key, future in futures.items()}
+        return {key: why[1] if (why := lost[key]) else future.result() for key, future in futures.items()}
+    finally:
+        stop_pool(pool)
+
+
+def _key(record: Record, pair: _Pair) -> _Key:
+    """Launch code depends on lengths, so that each problem is compared by itself."""
+    return (
+        pair.old.digest,
+        pair.new.digest,
+        record.target,
+        record.problem.key,
+        fingerprint(msgspec.json.encode(record.config)),
+    )
+
+
+def _difference(*job: object) -> str:
+    try:
+        return difference(*job)  # type: ignore[arg-type]
+    except KernelError as error:
+        return str(error)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"the earlier launch code fails here: {first_line(error)}"
+
+
+def _judged(record: Record, pair: _Pair | Restamped, compared: Mapping[_Key, str]) -> Restamped:
+    if isinstance(pair, Restamped):
+        return pair
+    found = compared.get(_key(record, pair), "")
+    if found:
+        return Restamped(record, Fate.CHANGED, found)
+    version = template_hash(record.family)
+    if pair.old is pair.new and record.versions.template == version:
+        return Restamped(record, Fate.CURRENT)
+    versions = msgspec.structs.replace(record.versions, template=version)
+    carried = msgspec.structs.replace(record, kernel=pair.new.digest, versions=versions)
+    return Restamped(carried, Fate.CARRIED)
+
+
+def restamp_table(
+    path: Path, folders: Iterable[Path] = (), progress: Progress = _quiet
+) -> tuple[Restamped, ...]:
+    """Restamps the records of a table file in place.
+
+    Raises:
+        TableError: The file is no table.
+        FlashtuneError: It cannot be written.
+    """
+    table = load_table(path)
+    done = restamp(table.records, folders, progress)
+    if any(one.fate is Fate.CARRIED for one in done):
+        write_file(path, dump_table(_restamped(table, done)))
+    return done
+
+
+def _restamped(table: TunedTable, done: tuple[Restamped, ...]) -> TunedTable:
+    """The table with its restamped records; receipts and times of their kernels follow them."""
+    pairs = zip(table.records, done, strict=True)
+    changed = {before.kernel: one.record for before, one in pairs if one.fate is Fate.CARRIED}
+    receipts = tuple(
+        msgspec.structs.replace(one, digest=str(to.kernel), versions=_with_template(one.versions, to))
+        if (to := changed.get(one.digest))
+        else one
+        for one in table.receipts
+    )
+    times = tuple(
+        msgspec.structs.replace(one, kernel=str(to.kernel), versions=_with_template(one.versions, to))
+        if (to := changed.get(one.kernel))
+        else one
+        for one in table.times
+    )
+    records = tuple(one.record for one in done)
+    return msgspec.structs.replace(table, records=records, receipts=receipts, times=times)
+
+
+def _with_template(versions: Versions, record: Record) -> Versions:
+    return msgspec.structs.replace(versions, template=record.versions.template)
+
+
+def restamp_database(
+    db: str | None, folders: Iterable[Path] = (), progress: Progress = _quiet
+) -> tuple[Restamped, ...]:
+    """Restamps the records of a database; selections name the restamped ones.
+
+    Raises:
+        StoreError: The database cannot be read or written.
+    """
+    with open_store(db) as store:
+        stored = store.records()
+        done = restamp((entry.record for entry in stored), folders, progress)
+        carried = {
+            entry.id: one.record for entry, one in zip(stored, done, strict=True) if one.fate is Fate.CARRIED
+        }
+        store.replace_records(carried)
+    return done
