@@ -1,0 +1,129 @@
+"""Speeds of the shipped kernels under other Triton versions, from runs of `flashtune bench`.
+
+    flashtune bench --grid paper --grid backward --grid decode --peer sdpa-cudnn --save FILE    # under each
+    python -m benchmarks.tritons FILE_3.6.0 FILE_3.7.1 FILE_3.9.0                       # prints the table
+
+Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore taken
+relative to cuDNN's in its own run. Where cuDNN has no row, the reference is a copy of device memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from flashtune.errors import FlashtuneError, TableError
+from flashtune.problem import Problem
+from flashtune.tuner.bench_grid import case_of, grid_problems
+from flashtune.tuner.bench_peers import CUDNN
+from flashtune.tuner.bench_records import OURS, BenchRun
+from flashtune.tuner.bench_run import read_report
+from flashtune.tuner.pages import table
+
+COPY = "copy"
+# In the order of preference.
+REFERENCES = (CUDNN, COPY)
+GRIDS = {"forward": "paper", "backward": "backward", "decode": "decode"}
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Speeds of one grid's kernels under a version of Triton over those under another.
+
+    Attributes:
+        grid: `forward`, `backward` or `decode`.
+        triton: The version.
+        ratios: Speed over that under the other version, by case; both are relative to the same peer.
+    """
+
+    grid: str
+    triton: str
+    ratios: dict[str, float]
+
+
+def main() -> None:
+    """Prints the table of the files; the first one is what the others are compared with."""
+    parser = argparse.ArgumentParser(description="Speeds under other Triton versions.")
+    parser.add_argument("first", type=Path, help="what --save wrote under the version to compare with")
+    parser.add_argument("others", type=Path, nargs="+", help="what it wrote under other versions")
+    options = parser.parse_args()
+    try:
+        runs = [read_report(path.read_bytes(), path.name) for path in (options.first, *options.others)]
+        print("\n".join(lines(runs[0], runs[1:])))
+    except (FlashtuneError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
+    """The lines of the table: a row for each grid and version.
+
+    Raises:
+        TableError: A run misses a point of a grid, or has nothing to compare it with.
+    """
+    rows = [
+        (
+            one.grid,
+            one.triton,
+            str(len(one.ratios)),
+            f"{statistics.geometric_mean(one.ratios.values()):.3f}",
+            f"{min(one.ratios.values()):.3f} ({min(one.ratios, key=one.ratios.__getitem__)})",
+        )
+        for other in others
+        for one in compare(first, other)
+    ]
+    heads = ("points", "Triton", "number", f"speed over Triton {triton_of(first)}, geometric mean", "worst")
+    yield from table(heads, rows)
+
+
+def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
+    """Speeds of the second run's kernels over those of the first, grid by grid.
+
+    Raises:
+        TableError: As `lines`.
+    """
+    return tuple(
+        Comparison(
+            name, triton_of(other), {case_of(one): _ratio(one, first, other) for one in grid_problems(grid)}
+        )
+        for name, grid in GRIDS.items()
+    )
+
+
+def triton_of(run: BenchRun) -> str:
+    """The Triton version that made the kernels of a run.
+
+    Raises:
+        TableError: There are several, or none.
+    """
+    versions = {bench.versions.triton for bench in run.benches}
+    if len(versions) != 1:
+        raise TableError(f"a run has kernels of one Triton version, and this one of {sorted(versions)}")
+    return versions.pop()
+
+
+def _ratio(problem: Problem, first: BenchRun, other: BenchRun) -> float:
+    """The speed at one problem over that in the first run, both relative to one reference."""
+    (old, old_references), (new, new_references) = (_times(problem, run) for run in (first, other))
+    for name in REFERENCES:
+        if name in old_references and name in new_references:
+            return (old / old_references[name]) / (new / new_references[name])
+    raise TableError(f"both runs must hold {CUDNN} or a copy to compare {case_of(problem)}: measure again")
+
+
+def _times(problem: Problem, run: BenchRun) -> tuple[float, dict[str, float]]:
+    """The time of our kernel, and those of the references, in ms."""
+    bench = next((one for one in run.benches if one.problem == problem), None)
+    ours = bench.row(OURS) if bench else None
+    if bench is None or ours is None:
+        raise TableError(f"the run under Triton {triton_of(run)} has no time of {case_of(problem)}")
+    peer = bench.row(CUDNN)
+    times = {CUDNN: peer.ms if peer else None, COPY: run.copy.ms if run.copy else None}
+    return ours.ms, {name: ms for name, ms in times.items() if ms is not None}
+
+
+if __name__ == "__main__":
+    main()
