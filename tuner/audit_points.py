@@ -13,7 +13,7 @@ from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import Target
 from flashtune.templates.common.tiles import power_of_two
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, why_not
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.predict import Tiled
 from flashtune.tuner.predict_backward import passes
@@ -87,7 +87,7 @@ class Point(msgspec.Struct, frozen=True):
 def computes_anything(family: Family, target: Target) -> bool:
     """Whether a family is for a target at all: some are for one architecture."""
     return any(
-        family.supports(msgspec.structs.replace(problem, **asked), target) is None
+        _computes(family, msgspec.structs.replace(problem, **asked), target)
         for dtype in dict.fromkeys(DTYPES)
         for problem in (_problem(family, dtype, width, width, LENGTHS[-1]) for width in HEAD_DIMS)
         for asked in ({}, *ASKED, *DECODED)
@@ -121,26 +121,27 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     else:
         problem = msgspec.structs.replace(problem, **draw.choice(({}, *ASKED)))
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
-    if family.supports(problem, target):
+    assumed = _draw_specialization(draw)
+    if why_not(family, problem, target, assumed):
         return None
     space = family.space(problem, target)
     config = space.choose(lambda axis: draw.choice(axis.values))
-    assumed = _draw_specialization(draw)
-    drawable = space.contains(config) and family.takes(problem.dtype, assumed)
-    return Point(problem, Candidate(family.name, config), assumed) if drawable else None
+    return Point(problem, Candidate(family.name, config), assumed) if space.contains(config) else None
+
+
+def _computes(family: Family, problem: Problem, target: Target) -> bool:
+    return why_not(family, problem, target, Specialization()) is None
 
 
 def _is_plain(family: Family, target: Target) -> bool:
     """Whether a family computes plain attention."""
-    return family.supports(_problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target) is None
+    return _computes(family, _problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target)
 
 
 def _takes_queries(family: Family, target: Target) -> bool:
     """Whether a family computes attention of many queries, of whatever kind."""
     problem = _problem(family, DTYPES[0], 64, 64, LENGTHS[0])
-    return any(
-        family.supports(msgspec.structs.replace(problem, **asked), target) is None for asked in ({}, *ASKED)
-    )
+    return any(_computes(family, msgspec.structs.replace(problem, **asked), target) for asked in ({}, *ASKED))
 
 
 def _draw_problem(draw: random.Random, family: Family) -> Problem:

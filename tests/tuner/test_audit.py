@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import msgspec
 import pytest
@@ -14,12 +13,14 @@ from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import TARGETS, Target, find_target
 from flashtune.templates.common import sram
+from flashtune.templates.family import Family, why_not
 from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterConfig
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.audit import Audit, Request, Row, audit_targets, run_audit
 from flashtune.tuner.audit_points import draw_points
 from flashtune.tuner.cli import main
+from flashtune.tuner.cli.sram_audit import as_markdown
 from flashtune.tuner.resources import read_resources
 from tests.tuner.audit_fakes import Scripted
 
@@ -77,6 +78,13 @@ def test_points_are_varied_and_the_same_for_a_seed() -> None:
     assert {point.problem.causal for point in points} == set(Causal)
     for point in points:
         assert FAMILY.space(point.problem, H100).contains(point.candidate.config)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_only_problems_that_the_family_computes_are_drawn(family: Family) -> None:
+    points = list(itertools.islice(draw_points(family, H100, 3), 40))
+    refused = {why_not(family, point.problem, H100, point.specialization) for point in points}
+    assert refused == {None}
 
 
 def test_every_architecture_of_the_table_is_audited() -> None:
@@ -170,6 +178,19 @@ def test_the_bar_is_held_by_a_target_as_a_whole() -> None:
     assert Audit("3.7.1", 0, rows).failures() == ()
 
 
+def test_tables_sum_the_rows_by_family_and_by_gpu() -> None:
+    rows = (
+        a_row(caught=5),
+        a_row(family="forward_kv_outer", points=4, fits=3, misfits=1, caught=1, refused=2),
+        a_row(target="nvidia-a100", arch="sm_80", wrongly_pruned=1),
+    )
+    lines = as_markdown(Audit("3.7.1", 0, rows)).splitlines()
+    assert "| forward_q_outer | 20 | 10 | 6 | 8 | 12 | 1 | 11 (92%) | 0 | 0 |" in lines
+    assert "| forward_kv_outer | 4 | 5 | 3 | 3 | 1 | 0 | 1 (100%) | 0 | 2 |" in lines
+    assert "| nvidia-h100 | 14 | 10 | 6 | 7 | 7 | 0 | 6 (86%) | 0 | 2 |" in lines
+    assert lines.count("| all | 24 | 15 | 9 | 11 | 13 | 1 | 12 (92%) | 0 | 2 |") == 2
+
+
 @pytest.mark.parametrize(("form", "exit_code"), [("--json", 0), ("--markdown", 0), ("--markdown", 1)])
 def test_the_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: int) -> None:
     asked: list[Request] = []
@@ -185,7 +206,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: int)
     assert done.exit_code == exit_code, done.output
     assert asked == [Request((H100,), 10, 4, in_flight=1)]
     if form == "--json":
-        assert json.loads(done.stdout)["rows"][0]["points"] == 10
+        assert msgspec.json.decode(done.stdout, type=Audit).rows == (a_row(),)
     else:
         assert "| forward_q_outer | nvidia-h100 | sm_90 | 10 |" in done.stdout
     if exit_code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -11,18 +12,28 @@ from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.completion import complete_targets
 from flashtune.tuner.cli.options import json_option, quiet_options
 from flashtune.tuner.cli.output import console, print_json, progress_bars
+from flashtune.tuner.pages import table
 
 if TYPE_CHECKING:
     from flashtune.target import Target
-    from flashtune.tuner.audit import Audit
+    from flashtune.tuner.audit import Audit, Row
 
 ALL = "all"
 # An audit waits for every compilation: large tiles in float32 take a minute on idle cores.
 COMPILE_SECONDS = 600.0
-HEADINGS = (
-    "family", "GPU", "arch", "points", "in band", "unaligned", "fit", "do not fit", "wrongly pruned",
-    "caught", "over-estimates", "model / compiler",
-)  # fmt: skip
+NAMES = ("family", "GPU", "arch")
+# Fields of a row, by the headings of their columns.
+COUNTS = {
+    "points": "points",
+    "in band": "in_band",
+    "unaligned": "unaligned",
+    "fit": "fits",
+    "do not fit": "misfits",
+    "wrongly pruned": "wrongly_pruned",
+    "caught": "caught",
+    "over-estimates": "overestimates",
+    "not compiled": "refused",
+}
 
 
 @flashtune_command(
@@ -50,7 +61,7 @@ HEADINGS = (
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes. One per core where left out."
 )
-@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
+@click.option("--markdown", is_flag=True, help="Print Markdown tables.")
 @quiet_options
 @json_option
 def command(
@@ -58,9 +69,10 @@ def command(
 ) -> None:
     """Compare the SRAM models with what the compiler asks for.
 
-    Compiles random configs of every family and sets the models' figures against the compiler's. Needs no
-    GPU. Exits with 1 where a config that fits would have been pruned, or where less than 90% of those
-    that do not fit would have been.
+    Compiles random configs of every family and compares the models' figures with the compiler's. Prints
+    sums for each family, sums for each GPU, and a row for each family and GPU; JSON has the rows alone.
+    Needs no GPU. Exits with 1 where a config that fits would have been pruned, or where less than 90% of
+    those that do not fit would have been.
     """
     from flashtune.tuner.audit import Request, run_audit
     from flashtune.tuner.compile_pool import CompilePool
@@ -73,7 +85,7 @@ def command(
     if as_json:
         print_json(audit)
     elif markdown:
-        click.echo(_markdown(audit))
+        click.echo(as_markdown(audit))
     else:
         _print(audit)
     failures = audit.failures()
@@ -90,51 +102,57 @@ def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:
     return tuple(dict.fromkeys(find_target(name) for name in names))
 
 
-def _cells(audit: Audit) -> list[tuple[str, ...]]:
-    return [
-        (
-            row.family,
-            row.target,
-            row.arch,
-            str(row.points),
-            str(row.in_band),
-            str(row.unaligned),
-            str(row.fits),
-            str(row.misfits),
-            str(row.wrongly_pruned),
-            f"{row.caught} ({row.caught / row.misfits:.0%})" if row.misfits else "0",
-            str(row.overestimates),
-            f"{row.median_ratio:.3f}",
-        )
-        for row in audit.rows
-    ]
-
-
-def _summary(audit: Audit) -> str:
-    def total(name: str) -> int:
-        return sum(getattr(row, name) for row in audit.rows)
-
-    return (
-        f"Triton {audit.triton}, seed {audit.seed}: {total('points')} points, {total('in_band')} of them "
-        f"within 0.75 to 1.33 of the capacity; {total('wrongly_pruned')} of {total('fits')} that fit "
-        f"wrongly pruned; {total('caught')} of {total('misfits')} that do not fit caught; {total('refused')} "
-        "more did not compile"
-    )
-
-
-def _markdown(audit: Audit) -> str:
-    rule = tuple("---" if index < 3 else "--:" for index in range(len(HEADINGS)))
-    lines = [f"| {' | '.join(cells)} |" for cells in (HEADINGS, rule, *_cells(audit))]
-    return "\n".join((_summary(audit) + ".", "", *lines))
+def as_markdown(audit: Audit) -> str:
+    """Returns the summary and the tables of an audit in Markdown."""
+    lines = [f"{_summary(audit)}."]
+    for heads, rows in _tables(audit):
+        lines += ["", *table(heads, rows)]
+    return "\n".join(lines)
 
 
 def _print(audit: Audit) -> None:
     from rich.table import Table
 
-    table = Table()
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if index < 3 else "right")
-    for cells in _cells(audit):
-        table.add_row(*cells)
-    console().print(table)
+    for heads, rows in _tables(audit):
+        shown = Table()
+        for head in heads:
+            shown.add_column(head, justify="left" if head in NAMES else "right")
+        for cells in rows:
+            shown.add_row(*cells)
+        console().print(shown)
     click.echo(_summary(audit))
+
+
+def _tables(audit: Audit) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Yields headings and rows: sums by family, sums by GPU, and every family on every GPU."""
+    for head, key in (("family", "family"), ("GPU", "target")):
+        groups: dict[str, list[Row]] = {}
+        for row in audit.rows:
+            groups.setdefault(getattr(row, key), []).append(row)
+        sums = [(name, *_counts(rows)) for name, rows in {**groups, "all": list(audit.rows)}.items()]
+        yield (head, *COUNTS), sums
+    rows = [
+        (one.family, one.target, one.arch, *_counts([one]), f"{one.median_ratio:.3f}") for one in audit.rows
+    ]
+    yield (*NAMES, *COUNTS, "model / compiler"), rows
+
+
+def _counts(rows: Sequence[Row]) -> list[str]:
+    """Returns the sums of some rows, column by column."""
+    sums = _sums(rows)
+    share = f" ({sums['caught'] / sums['misfits']:.0%})" if sums["misfits"] else ""
+    return [f"{count}{share if name == 'caught' else ''}" for name, count in sums.items()]
+
+
+def _sums(rows: Sequence[Row]) -> dict[str, int]:
+    return {name: sum(getattr(row, name) for row in rows) for name in COUNTS.values()}
+
+
+def _summary(audit: Audit) -> str:
+    sums = _sums(audit.rows)
+    return (
+        f"Triton {audit.triton}, seed {audit.seed}: {sums['points']} points, {sums['in_band']} of them "
+        f"within 0.75 to 1.33 of the capacity; {sums['wrongly_pruned']} of {sums['fits']} that fit "
+        f"wrongly pruned; {sums['caught']} of {sums['misfits']} that do not fit caught; {sums['refused']} "
+        "more did not compile"
+    )
