@@ -91,7 +91,8 @@ def attention(
         alibi_slopes: slope · |place - key| is taken off the scores: float32 [heads] or [batch, heads].
         attn_bias: Numbers to add to the scores after all of that, in q's type: [batch, heads, seqlen_q,
             seqlen_kv], or 1 in place of any but the last; -inf hides a key.
-        attn_mask: Where a query sees a key, bool, of such a shape; beside the other masks.
+        attn_mask: Where a query sees a key, bool, of such a shape; beside the other masks. Keys and values
+            that it hides must be finite: with prefer="fastest" NaN or infinity there may give NaN.
         sinks: A score for each head that takes weight and has no value (gpt-oss): float32 [heads].
         sink_tokens: First keys that window and chunk hide from nobody.
         prefix_lengths: First keys of each sequence that all its queries see: int32 [batch].

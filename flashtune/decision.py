@@ -168,8 +168,11 @@ def _faster_peer(
     usual = None
     if not problem.features:
         usual = usual_backend(*request.views(q, k, v), problem)
-    elif may_serve(request) and known_refusal(request) is None:
-        usual = usual_backend(*request.views(q, k, v), problem, side.bias)
+    elif may_serve(request) and side.bias is not None:
+        views = request.views(q, k, v)
+        usual = usual_backend(*views, problem, side.bias)
+        if known_refusal(request, usual, *views, side.bias) is not None:
+            usual = None
     return faster_peer(selection, problem, usual)
 
 

@@ -7,11 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.launches import LEAST_SCALE
-from flashtune.masked_sdpa import unexpanded
+from flashtune.masked_sdpa import chosen_backend, unexpanded
 from flashtune.problem import Causal, Problem
-
-# How `torch._fused_sdp_choice` numbers its backends, as peers are named in records.
-PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
@@ -63,9 +60,4 @@ def usual_backend(
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
-    mask = None if bias is None else unexpanded(bias)
-    # There is no public way to ask.
-    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=problem.heads != problem.kv_heads
-    )
-    return PEERS.get(int(choice))
+    return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)

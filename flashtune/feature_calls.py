@@ -58,6 +58,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         v.device,
         options,
         *beside,
+        side.bias is None or side.bias.data_ptr() & 15 == 0,
         side.softcap is None,
         side.dropout is None,
         torch.is_grad_enabled()

@@ -3,6 +3,8 @@
 Rows that see no key give zeros. SDPA's cuDNN backend adds a finite number where a boolean mask hides a key in
 some versions of torch, and a row that sees no key then attends to all of them. So boolean masks are made
 additive here, with -inf. A causal mask is part of the mask: SDPA takes one or the other.
+
+The host cannot see values: where a hidden key holds NaN or infinity, SDPA's result is NaN.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ from flashtune.launches import LEAST_SCALE
 from flashtune.problem import Causal, Problem
 from flashtune.request import Prefer, Request
 
-# Of other features it computes nothing faster, or something else: windows and chunks would be masks made for
-# each call, of which it computes all hidden blocks; slopes it would round to 16 bits, dropout draw otherwise.
+# SDPA computes other features no faster, or differently. Windows and chunks would be masks made in each call,
+# with all hidden blocks computed. Slopes would be rounded to 16 bits, and dropout draws other weights.
 FEATURES = frozenset({Feature.BIAS})
+# How `torch._fused_sdp_choice` numbers SDPA's backends, as peers are named in records.
+PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 # The least problem that shows a wrong meaning: lengths that no tile divides, and the largest error of a row.
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
+# Every refused call has an entry of its own.
+REFUSALS_LIMIT = 1024
 
 _refusals: dict[tuple[object, ...], str] = {}
-_meanings: set[tuple[object, ...]] = set()
+_meanings: dict[tuple[object, ...], str | None] = {}
 
 
 def is_masked(problem: Problem) -> bool:
@@ -39,8 +45,7 @@ def is_masked(problem: Problem) -> bool:
 def may_serve(request: Request) -> bool:
     """Whether SDPA may serve a request with features.
 
-    Not where a log-sum-exp is asked for, which it does not return, or gradients: those of its cuDNN backend
-    are NaN at some lengths with a mask.
+    SDPA returns no log-sum-exp. Gradients of its cuDNN backend are NaN at some lengths with a mask.
     """
     wanted = request.return_lse or request.needs_grad
     return is_masked(request.problem) and request.prefer is Prefer.FASTEST and not wanted
@@ -53,8 +58,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         q: Queries.
         k: Keys, of as many heads or fewer.
         v: Values.
-        bias: What is added to scores, in q's type, or whether a query sees a key. It broadcasts to
-            [batch, heads, seqlen_q, seqlen_kv].
+        bias: Numbers to add to the scores, in q's type, or a boolean mask, True where a query sees a key.
+            It broadcasts to [batch, heads, seqlen_q, seqlen_kv].
         scale: Factor of the scores, not negative.
         causal: The causal mask and its alignment.
     """
@@ -70,7 +75,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
 
 def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
-    """What SDPA adds to scores, as small as the bias and the causal mask allow.
+    """Returns what SDPA adds to the scores, as small as the bias and the causal mask allow.
 
     Returns:
         In q's type, [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv].
@@ -78,19 +83,22 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     bias = unexpanded(bias)
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     boolean = bias.dtype is torch.bool
-    if causal is Causal.NONE and not boolean:
+    diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+    # A causal mask hides nothing from a single query at the last key.
+    hides = causal is not Causal.NONE and diagonal < seqlen_kv - 1
+    if not hides and not boolean:
         return bias
     zero, hidden = _levels(q.dtype, q.device)
-    seen = bias
-    if causal is not Causal.NONE:
-        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
-        seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
-        seen = bias & seen if boolean else seen
-    return torch.where(seen, zero if boolean else bias, hidden)
+    if not hides:
+        return torch.where(bias, zero, hidden)
+    if boolean:
+        return torch.where(bias.expand(-1, -1, seqlen_q, -1).tril(diagonal), zero, hidden)
+    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
+    return torch.where(seen, bias, hidden)
 
 
 def unexpanded(bias: Tensor) -> Tensor:
-    """A bias in four dimensions, with 1 in place of those that were expanded."""
+    """Returns a bias in four dimensions, with 1 in place of those that were expanded."""
     bias = bias[(None,) * (4 - bias.dim())]
     for dimension in range(3):
         if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
@@ -100,46 +108,64 @@ def unexpanded(bias: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is added where a key is seen and where not. Numbers would be copied to the device in each call."""
+    """Returns what is added for visible and for hidden keys.
+
+    Python numbers would be copied to the device in each call.
+    """
     with torch.inference_mode(False):
         zero = torch.zeros((), dtype=dtype, device=device)
         return zero, torch.full_like(zero, -torch.inf)
 
 
-def known_refusal(request: Request) -> str | None:
-    """Why this process found that SDPA does not serve such a call, or None."""
-    return _refusals.get(_kind(request)) or _refusals.get((request.device, request.problem))
+def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
+    """Returns the name of the backend that SDPA picks for a call, or None for its unfused path."""
+    # There is no public way to ask.
+    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return PEERS.get(int(choice))
 
 
-def refusal(request: Request, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> str | None:
-    """Why SDPA does not serve a call with a mask here, in words, or None; finds out by running it.
+def known_refusal(
+    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> str | None:
+    """Returns why this process found that a backend does not serve such a call, or None.
 
-    A small problem shows what the mask means to it, once for each type and head dims. The call itself shows
+    The arguments are those of `refusal`.
+    """
+    return _meanings.get(_kind(request, backend)) or _refusals.get(_call(request, backend, q, k, v, bias))
+
+
+def refusal(
+    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> str | None:
+    """Returns why SDPA does not serve a call with a mask here, or None; runs SDPA to find out.
+
+    A small problem shows how a backend reads masks, once for each type and head dims. The call itself shows
     whether the backend takes these tensors.
 
     Args:
-        request: What is asked.
+        request: The request of the call.
+        backend: The backend that SDPA picks for the call.
         q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v alike.
         k: Keys.
         v: Values.
         bias: The call's bias or mask.
     """
-    kind = _kind(request)
-    if kind not in _meanings and kind not in _refusals:
-        found = _misunderstanding(q, k, v)
-        if found is None:
-            _meanings.add(kind)
-        else:
-            _refusals[kind] = found
-    if kind not in _refusals:
+    kind = _kind(request, backend)
+    if kind not in _meanings:
+        _meanings[kind] = _misunderstanding(backend, q, k, v)
+    if _meanings[kind] is None:
         try:
             masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
         except torch.OutOfMemoryError as failure:
             # The next call may find more memory: nothing is remembered.
             return f"has no memory for its mask ({first_line(failure)})"
         except RuntimeError as failure:
-            _refusals[request.device, request.problem] = f"refuses its mask ({first_line(failure)})"
-    return known_refusal(request)
+            if len(_refusals) >= REFUSALS_LIMIT:
+                _refusals.clear()
+            _refusals[_call(request, backend, q, k, v, bias)] = f"refuses its mask ({first_line(failure)})"
+    return known_refusal(request, backend, q, k, v, bias)
 
 
 def forget_refusals() -> None:
@@ -148,15 +174,21 @@ def forget_refusals() -> None:
     _meanings.clear()
 
 
-def _kind(request: Request) -> tuple[object, ...]:
-    """What the meaning of a mask may depend on."""
+def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
+    """Returns the properties of a call on which the meaning of its mask may depend."""
     problem = request.problem
     widths = problem.head_dim, problem.value_head_dim
-    return (request.device, problem.dtype, *widths, problem.group_size > 1, problem.seqlen_q > 1)
+    return (request.device, problem.dtype, *widths, problem.group_size > 1, problem.seqlen_q > 1, backend)
 
 
-def _misunderstanding(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """What SDPA gets wrong at a small problem of the same type and head dims, or None."""
+def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[object, ...]:
+    """Returns the properties of a call that SDPA's backends check: they refuse some strides and addresses."""
+    laid_out = ((one.shape, one.stride(), one.data_ptr() & 15 == 0) for one in tensors)
+    return (request.device, request.problem, backend, *laid_out)
+
+
+def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Returns what SDPA gets wrong at a small problem of the same type and head dims, or None."""
     generator = torch.Generator().manual_seed(0)
     batch, rows = (1, PROBE_ROWS) if q.shape[2] > 1 else (PROBE_ROWS, 1)
     heads = 2
@@ -173,15 +205,13 @@ def _misunderstanding(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     seen[1, 0] = seen[2, -1] = True
     mask = seen.view(batch, 1, rows, PROBE_KEYS)
     scale = q.shape[3] ** -0.5
+    device = q.device
+    given = queries.to(device), keys.to(device), values.to(device), mask.to(device)
     try:
-        out = masked_attention(
-            queries.to(q.device),
-            keys.to(q.device),
-            values.to(q.device),
-            mask.to(q.device),
-            scale,
-            Causal.NONE,
-        )
+        tried = chosen_backend(*given, False)
+        if tried != backend:
+            return f"picks {tried or 'its unfused path'} for the trial of a mask in place of {backend}"
+        out = masked_attention(*given, scale, Causal.NONE)
     except RuntimeError as failure:
         return f"refuses masks ({first_line(failure)})"
     error = (out.cpu().double() - _by_definition(queries, keys, values, mask, scale)).abs().amax(-1)
@@ -192,7 +222,7 @@ def _misunderstanding(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked attention in float64 on the CPU, zeros in rows that see no key."""
+    """Returns masked attention in float64 on the CPU, with zeros in rows that see no key."""
     scores = scale * (q.double() @ k.double().mT)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
     return weights @ v.double()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtune.decision import Decision, Server, needed_specialization
-from flashtune.delegation import sdpa_attention
+from flashtune.delegation import sdpa_attention, usual_backend
 from flashtune.dispatch import default_selection
 from flashtune.launch import Launch, bind
 from flashtune.layouts import Layout
@@ -142,13 +142,6 @@ def baseline_server(server: Server, request: Request) -> Serve:
         with types_as_given(q):
             return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
 
-    def serve_masked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
-        assert side.bias is not None
-        factor = default_scale if scale is None else scale
-        with types_as_given(q):
-            out = masked_attention(*request.views(q, k, v), side.bias, factor, problem.causal)
-        return layout.as_given(out)
-
     def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
         with types_as_given(q):
@@ -163,9 +156,25 @@ def baseline_server(server: Server, request: Request) -> Serve:
                 )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
-    if server is Server.STANDARD:
-        return serve_standard
-    return serve_masked if problem.features else serve_sdpa
+    return serve_standard if server is Server.STANDARD else serve_sdpa
+
+
+def masked_server(request: Request, backend: str | None) -> Serve:
+    """Returns a server by SDPA with a mask; by the standard computation where SDPA picks another backend."""
+    default_scale, layout, problem = request.default_scale, request.layout, request.problem
+    standard = baseline_server(Server.STANDARD, request)
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+        assert side.bias is not None
+        views = request.views(q, k, v)
+        # torch's settings may have changed since.
+        if usual_backend(*views, problem, side.bias) != backend:
+            return standard(q, k, v, scale, side)
+        with types_as_given(q):
+            factor = default_scale if scale is None else scale
+            return layout.as_given(masked_attention(*views, side.bias, factor, problem.causal))
+
+    return serve
 
 
 def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from flashtune.choices import (
     tell_of_failure,
 )
 from flashtune.decision import Server, baseline, decide, needed_specialization, output_like
+from flashtune.delegation import usual_backend
 from flashtune.errors import KernelError, VerificationError
 from flashtune.launch import bind
 from flashtune.masked_sdpa import may_serve, refusal
@@ -27,6 +28,7 @@ from flashtune.servers import (
     in_words,
     interpreted,
     launcher,
+    masked_server,
     nothing,
     types_as_given,
 )
@@ -51,14 +53,20 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
         KernelError: Only generated kernels may serve, and none compiles or loads.
         VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
     """
-    # Whether SDPA serves a mask depends on strides too, which choices do not know.
-    if request.problem.features and not request.is_empty and not may_serve(request):
+    choice = None
+    if request.problem.features and not request.is_empty:
         choice = known_choice(asked_forward(request, q, k, v, side))
-        if choice is not None:
-            return bound_forward(choice, request, q, k, v, side)
+    if choice is not None and not may_serve(request):
+        return bound_forward(choice, request, q, k, v, side)
+    # Whether SDPA serves a mask depends on strides too, on which choices do not.
     decision = decide(request, q, k, v, side)
     if decision.server is Server.SDPA and request.problem.features:
-        decision = _masked(decision, request, q, k, v, side)
+        served = _masked(request, q, k, v, side)
+        if served is not None:
+            return served
+        decision = decide(request, q, k, v, side)
+    if choice is not None and decision.server is Server.GENERATED:
+        return bound_forward(choice, request, q, k, v, side)
     if decision.server in (Server.GENERATED, Server.INTERPRETER):
         return _generated_or_baseline(decision, request, q, k, v, side)
     if decision.server is Server.NOBODY:
@@ -66,15 +74,17 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
     return baseline_server(decision.server, request)
 
 
-def _masked(decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Decision:
-    """The decision for SDPA with a mask once it was tried, or the one without it and a warning."""
+def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+    """Returns a server by SDPA with a mask, or warns and returns None where a trial fails."""
     assert side.bias is not None
+    views = request.views(q, k, v)
     with types_as_given(q):
-        why_not = refusal(request, *request.views(q, k, v), side.bias)
+        backend = usual_backend(*views, request.problem, side.bias)
+        why_not = refusal(request, backend, *views, side.bias)
     if why_not is None:
-        return decision
+        return masked_server(request, backend)
     tell_once("masked SDPA", f"torch's SDPA {why_not}, so another kernel serves {request.problem.key}")
-    return decide(request, q, k, v, side)
+    return None
 
 
 def prepare_generated(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from flashtune import masked_sdpa
 from flashtune.features import Bias
@@ -82,7 +82,7 @@ def test_backends_mean_the_same_by_a_mask(
             if out is None:
                 # SDPA's checks or dispatch's trial must have refused the call.
                 request = read_request(q, k, v, causal.value, "bhsd", False, "fastest")
-                assert not admitted or refusal(request, q, k, v, bias), lengths
+                assert not admitted or refusal(request, name, q, k, v, bias), lengths
                 refused.append(lengths)
                 continue
         problem = Problem(
@@ -109,10 +109,11 @@ def test_backends_mean_the_same_by_a_mask(
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 300])
-@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-def test_the_trial_passes_where_a_backend_takes_masks(seqlen_q: int, backend: SDPBackend) -> None:
+@pytest.mark.parametrize("name", MASKED)
+def test_the_trial_passes_where_a_backend_takes_masks(seqlen_q: int, name: str) -> None:
     masked_sdpa.forget_refusals()
     q, k, v = given((seqlen_q, 512), 4, 128)
     request = read_request(q, k, v, False, "bhsd", False, "fastest")
-    with sdpa_kernel(backend):
-        assert refusal(request, q, k, v, torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")) is None
+    mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")
+    with sdpa_kernel(BACKENDS[name]):
+        assert refusal(request, name, q, k, v, mask) is None

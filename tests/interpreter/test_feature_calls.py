@@ -44,6 +44,19 @@ def test_biases_and_masks_of_any_shape() -> None:
     check_dense(q, k, v, attn_bias=torch.full((20, 28), -torch.inf))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_hidden_keys_that_are_not_finite_change_nothing_under_a_mask(value: float) -> None:
+    q, k, v = dense()
+    mask = torch.ones(20, 28, dtype=torch.bool)
+    mask[:, 4] = False
+    right = flashtune.attention(q, k, v, attn_mask=mask, prefer="generated")
+    k[:, :, 4] = value
+    assert torch.equal(flashtune.attention(q, k, v, attn_mask=mask, prefer="generated"), right)
+    bias = torch.zeros(20, 28).masked_fill(~mask, -torch.inf)
+    assert flashtune.attention(q, k, v, attn_bias=bias, prefer="generated").isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits(dtype: torch.dtype) -> None:
     q, k, v = (tensor.to(dtype) for tensor in dense())

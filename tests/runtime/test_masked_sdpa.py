@@ -15,7 +15,7 @@ import flashtune
 from flashtune import masked_sdpa, serving
 from flashtune.features import Bias
 from flashtune.kernel import Kernel, Specialization
-from flashtune.masked_sdpa import additive_mask, masked_attention, refusal
+from flashtune.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
 from flashtune.notices import FlashtuneWarning
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Record
@@ -85,6 +85,22 @@ def test_a_mask_is_no_larger_than_it_was_given() -> None:
     padding = torch.ones(2, 1, 1, 9, dtype=torch.bool)
     assert additive_mask(q, k, padding.expand(2, 4, 7, 9), Causal.NONE).shape == (2, 1, 1, 9)
     assert additive_mask(q, k, padding, Causal.TOP_LEFT).shape == (2, 1, 7, 9)
+
+
+def test_no_causal_mask_is_made_for_a_single_query_at_the_last_key() -> None:
+    q, k, _ = drawn(1, 9)
+    bias = torch.randn(1, 9, dtype=torch.float64)
+    assert additive_mask(q, k, bias, Causal.BOTTOM_RIGHT).data_ptr() == bias.data_ptr()
+    assert additive_mask(q, k, bias, Causal.TOP_LEFT)[..., 1:].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_hidden_key_that_is_not_finite_makes_rows_of_sdpa_nan(value: float) -> None:
+    q, k, v = drawn(7, 9)
+    mask = torch.ones(7, 9, dtype=torch.bool)
+    mask[:, 4] = False
+    k[:, :, 4] = value
+    assert masked_attention(q, k, v, mask, 0.3, Causal.NONE).isnan().all()
 
 
 # The runtime's choice
@@ -306,6 +322,106 @@ def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
     assert flashtune.explain(*given, **options).server == "generated"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_a_refusal_holds_for_tensors_of_the_same_alignment_alone(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+) -> None:
+    def refuses_unaligned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        if mask.data_ptr() % 16:
+            raise RuntimeError("attn_bias is not correctly aligned")
+        return scaled_dot_product_attention(q, k, v, mask, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_unaligned)
+    problem = msgspec.structs.replace(biased, bias=Bias.ADDITIVE)
+    tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3))
+    given, options = call_of(problem)
+    bias = options["attn_bias"]
+    moved = torch.empty(bias.numel() + 1, dtype=bias.dtype)[1:].view_as(bias).copy_(bias)
+    both = [bias, moved]
+    served = {}
+    for index in (first, 1 - first, first):
+        before = len(launches)
+        flashtune.attention(*given, attn_bias=both[index])
+        served[index] = "kernel" if len(launches) > before else "sdpa"
+        assert flashtune.explain(*given, attn_bias=both[index]).server == ("generated" if index else "sdpa")
+    assert served == {0: "sdpa", 1: "kernel"}
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+def test_a_refusal_holds_for_the_same_strides_alone(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses_gaps(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == biased.seqlen_q and not q.is_contiguous():
+            raise RuntimeError("no such strides")
+        return scaled_dot_product_attention(q, *rest, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_gaps)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    (q, k, v), options = call_of(biased)
+    apart = torch.cat([q, q], -1)[..., : q.shape[-1]]
+    flashtune.attention(apart, k, v, **options)
+    assert launches == ["forward_masked"]
+    flashtune.attention(q, k, v, **options)
+    assert launches == ["forward_masked"]
+
+
+def test_the_trial_must_run_on_the_backend_that_serves(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masked_sdpa, "chosen_backend", lambda *_: "sdpa-efficient")
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    with pytest.warns(FlashtuneWarning, match="picks sdpa-efficient for the trial .* in place of sdpa-cudnn"):
+        flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+
+
+def test_another_backend_than_the_tried_one_does_not_serve(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        calls.append(machine.usual)
+        return scaled_dot_product_attention(*given, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", counted)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    expected = flashtune.attention(*given, **options)
+    machine.usual = "sdpa-efficient"
+    torch.testing.assert_close(flashtune.attention(*given, **options), expected, atol=2e-2, rtol=2e-2)
+    assert set(calls) == {"sdpa-cudnn"}
+    assert launches == []
+
+
+def test_a_kept_choice_serves_masks_of_other_strides(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make
+) -> None:
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=3.0))
+    (q, k, v), options = call_of(biased)
+    flashtune.attention(q, k, v, **options)
+    steps = len(machine.steps)
+    flashtune.attention(torch.cat([q, q], -1)[..., : q.shape[-1]], k, v, **options)
+    assert launches == ["forward_masked"] * 2
+    assert len(machine.steps) == steps
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -314,4 +430,5 @@ def test_sdpa_on_the_cpu_passes_its_trial(seqlen_q: int, kv_heads: int, dtype: t
     k = torch.randn(2, kv_heads, 90, 32, dtype=dtype)
     request = read_request(q, k, k, False, "bhsd", False, "fastest")
     bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
-    assert refusal(request, q, k, k, bias) is None
+    backend = chosen_backend(q, k, k, bias, False)
+    assert refusal(request, backend, q, k, k, bias) is None
