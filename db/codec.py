@@ -86,12 +86,19 @@ def decode_stored(payload: object, problem_key: object, target: object) -> Recor
     Raises:
         TableError: The row holds no record, or another's.
     """
+    if payload is None:
+        raise TableError(f"a row has no record, or one of more than {MAX_RECORD_BYTES} bytes")
     if not isinstance(payload, str):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
-    record = decode_record(payload.encode(errors="replace"))
+    record = decode_record(raw_bytes(payload))
     if (record.problem.key, record.target) != (problem_key, target):
         raise TableError(f"a record of {record.problem.key} on {record.target} is filed under another name")
     return record
+
+
+def raw_bytes(text: str) -> bytes:
+    """The bytes of a text from a database, which are not valid UTF-8 where the row is damaged."""
+    return text.encode(errors="surrogateescape")
 
 
 def encode_check(check: Check) -> bytes:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_SECONDS = 60.0
-# A statement of ours takes milliseconds, and a migration of a large database seconds.
-STATEMENT_SECONDS = 30.0
+# A statement takes milliseconds, but a scan or a migration of a large database reads all of the file.
+STATEMENT_SECONDS = 4.0
+SCANNED_BYTES_PER_SECOND = 20e6
+BLOCK_BYTES = 512
 DEADLINE = "flashtune_deadline"
 READING = "flashtune_reading"
 
@@ -59,27 +61,29 @@ def _sqlite_engine(path: Path, read_only: bool) -> Engine:
             name, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
 
+    def on_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+        record.info[DEADLINE] = restrict(connection, _statement_seconds(path))
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
     engine = create_engine(URL.create("sqlite", database=str(path)), creator=connect)
-    event.listen(engine, "connect", _on_sqlite_connect)
+    event.listen(engine, "connect", on_connect)
     event.listen(engine, "begin", _on_sqlite_begin)
     event.listen(engine, "before_cursor_execute", _before_statement)
-    event.listen(engine, "after_cursor_execute", _after_statement)
     return engine
 
 
-def _on_sqlite_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-    record.info[DEADLINE] = restrict(connection, STATEMENT_SECONDS)
-    connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute("PRAGMA foreign_keys = ON")
+def _statement_seconds(path: Path) -> float:
+    """How long one statement on a database may take: longer for a file that takes more room on the disk."""
+    try:
+        stored = path.stat().st_blocks * BLOCK_BYTES
+    except FileNotFoundError:
+        stored = 0
+    return STATEMENT_SECONDS + stored / SCANNED_BYTES_PER_SECOND
 
 
 def _before_statement(connection: Connection, *_: Any) -> None:
     connection.info[DEADLINE].restart()
-
-
-def _after_statement(connection: Connection, *_: Any) -> None:
-    # Rows are fetched from here on, as fast as they are used.
-    connection.info[DEADLINE].stop()
 
 
 def _on_sqlite_begin(connection: Connection) -> None:
@@ -119,5 +123,5 @@ def explained(url: str) -> Iterator[None]:
         raise StoreError(
             f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
         ) from error
-    except (sqlite3.Error, UnicodeDecodeError) as error:
+    except (sqlite3.Error, UnicodeError) as error:
         raise sqlite_error(error, url) from error

@@ -21,13 +21,14 @@ class UnreadableRecord(UserWarning):
     """A stored row was skipped: it holds no record that this flashtune can read or use."""
 
 
-def sqlite_error(error: sqlite3.Error | UnicodeDecodeError, url: str) -> StoreError:
+def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
     """What an SQLite error means for the person whose database it is.
 
-    The driver raises a `UnicodeDecodeError` where SQLite's own message quotes a damaged schema.
+    The driver raises a `UnicodeError` where SQLite's own message quotes a damaged schema, and where a
+    statement is given text from a damaged row.
     """
     where = describe(url)
-    if isinstance(error, UnicodeDecodeError):
+    if isinstance(error, UnicodeError):
         return StoreError(f"the database {where} is damaged: put a copy in its place, or {ELSEWHERE}")
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & PRIMARY_CODE
     if code == sqlite3.SQLITE_BUSY:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sqlalchemy import delete, func, select
 
-from flashtune.db.rows import StoredRecord, readable, select_records
+from flashtune.db.rows import StoredRecord, fetched, readable, select_records, stored_text
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.selecting import chosen, take_selection, take_stand_in
@@ -83,7 +83,10 @@ def groups(connection: Connection, meant: Forgettable) -> list[Group]:
     """What would be deleted, counted by target, problem and outcome."""
     key = (RECORDS.c.target, RECORDS.c.problem_key, RECORDS.c.outcome)
     query = select(*key, func.count()).where(*meant.clauses()).group_by(*key).order_by(*key)
-    return [Group(*row) for row in connection.execute(query)]
+    return [
+        Group(stored_text(target), stored_text(problem), stored_text(outcome), records)
+        for target, problem, outcome, records in connection.execute(query)
+    ]
 
 
 def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]]:
@@ -91,7 +94,9 @@ def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]
     found: set[tuple[str, str]] = set()
     for table in (SELECTIONS, STAND_INS):
         query = select(table.c.target, table.c.problem_key).join_from(table, RECORDS).where(*meant.clauses())
-        found.update((row.target, row.problem_key) for row in connection.execute(query))
+        found.update(
+            (stored_text(row.target), stored_text(row.problem_key)) for row in connection.execute(query)
+        )
     return sorted(found)
 
 
@@ -119,7 +124,7 @@ def _reselected(
     connection: Connection, target: str, problem: str, choose: Choose, pinned_at: str
 ) -> TakenBack:
     query = select_records().where(RECORDS.c.problem_key == problem, RECORDS.c.target == target)
-    left = list(readable(connection.execute(query), "this database"))
+    left = list(readable(fetched(connection, query), "this database"))
     present = chosen(connection, SELECTIONS, left[0].record) if left else None
     row = present or choose(left)
     if row is None:

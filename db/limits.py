@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 import stat
 import time
@@ -19,12 +18,16 @@ MAX_VALUE_BYTES = 1024 * 1024
 STEPS = 1_000
 # Of the time between two looks no more than this is counted, in seconds.
 MOST_BETWEEN = 1.0
-# A view or a virtual table in place of a table, or a trigger, runs what the file's author wrote.
+# Each of these runs SQL of the file's author, and a deadline cannot stop a single function of SQLite.
 FOREIGN = """
-SELECT name FROM sqlite_master
+SELECT name FROM sqlite_master AS object
 WHERE type = 'trigger'
-   OR lower(name) IN ('alembic_version', 'records', 'selections', 'stand_ins', 'checks')
-  AND (type <> 'table' OR sql NOT LIKE 'CREATE TABLE%')
+   OR lower(tbl_name) IN ('alembic_version', 'records', 'selections', 'stand_ins', 'checks')
+  AND CASE type
+      WHEN 'index' THEN sql LIKE '%(%(%' OR sql LIKE '%where%'
+      WHEN 'table' THEN sql NOT LIKE 'CREATE TABLE%' OR replace(lower(sql), 'checks', '') LIKE '%check%'
+        OR EXISTS (SELECT 1 FROM pragma_table_xinfo(object.name) WHERE hidden OR dflt_value IS NOT NULL)
+      ELSE 1 END
 LIMIT 1
 """
 
@@ -38,13 +41,9 @@ class Deadline:
         connection.set_progress_handler(self._is_over, STEPS)
 
     def restart(self) -> None:
-        """Gives the next statement the full time."""
+        """Gives the next statement and the fetch of its rows the full time."""
         self._spent = 0.0
         self._seen = time.monotonic()
-
-    def stop(self) -> None:
-        """Lets what runs until the next `restart` take any time."""
-        self._spent = -math.inf
 
     def _is_over(self) -> bool:
         now = time.monotonic()
@@ -62,8 +61,8 @@ def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
         seconds: Computing time until its statements are stopped, from now on or from the last `restart`.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    # Text that is not UTF-8 would fail a whole query: the row is refused when it is decoded.
-    connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
+    # Text that is not UTF-8 would fail a whole query. The bytes are kept, and the decoder refuses the row.
+    connection.text_factory = lambda raw: raw.decode("utf-8", errors="surrogateescape")
     deadline = Deadline(connection, seconds)
     connection.execute("PRAGMA trusted_schema = OFF")
     return deadline
@@ -85,10 +84,15 @@ def require_file(path: Path) -> None:
         )
 
 
+def is_too_large(error: BaseException | None) -> bool:
+    """Whether SQLite refused a statement because a value is larger than `MAX_VALUE_BYTES`."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_TOOBIG
+
+
 def foreign_object(name: str, where: str) -> StoreError:
-    """The error of a database whose schema holds more than flashtune's tables and views."""
+    """The error of a database whose schema holds SQL that runs when a table is read or written."""
     text = "".join(sign if sign.isprintable() else "?" for sign in name[:60])
     return StoreError(
-        f"{where} has a trigger, or a view in place of a table ({text!r}), and no flashtune made it: "
-        "name another with --db or FLASHTUNE_DB"
+        f"{where} has a trigger, a view in place of a table, or an expression in a table ({text!r}), and no "
+        "flashtune made it: name another with --db or FLASHTUNE_DB"
     )

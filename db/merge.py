@@ -12,22 +12,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sqlalchemy import select
 
-from flashtune.db.codec import decode_check
+from flashtune.db.codec import decode_check, raw_bytes
 from flashtune.db.engine import explained
 from flashtune.db.failures import UnreadableRecord
+from flashtune.db.limits import MAX_VALUE_BYTES
 from flashtune.db.location import describe
 from flashtune.db.rows import (
+    CHUNK,
     StoredRecord,
     bounded,
+    fetched,
     insert_record,
     insert_records,
     now,
     readable,
     select_records,
+    stored_text,
     write_check,
 )
 from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
-from flashtune.db.schema import CHECKS, SELECTIONS, STAND_INS
+from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.selecting import (
     chosen,
     chosen_among,
@@ -39,16 +43,14 @@ from flashtune.db.selecting import (
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Row, Select, Table
+    from sqlalchemy import Column, Connection, Select, Table
 
+    from flashtune.db.rows import Fetched
     from flashtune.db.table import TunedTable
     from flashtune.record import Record
 
 # Why a record may not become a selection; empty if it may.
 WhyRefused = Callable[["Record"], str]
-
-# Rows fetched at a time, so that a large source never lies in memory whole.
-CHUNK = 500
 
 
 class Taken(enum.Enum):
@@ -135,11 +137,11 @@ def _take_groups(
 
 
 def _fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], url: str
-) -> Iterator[Row[*tuple[Any, ...]]]:
-    """The rows of a query whose errors name this database, though it is read amid writing another."""
+    connection: Connection, query: Select[*tuple[Any, ...]], url: str, key: Column[Any] = RECORDS.c.id
+) -> Iterator[Fetched]:
+    """As `fetched`, with errors that name this database, though it is read amid writing another."""
     with explained(url):
-        yield from connection.execute(query.execution_options(yield_per=CHUNK))
+        yield from fetched(connection, query, key)
 
 
 def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int]:
@@ -169,7 +171,7 @@ def _chosen(
 ) -> list[tuple[StoredRecord, str]]:
     """What another database has chosen and may serve, and when it chose it."""
     rows = list(_fetched(theirs, select_chosen(table), source_url))
-    pinned = {row.id: str(row.pinned_at) for row in rows}
+    pinned = {row.id: stored_text(row.pinned_at) for row in rows if row is not None}
     taken, reasons = [], []
     for stored in readable(rows, describe(source_url)):
         reason = why_not_selectable(stored.record) or why_refused(stored.record)
@@ -196,12 +198,15 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
-    for row in _fetched(theirs, select(bounded(CHECKS), CHECKS.c.created_at), source_url):
+    query = select(bounded(CHECKS), CHECKS.c.created_at)
+    for row in _fetched(theirs, query, source_url, CHECKS.c.digest):
         try:
-            check = decode_check(str(row.payload).encode())
+            if row is None:
+                raise TableError(f"a value has more than {MAX_VALUE_BYTES} bytes")
+            check = decode_check(raw_bytes(str(row.payload)))
         except TableError as error:
             message = f"a self-check of {describe(source_url)} was skipped: {error}"
             warnings.warn(message, UnreadableRecord, stacklevel=2)
             continue
-        added += write_check(ours, check, row.created_at, replace=False)
+        added += write_check(ours, check, stored_text(row.created_at), replace=False)
     return added

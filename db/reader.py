@@ -16,9 +16,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
 from flashtune.db.failures import UnreadableRecord, sqlite_error
-from flashtune.db.limits import FOREIGN, foreign_object, require_file, restrict
+from flashtune.db.limits import (
+    FOREIGN,
+    MAX_VALUE_BYTES,
+    foreign_object,
+    is_too_large,
+    require_file,
+    restrict,
+)
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 from flashtune.errors import TableError
 
@@ -53,6 +60,9 @@ CHECK = """
 SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
 FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
 """
+ROWS = "SELECT rowid FROM {table}"
+# Takes the place of a table's name in a question.
+ONE_ROW = "(SELECT * FROM {table} WHERE rowid = :row)"
 IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
 
 
@@ -117,7 +127,7 @@ class Reader:
             TableError: The row holds no self-check.
         """
         rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
-        return decode_check(str(rows[0][1]).encode()) if rows else None
+        return decode_check(raw_bytes(str(rows[0][1]))) if rows else None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
@@ -148,11 +158,34 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
             # Another process may still be creating the database, or an older flashtune made it.
             if not connection.execute(IS_THERE, (table,)).fetchone()[0]:
                 return []
-            return connection.execute(question.format(table=table), values).fetchall()
+            try:
+                return connection.execute(question.format(table=table), values).fetchall()
+            except sqlite3.DataError as error:
+                if not is_too_large(error):
+                    raise
+            return _query_rows(connection, table, question, values, describe(url))
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if not path.exists():
             return []
         raise sqlite_error(error, url) from error
+
+
+def _query_rows(
+    connection: sqlite3.Connection, table: str, question: str, values: Values, where: str
+) -> Rows:
+    """Asks each row by itself, and leaves out those with a value that is too large."""
+    one = question.format(table=ONE_ROW.format(table=table))
+    found, skipped = [], 0
+    for (row,) in connection.execute(ROWS.format(table=table)).fetchall():
+        try:
+            found += connection.execute(one, {**values, "row": row}).fetchall()
+        except sqlite3.DataError as error:
+            if not is_too_large(error):
+                raise
+            skipped += 1
+    message = f"{skipped} rows of {where} were skipped: a value has more than {MAX_VALUE_BYTES} bytes"
+    warnings.warn(message, UnreadableRecord, stacklevel=4)
+    return found
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import delete, select, update
 
-from flashtune.db.codec import decode_check
-from flashtune.db.rows import insert_record, write_check
+from flashtune.db.codec import decode_check, raw_bytes
+from flashtune.db.rows import insert_record, stored_text, write_check
 from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ def replace_record(connection: Connection, record_id: int, record: Record) -> No
     """
     query = select(RECORDS.c.created_at, RECORDS.c.kernel).where(RECORDS.c.id == record_id)
     row = connection.execute(query).one()
-    new_id, _ = insert_record(connection, record, str(row.created_at))
+    new_id, _ = insert_record(connection, record, stored_text(row.created_at))
     if new_id == record_id:
         return
     for table in (SELECTIONS, STAND_INS):
         connection.execute(update(table).where(table.c.record_id == record_id).values(record_id=new_id))
     connection.execute(delete(RECORDS).where(RECORDS.c.id == record_id))
     if record.kernel is not None and row.kernel is not None:
-        _copy_checks(connection, str(row.kernel), record)
+        _copy_checks(connection, stored_text(row.kernel), record)
 
 
 def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
@@ -42,7 +42,7 @@ def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
         CHECKS.c.digest == digest, CHECKS.c.target == record.target
     )
     for row in connection.execute(query).all():
-        check = decode_check(str(row.payload).encode())
+        check = decode_check(raw_bytes(str(row.payload)))
         versions = msgspec.structs.replace(check.versions, template=record.versions.template)
         copied = msgspec.structs.replace(check, digest=record.kernel, versions=versions)
-        write_check(connection, copied, str(row.created_at), replace=False)
+        write_check(connection, copied, stored_text(row.created_at), replace=False)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Table, case, func, select
+from sqlalchemy import Table, case, exc, func, select
 
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_stored, encode_check, encode_record, fingerprint
 from flashtune.db.failures import UnreadableRecord
+from flashtune.db.limits import MAX_VALUE_BYTES, is_too_large
 from flashtune.db.schema import CHECKS, RECORDS
 from flashtune.errors import TableError
 from flashtune.record import Record
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Label, Row, Select
+    from sqlalchemy import Column, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
 
     from flashtune.db.checks import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
+    # None stands for a row with a value that is too large.
+    Fetched = Row[*tuple[Any, ...]] | None
+
+# Rows fetched at a time, so that a large database never lies in memory whole.
+CHUNK = 500
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
@@ -139,7 +146,41 @@ def bounded(table: Table) -> Label[str | None]:
     return case((func.length(payload) <= MAX_RECORD_BYTES, payload)).label("payload")
 
 
-def readable(rows: Iterable[Row[*tuple[Any, ...]]], where: str) -> Iterator[StoredRecord]:
+def fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], key: Column[Any] = RECORDS.c.id
+) -> Iterator[Fetched]:
+    """The rows of a query, some hundred at a time; None in place of one with a value that is too large.
+
+    Args:
+        connection: The database.
+        query: Selects records, or rows that join them.
+        key: A column that finds rows fast: of the few that share a value all or none are left out.
+    """
+    keys = iter(dict.fromkeys(connection.scalars(query.with_only_columns(key))))
+    while some := list(itertools.islice(keys, CHUNK)):
+        yield from _fetched(connection, query, key, some)
+
+
+def _fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], key: Column[Any], some: list[Any]
+) -> list[Fetched]:
+    try:
+        return list(connection.execute(query.where(key.in_(some))))
+    except exc.DBAPIError as error:
+        if not is_too_large(error.orig):
+            raise
+    if len(some) == 1:
+        return [None]
+    half = len(some) // 2
+    return [row for part in (some[:half], some[half:]) for row in _fetched(connection, query, key, part)]
+
+
+def stored_text(value: object) -> str:
+    """A text column of a row, for printing and storing: bytes that are not UTF-8 become question marks."""
+    return str(value).encode(errors="replace").decode()
+
+
+def readable(rows: Iterable[Fetched], where: str) -> Iterator[StoredRecord]:
     """The records among rows; one warning says how many held none that can be read here.
 
     A database is shared by versions of flashtune, and one may know a family that another does not.
@@ -148,11 +189,13 @@ def readable(rows: Iterable[Row[*tuple[Any, ...]]], where: str) -> Iterator[Stor
     reason = ""
     for row in rows:
         try:
+            if row is None:
+                raise TableError(f"a row has a value of more than {MAX_VALUE_BYTES} bytes")
             record = decode_stored(row.payload, row.problem_key, row.target)
         except TableError as error:
             skipped += 1
             reason = reason or str(error)
             continue
-        yield StoredRecord(row.id, str(row.created_at), record)
+        yield StoredRecord(row.id, stored_text(row.created_at), record)
     if skipped:
         warnings.warn(f"{skipped} rows of {where} were skipped: {reason}", UnreadableRecord, stacklevel=3)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select
 
-from flashtune.db.rows import StoredRecord, bounded, insert_into, readable
+from flashtune.db.rows import StoredRecord, bounded, fetched, insert_into, readable
 from flashtune.db.rules import is_better_selection, serves_any_tensors
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 
@@ -43,7 +43,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
 
 def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
     """The row that a table names for a record's (problem, target)."""
-    rows = connection.execute(select_chosen(table).where(*_same(table, record)))
+    rows = fetched(connection, select_chosen(table).where(*_same(table, record)))
     return next(readable(rows, "this database"), None)
 
 
@@ -51,7 +51,7 @@ def chosen_among(
     connection: Connection, table: Table, target: str, keys: list[str]
 ) -> dict[str, StoredRecord]:
     """The rows that a table names for some problems of a target, by the problem's key."""
-    rows = connection.execute(select_chosen(table, target).where(table.c.problem_key.in_(keys)))
+    rows = fetched(connection, select_chosen(table, target).where(table.c.problem_key.in_(keys)))
     return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
 
 

@@ -14,6 +14,7 @@ from flashtune.db.migrate import ready_engine, source_engine
 from flashtune.db.replacing import replace_record
 from flashtune.db.rows import (
     StoredRecord,
+    fetched,
     insert_record,
     now,
     readable,
@@ -99,7 +100,7 @@ class Store:
         if family is not None:
             query = query.where(RECORDS.c.family == family)
         with reading(self._engine, self.url) as connection:
-            return list(readable(connection.execute(query), describe(self.url)))
+            return list(readable(fetched(connection, query), describe(self.url)))
 
     def pin(self, record_id: int) -> None:
         """Makes a record the selection of its (problem, target), in place of an earlier one.
@@ -127,7 +128,7 @@ class Store:
 
     def _selectable(self, connection: Connection, record_id: int) -> Record:
         query = select_records().where(RECORDS.c.id == record_id)
-        found = list(readable(connection.execute(query), describe(self.url)))
+        found = list(readable(fetched(connection, query), describe(self.url)))
         if not found:
             raise StoreError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
         reason = why_not_selectable(found[0].record)
@@ -145,7 +146,7 @@ class Store:
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:
-            return list(readable(connection.execute(select_chosen(table, target)), describe(self.url)))
+            return list(readable(fetched(connection, select_chosen(table, target)), describe(self.url)))
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""

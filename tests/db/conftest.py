@@ -78,6 +78,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "records.sqlite"
 
 
+@pytest.fixture
+def filled(path: Path, make_record: Callable[..., Record]) -> Path:
+    """A database with one selection."""
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    return path
+
+
 @pytest.fixture(params=["sqlite", *(["server"] if SERVER_VARIABLE in os.environ else [])])
 def store(request: pytest.FixtureRequest, path: Path) -> Iterator[Store]:
     """An empty store of each kind that is there to be tested on."""

@@ -13,48 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.checks import Check
+from flashtune.db.engine import _statement_seconds
 from flashtune.db.failures import UnreadableRecord
 from flashtune.db.limits import Deadline
 from flashtune.db.migrate import upgrade
-from flashtune.db.reader import Reader, open_reader
 from flashtune.db.remembering import remember_check
 from flashtune.db.store import open_store
 from flashtune.errors import StoreError
+from flashtune.problem import Problem
 from flashtune.record import Record
+from tests.db.hostile import TARGET, check_of, execute, merge_into, reader_of, repeat_rows
 
 MakeRecord = Callable[..., Record]
-TARGET = "nvidia-h200"
+MakeProblem = Callable[..., Problem]
 # Rows without end.
 ENDLESS = (
     "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT 'k' AS problem_key, 't' AS target, 0 AS record_id, 'x' AS digest, count(*) AS passed FROM n"
 )
-
-
-@pytest.fixture
-def filled(path: Path, make_record: MakeRecord) -> Path:
-    """A database with one selection."""
-    with open_store(str(path)) as store:
-        store.pin(store.add(make_record()))
-    return path
-
-
-def execute(path: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for statement in statements:
-            connection.execute(statement)
-
-
-def reader_of(path: Path) -> Reader:
-    reader = open_reader(str(path))
-    assert reader is not None
-    return reader
-
-
-def check_of(record: Record) -> Check:
-    assert record.verdict is not None
-    return Check(digest="a" * 32, target=TARGET, versions=record.versions, verdict=record.verdict)
 
 
 @pytest.mark.parametrize(
@@ -89,23 +65,68 @@ def test_a_trigger_is_refused_before_anything_is_written(filled: Path, make_reco
             use(str(filled))
 
 
-def test_a_computed_column_that_takes_too_long_is_stopped(
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ALTER TABLE records ADD COLUMN slow AS (length(hex(zeroblob(400000))))",
+        "ALTER TABLE selections ADD COLUMN slow DEFAULT (length(hex(zeroblob(400000))))",
+        "ALTER TABLE checks ADD COLUMN slow CHECK (length(hex(zeroblob(400000))))",
+        "CREATE INDEX slow ON checks (length(hex(zeroblob(400000))))",
+        "CREATE INDEX slow ON checks (digest) WHERE instr(payload, digest)",
+    ],
+    ids=["generated column", "default", "check", "index", "partial index"],
+)
+def test_expressions_in_a_table_are_refused_before_they_run(
+    filled: Path, make_record: MakeRecord, statement: str
+) -> None:
+    if "DEFAULT" in statement:  # SQLite adds no such column to a table that has rows
+        execute(filled, "DELETE FROM selections")
+    execute(filled, statement)
+    for use in (
+        lambda: reader_of(filled).selections(TARGET),
+        lambda: open_store(str(filled)),
+        lambda: remember_check(check_of(make_record()), str(filled)),
+        lambda: merge_into(filled.with_name("ours.sqlite"), filled),
+    ):
+        with pytest.raises(StoreError, match="an expression in a table"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["sqlite_autoindex_selections_1", "records"])
+def test_rows_without_end_are_stopped_within_five_seconds(filled: Path, name: str) -> None:
+    repeat_rows(filled, name)
+    ours = filled.with_name("ours.sqlite")
+    with open_store(str(ours)):
+        pass
+    uses: dict[str, Callable[[], object]] = {
+        "sqlite_autoindex_selections_1": lambda: reader_of(filled).selections(TARGET),
+        "records": lambda: merge_into(ours, filled),
+    }
+    start = time.process_time()
+    with pytest.raises(StoreError, match="takes too long to answer"):
+        uses[name]()
+    assert time.process_time() - start < 5
+
+
+def test_a_merge_may_take_longer_than_one_statement(
     filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Seconds for all rows.
-    execute(
-        filled,
-        "DROP TABLE records",
-        "CREATE TABLE records (n INTEGER, payload TEXT)",
-        "INSERT INTO records (n) WITH RECURSIVE n(i) AS "
-        "(SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000) SELECT i FROM n",
-        "ALTER TABLE records ADD COLUMN id AS (length(hex(zeroblob(400000 + n % 2))))",
-    )
-    monkeypatch.setattr("flashtune.db.reader.READ_SECONDS", 0.2)
+    seconds = 0.2
+    monkeypatch.setattr("flashtune.db.engine.STATEMENT_SECONDS", seconds)
+    with open_store(str(filled)) as store:
+        for i in range(1, 1000):
+            store.add(make_record(ms=1 + i / 4096))
     start = time.monotonic()
-    with pytest.raises(StoreError, match="takes too long to answer"):
-        reader_of(filled).selections(TARGET)
-    assert time.monotonic() - start < 60
+    assert merge_into(filled.with_name("ours.sqlite"), filled).records_added == 1000
+    assert time.monotonic() - start > seconds
+
+
+def test_a_statement_on_a_larger_database_may_take_longer(path: Path) -> None:
+    path.write_bytes(bytes(range(1, 256)) * 160_000)
+    assert _statement_seconds(path) == pytest.approx(6, abs=0.1)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a file of holes
+    assert _statement_seconds(path) == pytest.approx(4, abs=0.1)
 
 
 def test_a_deadline_stops_a_statement_and_can_be_restarted() -> None:
@@ -125,7 +146,7 @@ def test_a_deadline_stops_a_statement_and_can_be_restarted() -> None:
 MEASURE = """
 import resource, sys, warnings
 from flashtune.db.reader import open_reader
-from flashtune.db.store import open_store
+from flashtune.db.store import MergeCounts, open_store
 from flashtune.errors import StoreError
 warnings.simplefilter("ignore")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -146,7 +167,7 @@ print(*found, sep=";")
     ("value", "found"),
     [
         ("zeroblob(100000000)", "0;0"),
-        ("CAST(zeroblob(100000000) AS TEXT)", "a value that is too large"),
+        ("CAST(zeroblob(100000000) AS TEXT)", "0;0"),
         ("CAST(zeroblob(300000) AS TEXT)", "0;0"),
     ],
     ids=["blob", "text", "small"],

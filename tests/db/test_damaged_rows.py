@@ -1,0 +1,71 @@
+"""A damaged row of a database is left out, and the others serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashtune.db.failures import UnreadableRecord
+from flashtune.db.forgetting import Forgettable
+from flashtune.db.remembering import remember_check
+from flashtune.db.store import open_store
+from flashtune.problem import Problem
+from flashtune.record import Record
+from tests.db.hostile import TARGET, check_of, execute, merge_into, reader_of
+
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("CAST(zeroblob(2000000) AS TEXT)", "more than 1048576 bytes"),
+        ("CAST(replace(CAST(payload AS BLOB), 'NVIDIA H200', x'ff') AS TEXT)", "not as it should be"),
+    ],
+    ids=["too large", "not UTF-8"],
+)
+def test_a_damaged_row_is_left_out_and_others_serve(
+    filled: Path, make_record: MakeRecord, make_problem: MakeProblem, damage: str, reason: str
+) -> None:
+    lost, whole = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
+    with open_store(str(filled)) as store:
+        store.pin(store.add(whole))
+    remember_check(check_of(lost), str(filled))
+    execute(
+        filled, f"UPDATE records SET payload = {damage} WHERE id = 1", f"UPDATE checks SET payload = {damage}"
+    )
+    reader = reader_of(filled)
+    with pytest.warns(UnreadableRecord, match=reason) as told:
+        assert reader.selections(TARGET) == (whole,)
+    assert len(told) == 1
+    with pytest.warns(UnreadableRecord, match=reason):
+        assert reader.selection(lost.problem.key, TARGET) is None
+    assert reader.selection(whole.problem.key, TARGET) == whole
+    with open_store(str(filled)) as store:
+        for read in (store.selections, store.records):
+            with pytest.warns(UnreadableRecord, match=f"1 rows of .* were skipped: .*{reason}") as told:
+                assert [stored.record for stored in read()] == [whole]
+            assert len(told) == 1
+    with pytest.warns(UnreadableRecord, match=reason):
+        counts = merge_into(filled.with_name("ours.sqlite"), filled)
+    assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)
+
+
+def test_text_that_is_not_utf8_beside_a_record_is_no_traceback(filled: Path, make_record: MakeRecord) -> None:
+    remember_check(check_of(make_record()), str(filled))
+    bad = "CAST(x'ff' AS TEXT)"
+    execute(
+        filled,
+        f"UPDATE records SET created_at = {bad}, target = {bad} WHERE id = 1",
+        f"UPDATE selections SET pinned_at = {bad}",
+        f"UPDATE checks SET created_at = {bad}",
+    )
+    with open_store(str(filled)) as store:
+        groups, _ = store.preview(Forgettable())
+    assert [(group.target, group.records) for group in groups] == [("?", 1)]
+    with pytest.warns(UnreadableRecord, match="filed under another name"):
+        counts = merge_into(filled.with_name("ours.sqlite"), filled)
+    assert (counts.selections_added, counts.checks_added) == (1, 1)
