@@ -196,3 +196,12 @@ def test_memory_that_torch_cannot_allocate_is_the_machines_fault() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert str(machine_fault(caught.value)).startswith("memory ran out")
+
+
+@pytest.mark.parametrize(("blocks", "is_full"), [(0, False), (1000, True)])
+def test_a_file_system_without_blocks_is_not_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, is_full: bool
+) -> None:
+    space = os.statvfs_result((4096, 4096, blocks, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: space)
+    assert (machine.writing_error(tmp_path) is not None) == is_full
