@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from flashtune.record import Digest, Seconds, TargetName, Verdict, Versions
+from flashtune.record import Digest, Seconds, Verdict, Versions
+from flashtune.target import TargetName
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

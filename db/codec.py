@@ -151,6 +151,8 @@ def _decode_config(family_name: str, raw: bytes) -> Config | None:
 def _contradiction(record: Record) -> str:
     """Says which fields of a record cannot be true together; empty if none."""
     problem, measurement = record.problem, record.measurement
+    if record.gpu and record.gpu.name != record.target:
+        return f"it is of {record.target}, and its facts are those of {record.gpu.name}"
     if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
         return f"its problem {problem.key} is empty, and no kernel computes it"
     if measurement and record.provenance is Provenance.MEASURED and not measurement.samples:

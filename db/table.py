@@ -19,7 +19,8 @@ from flashtune.db.codec import UNDECODABLE, brief, decode_record, encode_record,
 from flashtune.db.rules import serves_any_tensors, why_not_selectable
 from flashtune.errors import TableError
 from flashtune.files import read_bounded
-from flashtune.record import Digest, Measurement, Record, ShortText, TargetName, Versions
+from flashtune.record import Digest, Measurement, Record, ShortText, Versions
+from flashtune.target import TargetName
 
 SCHEMA = 2
 # Tables of schema 1 have neither receipts nor times.

@@ -11,13 +11,13 @@ from flashtune.config import Config
 from flashtune.errors import TableError
 from flashtune.kernel import Specialization
 from flashtune.problem import Problem
+from flashtune.target import Target, TargetName
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
 # `$` would let a line break pass at the end.
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-TargetName = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+\Z")]
 ShortText = Annotated[str, msgspec.Meta(max_length=400)]
 
 
@@ -164,7 +164,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """All that is known of one candidate.
 
     `family` is `standard` or `sdpa` for the baselines, whose `config` is None. `message` is one
-    line that says why an outcome is not `ok`.
+    line that says why an outcome is not `ok`. `gpu` has the facts of a GPU that `flashtune targets` does
+    not list, so that the record can be checked on other machines.
     """
 
     problem: Problem
@@ -180,6 +181,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     verdict: Verdict | None = None
     measurement: Measurement | None = None
     message: ShortText = ""
+    # Left out of stored records where it says nothing, as `Resources.warps`.
+    gpu: Target | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def ms(self) -> float | None:

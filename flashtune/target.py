@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 KIB = 1024
 MIB = 1024 * KIB
 
+# Bounds of what a stored record may say of a GPU; `$` would let a line break pass at the end.
+TargetName = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+\Z")]
+ArchName = Annotated[str, msgspec.Meta(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})\Z")]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
 
 class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dense peak rates in TFLOP/s: matrix units on 16-bit inputs, and plain fp32."""
 
-    half: float
-    fp32: float
+    half: Rate
+    fp32: Rate
 
     @property
     def fp8(self) -> float:
@@ -47,19 +53,24 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         warp_size: Threads of a warp (64 on CDNA).
     """
 
-    name: str
-    arch: str
-    sram_per_block: int
-    sram_per_sm: int
-    registers_per_sm: int
-    threads_per_sm: int
-    tensor_memory_columns: int
-    sm_count: int
-    l2_bytes: int
-    hbm_bandwidth: float
-    clock_mhz: int
+    name: TargetName
+    arch: ArchName
+    sram_per_block: Count
+    sram_per_sm: Count
+    registers_per_sm: Count
+    threads_per_sm: Count
+    tensor_memory_columns: Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+    sm_count: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    l2_bytes: Count
+    hbm_bandwidth: Rate
+    clock_mhz: Count
     peak: PeakFlops
-    warp_size: int = 32
+    warp_size: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether these are the facts of a GPU in the table, or of that GPU as its driver tells them."""
+        return any(self.name == target.name for target in TARGETS)
 
     @property
     def short_name(self) -> str:

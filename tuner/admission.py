@@ -58,7 +58,7 @@ def why_refused(record: Record) -> str:
     A record of another template version passes without a comparison of its kernel. Dispatch treats it as
     unproven.
     """
-    target = facts_of(record.target)
+    target = facts_of(record)
     if target is None:
         return f"there is no target {record.target!r} here: use it on a machine with that GPU"
     problem = record.problem
@@ -72,11 +72,13 @@ def why_refused(record: Record) -> str:
     return of_family(record, target) or _impossible_time(record, target)
 
 
-def facts_of(name: str) -> Target | None:
+def facts_of(record: Record) -> Target | None:
     """Returns the facts of a record's GPU, None for an unknown one.
 
-    A sibling of a listed GPU, such as a slice of it, has the listed one's facts unless it is in this machine.
+    They are those in the table, or of this machine's GPU, or in the record. A sibling of a listed GPU, such
+    as a slice of it, otherwise has the listed one's.
     """
+    name = record.target
     listed = {target.name: target for target in TARGETS}
     if name in listed:
         return listed[name]
@@ -86,7 +88,7 @@ def facts_of(name: str) -> Target | None:
         here = None
     if here is not None and here.name == name:
         return here
-    return listed.get(canonical_name(name))
+    return record.gpu or listed.get(canonical_name(name))
 
 
 def digest_of(record: Record) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from flashtune.db.store import Store, StoredRecord
 from flashtune.record import Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
@@ -117,6 +119,7 @@ class Journal:
             verdict=evaluation.verdict if evaluation else None,
             measurement=evaluation.measurement if evaluation else None,
             message=evaluation.message if evaluation else compiled.message,
+            gpu=msgspec.UNSET if self._scope.target.is_listed else self._scope.target,
         )
         self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
         self._outcomes[record.outcome] += 1

@@ -21,11 +21,12 @@ from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.errors import FlashtuneError, KernelError
 from flashtune.kernel import Argument, Kernel, Step
 from flashtune.record import Record, Versions
-from flashtune.target import find_target
+from flashtune.target import Target
 from flashtune.templates.family import kernel_of_source
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.admission import facts_of
 from flashtune.tuner.equivalence import difference
 from flashtune.tuner.export import write_file
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
@@ -81,6 +82,7 @@ class _Pair(NamedTuple):
 
     old: Kernel
     new: Kernel
+    target: Target
 
 
 def restamp(
@@ -122,13 +124,16 @@ def _sources(folders: Iterable[Path]) -> dict[str, list[Path]]:
 def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restamped:
     if record.config is None or record.kernel is None:
         return Restamped(record, Fate.CURRENT)
+    target = facts_of(record)
+    if target is None:
+        return Restamped(record, Fate.CHANGED, f"there is no target {record.target!r} here")
     try:
         family = find_family(record.family)
         new = render(family, record.problem, record.config, record.specialization)
     except FlashtuneError as error:
         return Restamped(record, Fate.CHANGED, str(error))
     if record.kernel == new.digest:
-        return _Pair(new, new)
+        return _Pair(new, new, target)
     here = current_versions(record.family)
     if (record.versions.triton, record.versions.ptxas) != (here.triton, here.ptxas):
         # Equal code of one compiler proves nothing of another's.
@@ -138,7 +143,7 @@ def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restampe
             # The digest authenticates the canonical form: only that is run.
             plain = msgspec.structs.replace(old, source=canonical_source(old.source))
             if record.kernel == old.digest == plain.digest:
-                return _Pair(plain, new)
+                return _Pair(plain, new, target)
     return Restamped(record, Fate.NO_SOURCE)
 
 
@@ -191,7 +196,7 @@ def _renamed(kernel: Kernel | Step, parameters: Mapping[str, tuple[str, ...]]) -
 def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Progress) -> dict[_Key, str]:
     """The first difference of each distinct pair of kernels on a target."""
     jobs = {
-        _key(record, pair): (*pair, record.problem, record.config, find_target(record.target))
+        _key(record, pair): (pair.old, pair.new, record.problem, record.config, pair.target)
         for record, pair in zip(records, pairs, strict=True)
         if isinstance(pair, _Pair) and pair.old is not pair.new
     }

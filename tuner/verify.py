@@ -117,7 +117,7 @@ def _subject(record: Record) -> _Subject | str:
     """The record's kernel as it renders here, or why the record cannot be used."""
     assert record.config is not None
     try:
-        refused, target = why_refused(record), facts_of(record.target)
+        refused, target = why_refused(record), facts_of(record)
         if refused or target is None:
             return refused
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)

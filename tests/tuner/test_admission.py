@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune.db.codec import decode_record, encode_record
 from flashtune.db.failures import UnreadableRecord
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, shipped_table
@@ -35,6 +36,10 @@ def shipped(family: str) -> Record:
     return next(record for record in table.records if record.family == family)
 
 
+def of_gpu(name: str) -> Record:
+    return msgspec.structs.replace(shipped("forward_q_outer"), target=name)
+
+
 def changed(record: Record, part: str, **changes: Any) -> Record:
     value = msgspec.structs.replace(getattr(record, part), **changes)
     return msgspec.structs.replace(record, **{part: value})
@@ -51,8 +56,7 @@ def test_every_shipped_record_is_admitted(name: str) -> None:
 def test_no_shipped_time_is_below_the_roofline(name: str) -> None:
     table = shipped_table(name)
     assert table is not None
-    target = facts_of(name)
-    assert target is not None
+    target = find_target(name)
     below = [
         record.problem.key
         for record in table.records
@@ -150,15 +154,41 @@ def test_an_unknown_gpu_is_refused_and_a_sibling_has_the_facts_of_the_listed_one
     record = shipped("forward_q_outer")
     unknown = msgspec.structs.replace(record, target="nvidia-x9000")
     assert "there is no target 'nvidia-x9000' here" in why_refused(unknown)
-    assert facts_of("nvidia-h200-mig-1g.18gb") == H200
+    assert facts_of(of_gpu("nvidia-h200-mig-1g.18gb")) == H200
     # An alias is no name of a target: dispatch would never find the record.
-    assert facts_of("h200") is None
+    assert facts_of(of_gpu("h200")) is None
 
 
 def test_this_machines_gpu_is_known_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = msgspec.structs.replace(H200, name="nvidia-of-mine")
     monkeypatch.setattr(admission, "device_target", lambda index: mine)
-    assert facts_of("nvidia-of-mine") is mine
+    assert facts_of(of_gpu("nvidia-of-mine")) is mine
+
+
+def test_a_record_of_an_unlisted_gpu_is_checked_by_the_facts_in_it() -> None:
+    gpu = msgspec.structs.replace(H200, name="nvidia-x9000")
+    record = changed(msgspec.structs.replace(of_gpu(gpu.name), gpu=gpu), "verdict", device="NVIDIA X9000")
+    assert facts_of(record) == gpu
+    assert why_refused(record) == ""
+    assert decode_record(encode_record(record)) == record
+    small = msgspec.structs.replace(gpu, sram_per_block=1024)
+    assert "its kernel asks for" in why_refused(msgspec.structs.replace(record, gpu=small))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "nvidia-x8000"}, "its facts are those of nvidia-x8000"),
+        ({"sram_per_block": -1}, "sram_per_block"),
+        ({"arch": "sm_ninety"}, "arch"),
+        ({"peak": {"half": 0.0, "fp32": 1.0}}, "half"),
+    ],
+)
+def test_impossible_facts_of_a_gpu_are_refused(changes: dict[str, Any], reason: str) -> None:
+    gpu = msgspec.to_builtins(msgspec.structs.replace(H200, name="nvidia-x9000")) | changes
+    raw = json.loads(encode_record(of_gpu("nvidia-x9000"))) | {"gpu": gpu}
+    with pytest.raises(TableError, match=reason):
+        decode_record(json.dumps(raw).encode())
 
 
 def test_each_distinct_kernel_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from flashtune.db.store import open_store
 from flashtune.db.table import load_table
 from flashtune.errors import FlashtuneError
 from flashtune.record import Record
+from flashtune.target import find_target
 from flashtune.tuner.export import json_table, write_file
 from flashtune.tuner.importing import import_tables
 
@@ -63,6 +64,27 @@ def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp
     ]
     assert len(load_table(tmp_path / "tables" / "nvidia-h200.json").records) == 2
     assert json.loads(run("export", "--target", "h100").stdout)["target"] == "nvidia-h100"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("json", "t.json"), ("python", "t.py"), ("triton-config", "t.py")]
+)
+def test_records_of_an_unlisted_gpu_can_be_exported_and_imported_on_another_machine(
+    run: Run, make_record: MakeRecord, tmp_path: Path, kind: str, name: str
+) -> None:
+    gpu = msgspec.structs.replace(find_target("h200"), name="nvidia-x9000")
+    measured = make_record()
+    assert measured.verdict is not None
+    verdict = msgspec.structs.replace(measured.verdict, device="NVIDIA X9000")
+    record = msgspec.structs.replace(measured, target=gpu.name, gpu=gpu, verdict=verdict)
+    copied, out = str(tmp_path / "copied.db"), tmp_path / name
+    with open_store(copied) as store:
+        store.pin(store.add(record))
+    result = run("export", "--db", copied, "--format", kind, "--out", out)
+    assert result.exit_code == 0, result.output
+    if kind == "json":
+        assert load_table(out).records == (record,)
+        assert run("import", out).exit_code == 0
 
 
 def test_a_hostile_target_name_reaches_no_path(

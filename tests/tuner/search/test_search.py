@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashtune.db.store import Store
@@ -25,7 +26,7 @@ from tests.tuner.search.fakes import (
     compiled,
     right,
 )
-from tests.tuner.search.small_search import SIZE, search
+from tests.tuner.search.small_search import H100, SIZE, search
 
 WRONG = Verdict(passed=False, worst_ratio=1e9, checks=4, failed="needle q=65 kv=320", device="fake")
 
@@ -43,6 +44,17 @@ def test_a_small_space_is_walked_through_and_its_best_is_pinned(store: Store) ->
     (pinned,) = store.selections()
     assert pinned.record == result.best
     assert pinned.id == result.best_id
+
+
+def test_records_of_an_unlisted_gpu_have_its_facts(store: Store) -> None:
+    gpu = msgspec.structs.replace(H100, name="nvidia-x9000", sm_count=99)
+    search(store, FakeMeasurer(by_tile), target=gpu)
+    assert {entry.record.gpu for entry in store.records()} == {gpu}
+
+
+def test_records_of_a_listed_gpu_have_no_facts_of_it(store: Store) -> None:
+    search(store, FakeMeasurer(by_tile), target=msgspec.structs.replace(H100, l2_bytes=1))
+    assert {entry.record.gpu for entry in store.records()} == {msgspec.UNSET}
 
 
 def test_the_finals_time_the_best_and_the_peers_in_one_run(store: Store) -> None:
