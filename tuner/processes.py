@@ -107,10 +107,11 @@ def _starting() -> Iterator[None]:
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    # Ctrl-C reaches the server too, which would print a traceback while it imports. It inherits the mask.
-    # The resource tracker, which starts first, unblocks the signal here.
+    # Signals to the process group reach the server too: Ctrl-C would print a traceback while it imports, and
+    # SIGTERM would end it before the program has stopped its pools. It inherits the mask.
+    # The resource tracker, which starts first, unblocks the signals here.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:
@@ -133,6 +134,7 @@ def _become_worker() -> None:
     torch.set_num_threads(1)
     # A worker has nothing to tidy up, and a handler would wait for the compiler to come back.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _start_guard()
 
 

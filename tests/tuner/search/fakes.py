@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -254,3 +255,14 @@ def hang_on_gpu(*_: object) -> None:
 
     torch.cuda._sleep(2**40)
     torch.cuda.synchronize()
+
+
+def blocked_signals(process: str = "self") -> set[int]:
+    """The signals that a process blocks."""
+    lines = Path("/proc", process, "status").read_text().splitlines()
+    mask = int(next(line for line in lines if line.startswith("SigBlk:")).split()[1], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def blocked_by_worker_and_server() -> tuple[set[int], set[int]]:
+    return blocked_signals(), blocked_signals(str(os.getppid()))

@@ -17,6 +17,7 @@ from flashtune.tuner import compile_pool, worker
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.compile_pool import Compiled, CompilePool
 from flashtune.tuner.evaluation import DeviceLostError
+from flashtune.tuner.processes import start_pool, stop_pool
 from flashtune.tuner.worker import GpuWorker
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config
@@ -32,6 +33,16 @@ def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: Scope) -> None:
     assert result.resources is not None
     assert result.resources.sram_bytes > 0
     assert result.kernel is not None
+
+
+def test_a_signal_to_the_process_group_ends_workers_and_not_their_server() -> None:
+    pool = start_pool(1)
+    try:
+        worker_blocks, server_blocks = pool.schedule(fakes.blocked_by_worker_and_server).result(WAIT)
+    finally:
+        stop_pool(pool)
+    assert signal.SIGTERM not in worker_blocks
+    assert {signal.SIGTERM, signal.SIGINT} <= server_blocks
 
 
 def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
