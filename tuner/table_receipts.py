@@ -1,4 +1,4 @@
-"""Receipts of a table: the verdicts of a GPU here enter the table that was verified."""
+"""Receipts of a table: the verdicts and times of a GPU here enter the table that was verified."""
 
 from __future__ import annotations
 
@@ -7,34 +7,58 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.db.checks import Check
-from flashtune.db.table import TunedTable
+from flashtune.db.table import Timing, TunedTable
+from flashtune.kernel import Specialization
 from flashtune.record import Record
 
 
-def with_receipts(table: TunedTable, passed: Iterable[tuple[Record, tuple[Check, ...]]]) -> TunedTable:
-    """Returns a table with the verdicts of records that passed on its GPU.
+def sibling(record: Record) -> Specialization:
+    """Returns the specialization of a record's sibling, which has the other setting of the log-sum-exp.
 
-    A record that was measured under the same versions takes the verdict. Under other versions the verdict
-    becomes a receipt. The verdicts of siblings are receipts always. An earlier receipt of the same kernel and
-    versions is replaced.
+    The sibling of a backward pass takes, or does not take, the gradient of the log-sum-exp.
+    """
+    return msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
+
+
+def with_receipts(
+    table: TunedTable,
+    passed: Iterable[tuple[Record, Check]],
+    receipts: Iterable[Check],
+    times: Iterable[Timing] = (),
+) -> TunedTable:
+    """Returns a table with the verdicts and times of its GPU.
+
+    A record that was measured under the same versions takes the verdict of its own kernel as its own.
+    Earlier receipts and times of the same kernels and versions are replaced.
 
     Args:
         table: The table.
-        passed: Records of the table, each with the check of its kernel and then of its sibling.
+        passed: Records of the table, each with the check of its own kernel.
+        receipts: Passed checks of kernels of records and of their siblings.
+        times: Times of kernels of records under other versions than the records'.
     """
-    verdicts: dict[Record, Check] = {}
-    receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
-    for record, checks in passed:
-        for place, check in enumerate(checks):
-            if place == 0 and check.versions.makers == record.versions.makers:
-                verdicts[record] = check
-            elif check.verdict.passed:
-                receipts[check.digest, check.versions.makers] = msgspec.structs.replace(check, seconds=None)
+    verdicts = {
+        record: check.verdict for record, check in passed if check.versions.makers == record.versions.makers
+    }
     records = tuple(
-        msgspec.structs.replace(record, verdict=verdicts[record].verdict) if record in verdicts else record
+        msgspec.structs.replace(record, verdict=verdicts[record]) if record in verdicts else record
         for record in table.records
     )
-    return msgspec.structs.replace(table, records=records, receipts=tuple(receipts.values()))
+    makers: dict[str | None, set[tuple[str, ...]]] = {}
+    for record in records:
+        makers.setdefault(record.kernel, set()).add(record.versions.makers)
+    proven = {(one.digest, one.versions.makers): one for one in table.receipts}
+    for check in receipts:
+        if makers.get(check.digest) != {check.versions.makers}:
+            proven[check.digest, check.versions.makers] = check
+    timed = {
+        (one.problem, one.kernel, one.versions.makers): one
+        for listed in (table.times, times)
+        for one in listed
+    }
+    return msgspec.structs.replace(
+        table, records=records, receipts=tuple(proven.values()), times=tuple(timed.values())
+    )
 
 
 def tritons(table: TunedTable) -> tuple[str, ...]:

@@ -5,8 +5,10 @@ Nothing that imports Triton is imported at the top: an interpreter's worker sets
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +18,27 @@ from pebble import ProcessPool
 from flashtune.errors import KernelError, MachineError, VerificationError
 
 if TYPE_CHECKING:
+    import torch
+
     from flashtune.config import Config
     from flashtune.db.checks import Check
     from flashtune.kernel import Kernel, Specialization
     from flashtune.problem import Problem
-    from flashtune.record import Record, Verdict
+    from flashtune.record import Measurement, Record, Verdict
     from flashtune.target import Target
 
 COMPILE_SECONDS = 120.0
 GPU_SECONDS = 240.0
 INTERPRETER_SECONDS = 120.0
 BROKEN_CONTEXT = 70
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """A record to be verified, the facts of its GPU, and its kernel as it renders here."""
+
+    record: Record
+    target: Target
+    kernel: Kernel
 
 
 class Interpretable(msgspec.Struct, frozen=True):
@@ -99,77 +111,81 @@ def check_interpreted(task: Interpretable) -> Verdict:
     return check_kernel(family, task.problem, task.config, task.specialization, task.target, cpu, Level.QUICK)
 
 
-def check_on_gpu(record: Record, index: int) -> tuple[Check, ...]:
-    """Proves a record's kernel on a GPU at its shape, and its sibling with (or without) the log-sum-exp.
+def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
+    """Proves a kernel on a GPU at the shape of a record, whose own kernel or sibling it is.
 
     A kernel with barriers of its own is proven with injected delays too; its verdict then names `delays`.
-    The sibling of a backward pass is given (or not given) the gradient of the log-sum-exp.
-
-    Returns:
-        The verdict of the record's kernel, then, if that passed, of its sibling.
 
     Raises:
         KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
     """
     import torch
 
-    from flashtune.proof.cases import Level
+    from flashtune.db.checks import Check
+    from flashtune.proof.check import check_delayed, check_rendered, joined
     from flashtune.target import device_target
+    from flashtune.versions import current_versions
 
+    assert record.config is not None
     target, device = device_target(index), torch.device("cuda", index)
-    sibling = msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
+    with _whole_context(device):
+        verdict = check_rendered(kernel, record.problem, record.config, target, device)
+        late = (
+            check_delayed(kernel, record.problem, record.config, target, device) if verdict.passed else None
+        )
+    if late is not None:
+        verdict = joined([verdict, late])
+    return Check(
+        digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
+    )
+
+
+def time_on_gpu(record: Record, index: int) -> Measurement:
+    """Times a record's kernel on a GPU, without peers.
+
+    Raises:
+        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+    """
+    import torch
+
+    from flashtune.target import device_target
+    from flashtune.tuner.candidates import Candidate
+    from flashtune.tuner.finals import kernel_run
+    from flashtune.tuner.jobs import prepare
+    from flashtune.tuner.measurement import clock_probe, measure
+    from flashtune.tuner.tensors import make_tensors
+
+    assert record.config is not None
+    prepare(index)
+    device = torch.device("cuda", index)
+    with _whole_context(device):
+        tensors = make_tensors(record.problem, device, lse=record.specialization.lse)
+        candidate = Candidate(record.family, record.config)
+        run = kernel_run(record.problem, candidate, record.specialization, device_target(index), tensors)
+        return measure(run, device, throttled=clock_probe(index).is_throttled())
+
+
+@contextlib.contextmanager
+def _whole_context(device: torch.device) -> Iterator[None]:
+    """Ends this process after an error that broke the GPU's context.
+
+    Raises:
+        KernelError: In place of torch's errors.
+    """
+    import torch
+
+    from flashtune.compilation import first_line
+
     try:
-        first = _check(record, record.specialization, target, device, Level.FULL)
-        if first.verdict.passed:
-            first = _with_delays(record, first, target, device)
-        if not first.verdict.passed:
-            return (first,)
-        return first, _check(record, sibling, target, device, Level.QUICK)
-    except KernelError:
+        yield
+    except (KernelError, RuntimeError) as error:
         try:
             torch.cuda.synchronize(device)
         except RuntimeError:
             os._exit(BROKEN_CONTEXT)
-        raise
-
-
-def _with_delays(record: Record, first: Check, target: Target, device: Any) -> Check:
-    """The check with the verdict of injected delays, for kernels with barriers of their own."""
-    from flashtune.proof.check import check_delayed, joined
-    from flashtune.templates.registry import find_family
-    from flashtune.templates.rendering import render
-
-    assert record.config is not None
-    kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
-    late = check_delayed(kernel, record.problem, record.config, target, device)
-    return first if late is None else msgspec.structs.replace(first, verdict=joined([first.verdict, late]))
-
-
-def gpu_kernels(record: Record, kernel: Kernel) -> tuple[Kernel, ...]:
-    """The further kernels that `check_on_gpu` compiles: the sibling and the one with injected delays."""
-    from flashtune.proof.delays import delayed
-    from flashtune.templates.registry import find_family
-    from flashtune.templates.rendering import render
-
-    assert record.config is not None
-    sibling = msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
-    further = (render(find_family(record.family), record.problem, record.config, sibling), delayed(kernel))
-    return tuple(one for one in further if one is not None)
-
-
-def _check(record: Record, specialization: Specialization, target: Target, device: Any, level: Any) -> Check:
-    from flashtune.db.checks import Check
-    from flashtune.proof.check import check_rendered
-    from flashtune.templates.registry import find_family
-    from flashtune.templates.rendering import render
-    from flashtune.versions import current_versions
-
-    assert record.config is not None
-    kernel = render(find_family(record.family), record.problem, record.config, specialization)
-    verdict = check_rendered(kernel, record.problem, record.config, target, device, level)
-    return Check(
-        digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
-    )
+        if isinstance(error, KernelError):
+            raise
+        raise KernelError(first_line(error)) from error
 
 
 def failure(job: Future[Any]) -> str:

@@ -6,9 +6,8 @@ import enum
 
 import msgspec
 
-from flashtune.db.checks import Check
-from flashtune.record import Record
 from flashtune.tuner.receipts import Receipt
+from flashtune.tuner.verify_gpu import OnGpu
 
 
 class Means(enum.StrEnum):
@@ -46,16 +45,16 @@ class Report(msgspec.Struct, frozen=True):
     """All results, and what a GPU's checks leave to be remembered.
 
     Attributes:
-        results: One for each selected kernel, in the table's order.
+        results: One for each selected kernel that was reached, in the table's order.
         baselines: Selections that are no generated kernel.
-        checks: Verdicts made on a GPU here.
-        passed: The records that passed on a GPU here, each with its checks.
+        missed: Selected kernels that were not reached before the run ended.
+        on_gpu: The verdicts and times of the GPU here.
     """
 
     results: tuple[Result, ...]
     baselines: int
-    checks: tuple[Check, ...] = ()
-    passed: tuple[tuple[Record, tuple[Check, ...]], ...] = ()
+    missed: int = 0
+    on_gpu: OnGpu = OnGpu()
 
     def count(self, means: Means) -> int:
         """How many were compared by a means, whatever came of it."""

@@ -104,9 +104,7 @@ def check_rendered(
     seed = next_seed() if seed is None else seed
     binary = None if interpreting() else compiled or compile_binary(kernel, target)
     findings: list[Finding] = []
-    planned = tuple(planned_cases(kernel, problem, config, level, seed))
-    if problem.features or splits_of(config):
-        planned = _supported(kernel, target, planned)
+    planned = _planned(kernel, problem, config, target, level, seed)
     keep = level is not Level.QUICK
     with _on(device), contextlib.nullcontext() if interpreting() else one_thread():
         try:
@@ -156,6 +154,15 @@ def check_delayed(
     return msgspec.structs.replace(verdict, probes=(*(verdict.probes or ()), DELAYS))
 
 
+def full_probes(kernel: Kernel, problem: Problem, config: Config, target: Target) -> frozenset[str]:
+    """The probes that a pass at the full level names; `delays` too where `check_delayed` gives a verdict."""
+    from flashtune.proof.delays import DELAYS, delayed
+
+    planned = _planned(kernel, problem, config, target, Level.FULL, 0)
+    late = () if delayed(kernel) is None else (DELAYS,)
+    return frozenset((*(case.probe.value for case, _ in planned), *late))
+
+
 def read_figures(findings: list[Finding]) -> list[float]:
     """All figures, in their order, which are on the device: it is waited for once for each type of them."""
     values = [0.0] * len(findings)
@@ -192,6 +199,14 @@ def _variants(
     if problem.causal is not Causal.NONE:
         other = Causal.TOP_LEFT if problem.causal is Causal.BOTTOM_RIGHT else Causal.BOTTOM_RIGHT
         yield msgspec.structs.replace(problem, causal=other), specialization
+
+
+def _planned(
+    kernel: Kernel, problem: Problem, config: Config, target: Target, level: Level, seed: int
+) -> tuple[tuple[Case, int], ...]:
+    """The cases of a level that the kernel's family computes."""
+    planned = tuple(planned_cases(kernel, problem, config, level, seed))
+    return _supported(kernel, target, planned) if problem.features or splits_of(config) else planned
 
 
 def _supported(

@@ -142,16 +142,26 @@ def test_an_imported_table_brings_its_receipts_as_self_checks(table: TunedTable,
 
 def test_verdicts_under_the_same_versions_replace_those_of_records(record: Record) -> None:
     table = TunedTable(target=TARGET, records=(record,))
-    sibling = receipt_of(record, record.versions, digest="e" * 32)
-    done = with_receipts(table, [(record, (receipt_of(record, record.versions), sibling))])
+    check, sibling = (receipt_of(record, record.versions, digest=digest) for digest in ("", "e" * 32))
+    done = with_receipts(table, [(record, check)], [check, sibling])
     assert done.records[0].verdict == PASSED
     assert done.receipts == (sibling,)
 
 
 def test_verdicts_under_other_versions_become_receipts(record: Record) -> None:
     table = TunedTable(target=TARGET, records=(record,))
-    versions = newer(record.versions)
-    done = with_receipts(table, [(record, (receipt_of(record, versions),))])
+    check = receipt_of(record, newer(record.versions))
+    done = with_receipts(table, [(record, check)], [check])
     assert done.records == (record,)
-    assert done.receipts == (receipt_of(record, versions),)
+    assert done.receipts == (check,)
     assert tritons(done) == (record.versions.triton, "3.9.0")
+
+
+def test_newer_receipts_and_times_take_the_place_of_earlier_ones(table: TunedTable, record: Record) -> None:
+    versions = newer(record.versions)
+    better = msgspec.structs.replace(PASSED, checks=200)
+    check = receipt_of(record, versions, better)
+    timing = msgspec.structs.replace(timing_of(record, versions), measurement=Measurement(0.2, 0.2, 0.2, 50))
+    done = with_receipts(table, [(record, check)], [check], [timing])
+    assert set(done.receipts) == {check, table.receipts[1]}
+    assert done.times == (timing,)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from flashtune.db.table import TunedTable, dump_table, shipped_table
+from flashtune.db.table import TunedTable, dump_table
 from flashtune.errors import VerificationError
 from flashtune.kernel import Specialization
 from flashtune.problem import Dtype, Problem
@@ -23,8 +23,8 @@ from flashtune.tuner import verify, verify_jobs
 from flashtune.tuner.cli import main
 from flashtune.tuner.receipts import Receipt
 from flashtune.tuner.verify import verify_records
-from flashtune.tuner.verify_jobs import gpu_kernels
 from flashtune.tuner.verify_report import Means, Report, Result
+from flashtune.tuner.verify_runs import Runs
 from flashtune.versions import current_versions
 
 FAMILY = find_family("forward_q_outer")
@@ -100,7 +100,7 @@ def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
     report = verify_records(
         [make_record(512), make_record(1024), make_record(2048, config=too_large)],
         gpu=None,
-        progress=lambda phase, done, total: seen.add(phase),
+        runs=Runs(progress=lambda phase, done, total: seen.add(phase)),
     )
     good, alike, large = report.results
     assert not good.failed
@@ -288,15 +288,3 @@ def test_writing_receipts_needs_the_gpu_of_the_table(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "--write needs the table's GPU" in done.output
     assert not (tmp_path / "table.json").exists()
-
-
-def test_the_sibling_and_the_delayed_kernel_are_compiled_before_gpu_checks() -> None:
-    family = find_family("forward_hopper")
-    table = shipped_table("nvidia-h200")
-    assert table is not None
-    record = next(one for one in table.records if one.family == family.name)
-    assert record.config is not None
-    kernel = render(family, record.problem, record.config, record.specialization)
-    sibling, delayed_kernel = gpu_kernels(record, kernel)
-    assert sibling.specialization.lse is not record.specialization.lse
-    assert "fall_behind()" in delayed_kernel.source

@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Where the output is no terminal, tables are not squeezed into eighty columns.
 PIPE_WIDTH = 200
+# Seconds between lines of progress where there is no terminal.
+LINE_SECONDS = 20.0
 # Lines of wide tables are not folded.
 UNFOLDED = 10_000
 
@@ -66,18 +69,20 @@ def command_line() -> str:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how much of a phase is done, on stderr, where that is a terminal.
+    """A function that shows how much of a phase is done, on stderr.
 
-    It takes the name of the phase, how many steps are done, and how many there are. Each phase has a bar.
+    It takes the name of the phase, how many steps are done, and how many there are. On a terminal each phase
+    has a bar. Elsewhere a line is written now and then.
     """
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
     tasks: dict[str, TaskID] = {}
     console = Console(stderr=True)
-    # Elsewhere than on a terminal it would end with an empty line.
-    hidden = not (console.is_terminal and shows_progress())
-    with Progress(console=console, transient=True, disable=hidden) as bars:
+    if not console.is_terminal:
+        yield progress_lines()
+        return
+    with Progress(console=console, transient=True, disable=not shows_progress()) as bars:
 
         def show(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
@@ -85,6 +90,20 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[phase], completed=done, total=total)
 
         yield show
+
+
+def progress_lines() -> Callable[[str, int, int], None]:
+    """A function that writes how much of a phase is done to stderr, at most one line in twenty seconds."""
+    latest = time.monotonic()
+
+    def show(phase: str, done: int, total: int) -> None:
+        nonlocal latest
+        now = time.monotonic()
+        if shows_progress() and now - latest >= LINE_SECONDS:
+            latest = now
+            note(f"{phase}: {done} of {total}")
+
+    return show
 
 
 def write_result(path: Path | None, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,23 @@ MOST_SHOWN = 20
     metavar="FILE",
     help="Write the table with the verdicts of the GPU here as receipts.",
 )
+@click.option(
+    "--time",
+    "timed",
+    is_flag=True,
+    help="With --write: time the kernels that passed and whose records are of other versions.",
+)
+@click.option(
+    "--missing",
+    is_flag=True,
+    help="With --write: skip checks and times that the table has under the versions here.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Stop after S seconds. With --write the results so far are written; --missing continues.",
+)
 @quiet_options
 @database_option
 @json_option
@@ -67,6 +85,9 @@ def command(
     sampled: bool,
     allow_unproven: bool,
     written: Path | None,
+    timed: bool,
+    missing: bool,
+    seconds: float | None,
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -77,33 +98,43 @@ def command(
     is in plain Triton, and needs a receipt: the verdict of a GPU, stored with the record and bound to
     the kernel's digest. A table that was made without a GPU has no receipts: --allow-unproven passes
     what compiles, fits and, where it can be interpreted, computes what it should.
+
+    With --write, Ctrl-C and SIGTERM write the results so far.
     """
     from flashtune.db.table import dump_table
     from flashtune.tuner.table_receipts import with_receipts
     from flashtune.tuner.verify import remember, verify_records
+    from flashtune.tuner.verify_runs import Runs, stopped_by_signals
     from flashtune.tuner.verify_sample import sample
 
     if require_gpu and allow_unproven:
         raise UsageError(
             "--require-gpu and --allow-unproven contradict one another: leave one of the two out"
         )
+    if (timed or missing) and not written:
+        raise UsageError("--time and --missing go with --write: name the file to write")
     whole = _written_table(table, db) if written else None
     found = _records(table, target_name, db)
     records = sample(found) if sampled else found
     left_out = len(found) - len(records)
     with progress_bars() as progress:
-        report = verify_records(
-            records,
-            gpu=_gpu(),
-            require_gpu=require_gpu,
-            same_triton=same_triton,
-            allow_unproven=allow_unproven,
-            progress=progress,
-        )
-    if report.checks:
-        remember(report.checks, db)
+        runs = Runs(seconds, progress)
+        with stopped_by_signals(runs) if written else contextlib.nullcontext():
+            report = verify_records(
+                records,
+                gpu=_gpu(),
+                require_gpu=require_gpu,
+                same_triton=same_triton,
+                allow_unproven=allow_unproven,
+                known=whole if missing else None,
+                timed=timed,
+                runs=runs,
+            )
+    done = report.on_gpu
     if written and whole:
-        write_result(written, dump_table(with_receipts(whole, report.passed)))
+        write_result(written, dump_table(with_receipts(whole, done.passed, done.receipts, done.times)))
+    if done.checks:
+        remember(done.checks, db)
     if as_json:
         print_json({**_counts(report), "left_out": left_out, "results": report.results})
     else:
@@ -114,6 +145,13 @@ def command(
         raise VerificationError(
             f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
             "on their GPU"
+        )
+    if runs.stopped:
+        raise KeyboardInterrupt
+    if report.missed:
+        raise VerificationError(
+            f"{report.missed} kernels were not reached: allow more --seconds"
+            f"{f', or continue with --missing --table {written}' if written else ''}"
         )
 
 
@@ -163,6 +201,7 @@ def _counts(report: Report) -> dict[str, int]:
         "kernels": len(report.results),
         **counts,
         "failed": len(report.failures),
+        "missed": report.missed,
         "baselines": report.baselines,
     }
 
@@ -188,6 +227,8 @@ def _print(report: Report) -> None:
     receipts = Counter(_source(result.receipt) for result in report.results if result.receipt)
     for source, count in sorted(receipts.items()):
         click.echo(f"{count} of {total} have a receipt: {source}")
+    if report.missed:
+        click.echo(f"{report.missed} more were not reached before the run ended")
     if report.baselines:
         click.echo(f"{report.baselines} selections are torch's own and were not checked")
     if is_set("verbose"):

@@ -1,0 +1,252 @@
+"""Checks and times the kernels of a table's records on their GPU.
+
+Each record has two kernels: its own and its sibling, which has the other setting of the log-sum-exp. Both are
+checked at the same level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from flashtune.db.checks import Check
+from flashtune.db.table import Timing, TunedTable
+from flashtune.kernel import Kernel
+from flashtune.proof.check import full_probes, joined
+from flashtune.proof.delays import delayed
+from flashtune.record import Measurement, Record, Verdict
+from flashtune.target import names_gpu
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner import verify_jobs
+from flashtune.tuner.processes import start_pool, usable_cores
+from flashtune.tuner.table_receipts import sibling
+from flashtune.tuner.verify_jobs import Subject
+from flashtune.tuner.verify_runs import Runs
+from flashtune.versions import current_versions
+
+# Checks wait for the processor most of the time, so that several processes share the GPU.
+MOST_WORKERS = 8
+# A check keeps the inputs and references of two large problems, of up to 2 GiB each.
+WORKER_BYTES = 16 * 2**30
+
+
+# The digest of a kernel and the versions that made it.
+_Place = tuple[str, tuple[str, str, str, str]]
+
+
+class OnGpu(msgspec.Struct, frozen=True):
+    """The results of a GPU.
+
+    Attributes:
+        outcomes: By the id of the record.
+        checks: All verdicts.
+        passed: Records whose own kernel passed, each with the check.
+        receipts: A check for each kernel that passed at the shapes of all records that have it.
+        times: Times of the kernels of records under the versions here.
+    """
+
+    outcomes: Mapping[int, Outcome] = {}
+    checks: tuple[Check, ...] = ()
+    passed: tuple[tuple[Record, Check], ...] = ()
+    receipts: tuple[Check, ...] = ()
+    times: tuple[Timing, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The result of a record.
+
+    Attributes:
+        failed: Why a check or the timing of its kernels failed, empty if none did.
+        missed: Whether the run ended before all of them.
+        ran: Whether its own kernel was checked here; if not, the table has a receipt of it.
+    """
+
+    failed: str
+    missed: bool
+    ran: bool
+
+
+class _Task(NamedTuple):
+    """A check of a kernel at the shape of a record; `sibling` names it where it is not the record's own."""
+
+    subject: Subject
+    kernel: Kernel
+    sibling: str = ""
+
+
+class _Done(NamedTuple):
+    """The result of a task: why it failed, empty if it passed, None if it did not end; and its verdict."""
+
+    task: _Task
+    failed: str | None
+    check: Check | None
+
+
+def check_on_gpu(
+    subjects: list[Subject], index: int, runs: Runs, known: TunedTable | None = None, *, timed: bool = False
+) -> OnGpu:
+    """Checks the kernels of records on their GPU, and times those that passed.
+
+    Args:
+        subjects: Records of the GPU, whose kernels compile.
+        index: The GPU's index on this machine.
+        runs: Where the jobs run.
+        known: A table whose receipts and times under the versions here are not made again.
+        timed: Whether to time kernels whose records were made under other versions than are here.
+    """
+    tasks = _tasks(subjects)
+    if known is not None:
+        receipts = {(one.digest, one.versions.makers): one.verdict for one in known.receipts}
+        tasks = [task for task in tasks if not _has_receipt(task, receipts)]
+    _compile(tasks, runs)
+    done = _check(tasks, index, runs)
+    own = {id(one.task.subject.record): one.failed for one in done if not one.task.sibling}
+    right = [one for one in subjects if own.get(id(one.record), "") == ""]
+    wanted = [one for one in right if timed and _wants_time(one, known)]
+    times = _time(wanted, index, runs)
+    told: dict[int, list[str | None]] = {id(one.record): [] for one in subjects}
+    for one in done:
+        told[id(one.task.subject.record)].append(one.failed)
+    for subject in wanted:
+        lost, _ = times.get(id(subject.record), (None, None))
+        told[id(subject.record)].append(lost and f"cannot be timed: {lost}")
+    return OnGpu(
+        outcomes={
+            key: Outcome(next(filter(None, said), ""), None in said, key in own) for key, said in told.items()
+        },
+        checks=tuple(one.check for one in done if one.check is not None),
+        passed=tuple(
+            (one.task.subject.record, one.check)
+            for one in done
+            if one.check is not None and one.failed == "" and not one.task.sibling
+        ),
+        receipts=_receipts(done),
+        times=tuple(
+            _timing(one, times[id(one.record)][1])
+            for one in wanted
+            if times.get(id(one.record), ("lost", None))[0] == ""
+        ),
+    )
+
+
+def _tasks(subjects: list[Subject]) -> list[_Task]:
+    """The checks of records, those of one kernel in a row, since a process keeps the inputs of its cases."""
+    tasks: list[_Task] = []
+    for subject in sorted(subjects, key=lambda one: one.kernel.digest):
+        record, specialization = subject.record, sibling(subject.record)
+        assert record.config is not None
+        kernel = render(find_family(record.family), record.problem, record.config, specialization)
+        name = "its sibling with lse" if specialization.lse else "its sibling without lse"
+        tasks += (_Task(subject, subject.kernel), _Task(subject, kernel, name))
+    return tasks
+
+
+def _has_receipt(task: _Task, receipts: Mapping[_Place, Verdict]) -> bool:
+    """Whether a table has a pass of a kernel under the versions here, with all probes of a check."""
+    record, target = task.subject.record, task.subject.target
+    assert record.config is not None
+    place = task.kernel.digest, current_versions(record.family).makers
+    own = record.verdict if (record.kernel, record.versions.makers) == place else None
+    needed = full_probes(task.kernel, record.problem, record.config, target)
+    return any(
+        one is not None
+        and one.passed
+        and names_gpu(target.name, one.device)
+        and needed <= set(one.probes or ())
+        for one in (own, receipts.get(place))
+    )
+
+
+def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
+    """Fills the compiler's cache with the siblings and the kernels with delays, on all cores.
+
+    A kernel that does not compile fails in its check, where the sentence names it.
+    """
+    jobs = {}
+    for task in tasks:
+        further = (task.kernel if task.sibling else None, delayed(task.kernel))
+        jobs.update({one.digest: (one, task.subject.target) for one in further if one is not None})
+    runs.run(
+        "compiling siblings",
+        lambda: start_pool(usable_cores()),
+        verify_jobs.why_not_compiled,
+        jobs,
+        verify_jobs.COMPILE_SECONDS,
+    )
+
+
+def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
+    found = runs.run(
+        "on the GPU",
+        lambda: start_pool(_workers(index)),
+        verify_jobs.check_on_gpu,
+        {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)},
+        verify_jobs.GPU_SECONDS,
+    )
+    return [_done(task, found.get(place)) for place, task in enumerate(tasks)]
+
+
+def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Done:
+    if result is None:
+        return _Done(task, None, None)
+    lost, check = result
+    failed = lost or (check.verdict.failed if check is not None else "")
+    return _Done(task, f"{task.sibling}: {failed}" if failed and task.sibling else failed, check)
+
+
+def _workers(index: int) -> int:
+    """The number of processes that check kernels on a GPU at the same time."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(index)
+    return max(1, min(MOST_WORKERS, usable_cores() // 2, free // WORKER_BYTES))
+
+
+def _receipts(done: list[_Done]) -> tuple[Check, ...]:
+    """One check for each kernel that passed at all of its records' shapes."""
+    checks: dict[str, list[Check | None]] = {}
+    for one in done:
+        checks.setdefault(one.task.kernel.digest, []).append(None if one.failed else one.check)
+    receipts = []
+    for made in checks.values():
+        passed = [one for one in made if one is not None]
+        if len(passed) == len(made):
+            verdict = joined([one.verdict for one in passed])
+            receipts.append(msgspec.structs.replace(passed[0], verdict=verdict, seconds=None))
+    return tuple(receipts)
+
+
+def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
+    """Whether a record's kernel has no measurement under the versions here.
+
+    A table has no place for the time of a kernel that its record does not name.
+    """
+    record, here = subject.record, current_versions(subject.record.family).makers
+    if record.versions.makers == here or record.kernel != subject.kernel.digest:
+        return False
+    place = record.problem.key, record.kernel, here
+    times = known.times if known is not None else ()
+    return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
+
+
+def _time(subjects: list[Subject], index: int, runs: Runs) -> dict[int, tuple[str, Any]]:
+    """Times the kernels of records one after another, while nothing else runs on the GPU."""
+    return runs.run(
+        "timing",
+        lambda: start_pool(1),
+        verify_jobs.time_on_gpu,
+        {id(one.record): (one.record, index) for one in subjects},
+        verify_jobs.GPU_SECONDS,
+    )
+
+
+def _timing(subject: Subject, measurement: Measurement) -> Timing:
+    return Timing(
+        problem=subject.record.problem.key,
+        kernel=subject.kernel.digest,
+        versions=current_versions(subject.record.family),
+        measurement=measurement,
+    )
