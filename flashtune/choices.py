@@ -140,10 +140,13 @@ def _instead(selection: Selection, target: Target, asked: Asked) -> Iterator[tup
 
 
 def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
+    near = selection.measured.problem
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
-    elif selection.source == "nearest" and is_far(selection.measured.problem, problem):
-        what = f"{problem.key} is not tuned here and its nearest, {selection.measured.problem.key}, is far"
+    elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
+        what = f"no head dim of {problem.key} is tuned for this GPU, so a config of {near.key} serves"
+    elif selection.source == "nearest" and is_far(near, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
     else:
         return
     # Once for each pass.

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable
 
 import msgspec
 import pytest
+import torch
 
 import flashtune
+from flashtune.choices import Asked, first_that_serves
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
+from flashtune.decision import Decision, Server
 from flashtune.dispatch import faster_peer, of_nearest, select
 from flashtune.kernel import Specialization
 from flashtune.nearest import tuned_alike
+from flashtune.notices import search_command
 from flashtune.peer_forecast import expected_peers
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Provenance, Record, Selection, Standing
 from flashtune.rendered import kernel_of
+from flashtune.request import Prefer
 from flashtune.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
@@ -91,6 +97,30 @@ def test_an_untuned_head_dim_takes_the_configs_of_the_next_wider_one(records: tu
     assert family.span(wide, record.config, TARGET) < 0.85 * family.span(
         wide, family.default(wide, TARGET), TARGET
     )
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (square(40, 12, 6, 640), ["no head dim of forward_bf16_d40_h12x12_b6_q640_k640_none is tuned"]),
+        (square(64, 12, 6, 640), []),
+        (square(64, 12, 6, 640, dtype=Dtype.FP16), []),
+        (square(64, 12, 6, 2**21), ["is far"]),
+        (square(64, 12, 6, 2**21, dtype=Dtype.FP16), ["is far"]),
+    ],
+)
+def test_other_head_dims_and_far_shapes_are_told_with_the_command(
+    records: tuple[Record, ...], problem: Problem, said: list[str]
+) -> None:
+    decision = Decision(Server.GENERATED, "", TARGET, selected(problem, records))
+    asked = Asked(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert first_that_serves(decision, asked, lambda selection, _: selection.source) == "nearest"
+    assert len(told) == len(said)
+    for warning, words in zip(told, said, strict=True):
+        assert words in str(warning.message)
+        assert search_command(problem) in str(warning.message)
 
 
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 80, 96, 112, 160, 192, 224])
