@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import linecache
 import sys
 import tempfile
 import threading
@@ -41,7 +42,7 @@ def kernel_folder() -> Path:
 
 
 def load_module(kernel: Kernel) -> ModuleType:
-    """The rendered source as a module. Triton wants its functions in a file, so one is written.
+    """Returns the rendered source as a module, and leaves a copy of the source in the kernel cache.
 
     Raises:
         MachineError: The cache folder cannot be written.
@@ -52,7 +53,11 @@ def load_module(kernel: Kernel) -> ModuleType:
             return sys.modules[name]
         path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
         _write_once(path, kernel.source)
-        loader = _SourceLoader(name, str(path))
+        file = str(path)
+        # Another installation may replace the file by one with other comments. So the file is not read back:
+        # Triton takes a function's source from this cache, where a time of None says that no file is newer.
+        linecache.cache[file] = len(kernel.source), None, kernel.source.splitlines(keepends=True), file
+        loader = _SourceLoader(name, file, kernel.source)
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -62,10 +67,14 @@ def load_module(kernel: Kernel) -> ModuleType:
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Reads and leaves no bytecode: what runs is the source that the digest names."""
+    """Executes a source that is in memory, under the name of a file; reads and writes no bytecode."""
+
+    def __init__(self, name: str, file: str, source: str) -> None:
+        super().__init__(name, file)
+        self._source = source
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.get_filename(fullname)), self.path)
+        return self.source_to_code(self._source, self.get_filename(fullname))
 
 
 def _write_once(path: Path, source: str) -> None:

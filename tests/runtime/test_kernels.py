@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import os
 import py_compile
 import subprocess
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import compilation
 from flashtune.compilation import kernel_folder, load_module
 from flashtune.db.codec import encode_record
 from flashtune.kernel import Alignment, Specialization
@@ -82,6 +85,26 @@ def test_bytecode_beside_a_copy_is_not_run(problem: Problem, make_record: Make) 
     compiled.unlink()
     path.unlink()
     sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
+
+
+def test_a_copy_that_another_installation_replaces_is_not_read(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record(problem)
+    mine = kernel_of(record, record.specialization)
+    head, body = mine.source.rsplit(":\n    ", 1)
+    theirs = msgspec.structs.replace(mine, source=f"{head}:  # a comment of another version\n    {body}")
+    assert theirs.digest == mine.digest
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}", None)
+    write = compilation._write_once
+    monkeypatch.setattr(compilation, "_write_once", lambda path, _: write(path, theirs.source))
+    function = getattr(load_module(mine), mine.entry)
+    assert function.src in mine.source
+    assert copy_of(record).read_text() == theirs.source
+    linecache.checkcache()
+    assert inspect.getsource(load_module(mine)) == mine.source
+    copy_of(record).unlink()
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}")
 
 
 def test_another_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
