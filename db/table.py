@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ from flashtune.db.rules import serves_any_tensors, why_not_selectable
 from flashtune.errors import TableError
 from flashtune.files import read_bounded
 from flashtune.record import Digest, Measurement, Record, ShortText, Versions
-from flashtune.target import TargetName
+from flashtune.target import TargetName, names_gpu
 
 SCHEMA = 2
 # Tables of schema 1 have neither receipts nor times.
@@ -59,8 +59,8 @@ class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         schema: The layout's number.
         target: Name of the GPU.
         records: In any order; tables are written in the order of the problems.
-        receipts: Passed verdicts of the records' kernels under further versions, and of their siblings with
-            (or without) the log-sum-exp.
+        receipts: Passes on the GPU of the records' kernels under further versions, and of their siblings with
+            (or without) the log-sum-exp. A kernel has one for each set of makers.
         times: Times of the records' kernels under further versions.
     """
 
@@ -186,7 +186,7 @@ def check_table(table: TunedTable, where: str) -> None:
 
     Raises:
         TableError: A record is of another target or may not serve, two serve the same tensors of one
-            problem, or a receipt or a time belongs to no record.
+            problem, a receipt is no pass on the table's GPU or there twice, or a time belongs to no record.
     """
     seen: set[tuple[str, bool]] = set()
     for position, record in enumerate(table.records, start=1):
@@ -200,41 +200,19 @@ def check_table(table: TunedTable, where: str) -> None:
         if reason:
             raise TableError(f"{where}, record {position} cannot be used: {reason}")
         seen.add(key)
+    proven: set[tuple[str, tuple[str, ...]]] = set()
     for position, receipt in enumerate(table.receipts, start=1):
-        if receipt.target != table.target or not receipt.verdict.passed:
+        place = receipt.digest, receipt.versions.makers
+        on_gpu = receipt.target == table.target and names_gpu(table.target, receipt.verdict.device)
+        if not on_gpu or not receipt.verdict.passed:
             raise TableError(f"{where}, receipt {position} cannot be used: it is no pass on {table.target}")
+        if place in proven:
+            raise TableError(f"{where}, receipt {position} cannot be used: one before it is of its kernel")
+        proven.add(place)
     kernels = {(record.problem.key, record.kernel) for record in table.records}
     for position, timing in enumerate(table.times, start=1):
         if (timing.problem, timing.kernel) not in kernels or not timing.measurement.samples:
             raise TableError(f"{where}, time {position} cannot be used: it is no measured time of a record")
-
-
-def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Record, ...]:
-    """The records of a table with the evidence that it has for other versions than theirs.
-
-    A record whose kernel passed under those versions takes them, the verdict, and the time if there is one.
-
-    Args:
-        table: The table.
-        versions_of: The versions to look for, by a family's name.
-    """
-    receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
-    times = {(one.problem, one.kernel, one.versions.makers): one for one in table.times}
-
-    def known(record: Record) -> Record:
-        if record.config is None or record.kernel is None:
-            return record
-        makers = versions_of(record.family).makers
-        receipt = receipts.get((record.kernel, makers))
-        if receipt is None or record.versions.makers == makers:
-            return record
-        timing = times.get((record.problem.key, record.kernel, makers))
-        measurement = timing.measurement if timing else record.measurement
-        return msgspec.structs.replace(
-            record, versions=receipt.versions, verdict=receipt.verdict, measurement=measurement
-        )
-
-    return tuple(known(record) for record in table.records)
 
 
 def _ordered(table: TunedTable) -> list[Record]:

@@ -15,7 +15,6 @@ from flashtune.compilation import kernel_folder
 from flashtune.errors import StoreError, TableError
 from flashtune.locking import alone_with
 from flashtune.notices import tell_once
-from flashtune.target import names_gpu
 from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
@@ -67,9 +66,7 @@ def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]
 
     table = shipped_table(target_name)
     receipts = table.receipts if table else ()
-    return frozenset(
-        (one.digest, one.versions.makers) for one in receipts if names_gpu(target_name, one.verdict.device)
-    )
+    return frozenset((one.digest, one.versions.makers) for one in receipts)
 
 
 def known_seconds(kernel: Kernel, target: Target) -> float | None:

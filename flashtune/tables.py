@@ -54,7 +54,8 @@ class Tables(msgspec.Struct, frozen=True):
 @functools.cache
 def tuned_records(target_name: str) -> Tables:
     """The tables of a GPU. A database that cannot be read counts as empty, and a warning says so."""
-    from flashtune.db.table import shipped_table, under
+    from flashtune.db.evidence import under
+    from flashtune.db.table import shipped_table
 
     shipped = shipped_table(target_name)
     return Tables(

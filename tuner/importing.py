@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from flashtune.db.table import load_table
+from flashtune.errors import TableError
+from flashtune.templates.hashing import template_hash
 from flashtune.tuner.admission import require_admissible
+from flashtune.tuner.table_receipts import stray_receipts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +33,11 @@ def import_tables(
 
     All files are read and checked before the database is opened, and their content then enters it
     in one transaction. Where a table and the database both have a selection, the faster measured
-    one stays if the same versions made both, else the database's.
+    one stays if the same versions made both, else the database's. Receipts under an installed template
+    version become self-checks.
 
     Raises:
-        TableError: A file is not a table, or verification would refuse one of its records.
+        TableError: A file is not a table, or verification would refuse one of its records or receipts.
         StoreError: The database cannot be written; it is then as it was.
     """
     from flashtune.db.store import open_store
@@ -51,7 +57,14 @@ def import_tables(
 def _checked(path: Path, watch: Watch) -> TunedTable:
     table = load_table(path)
     require_admissible(_counted(table.records, f"checking {path.name}", watch), str(path))
-    return table
+    strays = stray_receipts(table)
+    if strays:
+        position = table.receipts.index(strays[0]) + 1
+        raise TableError(f"{path}, receipt {position} cannot be used: no record has its kernel")
+    # Another template version's kernels do not render here, so that nothing tells whether records have them.
+    known = {template_hash(record.family) for record in table.records if record.config is not None}
+    receipts = tuple(one for one in table.receipts if one.versions.template in known)
+    return msgspec.structs.replace(table, receipts=receipts)
 
 
 def _counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flashtune.db.evidence import under
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
@@ -15,9 +16,11 @@ from flashtune.errors import TargetError
 from flashtune.record import Outcome, Record
 from flashtune.tables import Tables
 from flashtune.target import TARGETS, find_target
+from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
     from flashtune.db.store import Store
+    from flashtune.db.table import TunedTable
     from flashtune.problem import Problem
 
 
@@ -69,7 +72,7 @@ def tables_of(target: str, db: str | None) -> Tables:
     shipped = shipped_table(target)
     return Tables(
         database=by_problem((*reader.selections(target), *reader.stand_ins(target)) if reader else ()),
-        shipped=by_problem(shipped.records if shipped else ()),
+        shipped=by_problem(under(shipped, current_versions) if shipped else ()),
     )
 
 
@@ -103,8 +106,16 @@ def shipped_selections() -> tuple[Found, ...]:
     Raises:
         TableError: A shipped table is damaged.
     """
-    tables = filter(None, (shipped_table(target.name) for target in TARGETS))
-    return tuple(Found(record, "shipped") for table in tables for record in table.records)
+    return tuple(Found(record, "shipped") for table in shipped_tables() for record in table.records)
+
+
+def shipped_tables() -> tuple[TunedTable, ...]:
+    """The tables that ship with flashtune.
+
+    Raises:
+        TableError: A shipped table is damaged.
+    """
+    return tuple(filter(None, (shipped_table(target.name) for target in TARGETS)))
 
 
 def narrowed(

@@ -8,8 +8,12 @@ import msgspec
 
 from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
+from flashtune.errors import FlashtuneError
 from flashtune.kernel import Specialization
 from flashtune.record import Record
+from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import families
+from flashtune.tuner.admission import digest_of
 
 
 def sibling(record: Record) -> Specialization:
@@ -29,7 +33,7 @@ def with_receipts(
     """Returns a table with the verdicts and times of its GPU.
 
     A record that was measured under the same versions takes the verdict of its own kernel as its own.
-    Earlier receipts and times of the same kernels and versions are replaced.
+    Earlier receipts and times of the same kernels and versions are replaced. Stray receipts are left out.
 
     Args:
         table: The table.
@@ -56,8 +60,46 @@ def with_receipts(
         for listed in (table.times, times)
         for one in listed
     }
+    return without_strays(
+        msgspec.structs.replace(
+            table, records=records, receipts=tuple(proven.values()), times=tuple(timed.values())
+        )
+    )
+
+
+def stray_receipts(table: TunedTable) -> tuple[Check, ...]:
+    """Returns the receipts under an installed template version whose kernel no record of a table has.
+
+    Kernels of records are their own ones and their siblings, as they render here.
+    """
+    versions = {template_hash(family.name) for family in families()}
+    current = [one for one in table.receipts if one.versions.template in versions]
+    if not current:
+        return ()
+    kernels = {kernel for record in table.records for kernel in _kernels(record)}
+    return tuple(one for one in current if (one.digest, one.versions.template) not in kernels)
+
+
+def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
+    """The digests of a record's own kernel and its sibling, each with its template version."""
+    if record.config is None:
+        return ()
+    both = (record, msgspec.structs.replace(record, specialization=sibling(record)))
+    try:
+        return tuple((digest_of(one), template_hash(one.family)) for one in both)
+    except FlashtuneError:
+        # A record that cannot be rendered here fails by itself.
+        return ()
+
+
+def without_strays(table: TunedTable) -> TunedTable:
+    """Returns a table without stray receipts, and without times of kernels that no record names."""
+    strays = stray_receipts(table)
+    named = {(record.problem.key, record.kernel) for record in table.records}
     return msgspec.structs.replace(
-        table, records=records, receipts=tuple(proven.values()), times=tuple(timed.values())
+        table,
+        receipts=tuple(one for one in table.receipts if one not in strays),
+        times=tuple(one for one in table.times if (one.problem, one.kernel) in named),
     )
 
 

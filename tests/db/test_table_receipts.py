@@ -11,10 +11,11 @@ import pytest
 from flashtune import self_check, tables
 from flashtune.db import table as module
 from flashtune.db.checks import Check
+from flashtune.db.evidence import under
 from flashtune.db.store import open_store
-from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash, under
+from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.errors import TableError
-from flashtune.record import Measurement, Record, Verdict, Versions
+from flashtune.record import Measurement, PeerTime, Record, Verdict, Versions
 from flashtune.tuner.table_receipts import tritons, with_receipts
 from flashtune.versions import current_versions, is_proven
 
@@ -87,6 +88,22 @@ def test_a_receipt_of_another_gpu_is_refused(record: Record) -> None:
         dump_table(TunedTable(target=TARGET, records=(record,), receipts=(receipt,)))
 
 
+@pytest.mark.parametrize("device", ["interpreter", "NVIDIA H100 PCIe"])
+def test_a_receipt_of_another_device_is_refused(record: Record, device: str) -> None:
+    verdict = msgspec.structs.replace(PASSED, device=device)
+    receipt = receipt_of(record, record.versions, verdict)
+    with pytest.raises(TableError, match="receipt 1 cannot be used: it is no pass on nvidia-h200"):
+        dump_table(TunedTable(target=TARGET, records=(record,), receipts=(receipt,)))
+
+
+def test_a_second_receipt_of_a_kernel_is_refused(record: Record) -> None:
+    first = receipt_of(record, record.versions)
+    # Neither torch nor flashtune makes a binary.
+    second = receipt_of(record, msgspec.structs.replace(record.versions, torch="2.20"))
+    with pytest.raises(TableError, match="receipt 2 cannot be used: one before it is of its kernel"):
+        dump_table(TunedTable(target=TARGET, records=(record,), receipts=(first, second)))
+
+
 def test_a_time_of_no_record_is_refused(record: Record) -> None:
     timing = msgspec.structs.replace(timing_of(record, record.versions), kernel="f" * 32)
     with pytest.raises(TableError, match="time 1 cannot be used"):
@@ -101,6 +118,23 @@ def test_a_record_takes_the_evidence_for_the_versions_asked_for(table: TunedTabl
     assert not is_proven(record, here)
 
 
+def test_a_record_with_a_receipt_and_no_time_stays_as_it_is(table: TunedTable, record: Record) -> None:
+    untimed = msgspec.structs.replace(table, times=())
+    assert under(untimed, lambda family: newer(record.versions)) == (record,)
+    unproven = msgspec.structs.replace(table, receipts=())
+    assert under(unproven, lambda family: newer(record.versions)) == (record,)
+
+
+def test_a_time_without_peers_keeps_those_of_the_record(table: TunedTable, record: Record) -> None:
+    assert record.measurement is not None
+    peers = (PeerTime("sdpa-cudnn", 0.3),)
+    timed = msgspec.structs.replace(
+        record, measurement=msgspec.structs.replace(record.measurement, peers=peers)
+    )
+    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
+    assert known.measurement == msgspec.structs.replace(MEASURED, peers=peers)
+
+
 def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record: Record) -> None:
     other = msgspec.structs.replace(record.versions, triton="3.8.0")
     assert under(table, lambda family: other) == (record,)
@@ -111,7 +145,8 @@ def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record
 def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
     """A shipped table whose kernel passed under the versions that are installed here."""
     receipts = tuple(receipt_of(record, current_versions(FAMILY), digest=digest) for digest in ("", "e" * 32))
-    table = TunedTable(target=TARGET, records=(record,), receipts=receipts)
+    times = (timing_of(record, current_versions(FAMILY)),)
+    table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
     monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
     self_check._shipped_receipts.cache_clear()
     tables.tuned_records.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +11,13 @@ import click
 from flashtune.errors import UsageError, VerificationError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, write_result
+from flashtune.tuner.cli.output import print_json, progress_bars, write_result
+from flashtune.tuner.cli.verify_shown import counts_of, print_report
 
 if TYPE_CHECKING:
     from flashtune.db.table import TunedTable
     from flashtune.record import Record
     from flashtune.target import Target
-    from flashtune.tuner.receipts import Receipt
-    from flashtune.tuner.verify_report import Report
-
-MOST_SHOWN = 20
 
 
 @flashtune_command(
@@ -102,7 +98,7 @@ def command(
     With --write, Ctrl-C and SIGTERM write the results so far.
     """
     from flashtune.db.table import dump_table
-    from flashtune.tuner.table_receipts import with_receipts
+    from flashtune.tuner.table_receipts import stray_receipts, with_receipts
     from flashtune.tuner.verify import remember, verify_records
     from flashtune.tuner.verify_runs import Runs, stopped_by_signals
     from flashtune.tuner.verify_sample import sample
@@ -114,7 +110,8 @@ def command(
     if (timed or missing) and not written:
         raise UsageError("--time and --missing go with --write: name the file to write")
     whole = _written_table(table, db) if written else None
-    found = _records(table, target_name, db)
+    tables = _tables(table, db)
+    found = _records(tables, target_name, table, db)
     records = sample(found) if sampled else found
     left_out = len(found) - len(records)
     with progress_bars() as progress:
@@ -135,16 +132,27 @@ def command(
         write_result(written, dump_table(with_receipts(whole, done.passed, done.receipts, done.times)))
     if done.checks:
         remember(done.checks, db)
+    targets = {record.target for record in found}
+    # A table that is written leaves them out.
+    strays = (
+        () if written else [one for each in tables if each.target in targets for one in stray_receipts(each)]
+    )
     if as_json:
-        print_json({**_counts(report), "left_out": left_out, "results": report.results})
+        counts = {**counts_of(report), "left_out": left_out, "stray_receipts": len(strays)}
+        print_json({**counts, "results": report.results})
     else:
-        _print(report)
+        print_report(report)
         if sampled:
             click.echo(f"{left_out} more kernels were left out: --sample checks one of each class")
     if report.failures:
         raise VerificationError(
             f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
             "on their GPU"
+        )
+    if strays:
+        raise VerificationError(
+            f"{len(strays)} receipts are of kernels that no record has, the first of {strays[0].digest}: "
+            "--write leaves them out"
         )
     if runs.stopped:
         raise KeyboardInterrupt
@@ -168,16 +176,26 @@ def _written_table(table: Path | None, db: str | None) -> TunedTable:
     return found
 
 
-def _records(table: Path | None, target_name: str | None, db: str | None) -> tuple[Record, ...]:
+def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
+    """The tables to verify: of --table, or those that ship; none with --db."""
     from flashtune.db.table import load_table
-    from flashtune.tuner.stored import Found, database_selections, narrowed, place, shipped_selections
+    from flashtune.tuner.stored import shipped_tables
 
     if table is not None and db is not None:
         raise UsageError("--table and --db each name what to verify: give one of the two")
     if table is not None:
-        found = tuple(Found(record, "table") for record in load_table(table).records)
-    else:
-        found = shipped_selections() if db is None else database_selections(db)
+        return (load_table(table),)
+    return shipped_tables() if db is None else ()
+
+
+def _records(
+    tables: tuple[TunedTable, ...], target_name: str | None, table: Path | None, db: str | None
+) -> tuple[Record, ...]:
+    from flashtune.tuner.stored import Found, database_selections, narrowed, place
+
+    found = tuple(Found(record, "table") for each in tables for record in each.records)
+    if db is not None:
+        found = database_selections(db)
     records = tuple(entry.record for entry in narrowed(found, target_name, ()))
     if not records:
         where = str(table) if table else place(db, shipped=db is None)
@@ -191,50 +209,3 @@ def _gpu() -> tuple[int, Target] | None:
     from flashtune.target import device_target
 
     return (0, device_target(0)) if torch.cuda.is_available() else None
-
-
-def _counts(report: Report) -> dict[str, int]:
-    from flashtune.tuner.verify_report import Means
-
-    counts = {means.value: report.count(means) for means in Means}
-    return {
-        "kernels": len(report.results),
-        **counts,
-        "failed": len(report.failures),
-        "missed": report.missed,
-        "baselines": report.baselines,
-    }
-
-
-def _source(receipt: Receipt) -> str:
-    versions = f"Triton {receipt.triton}, ptxas {receipt.ptxas}, torch {receipt.torch}"
-    return printable(f"{receipt.device}, driver {receipt.driver}, {versions}")
-
-
-def _print(report: Report) -> None:
-    from flashtune.tuner.verify_report import Means
-
-    counts = _counts(report)
-    total = counts["kernels"]
-    click.echo(
-        f"of {total} selected kernels {counts['gpu'] + counts['interpreter']} were checked here "
-        f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
-        f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
-    )
-    alone = sorted({result.family for result in report.results if result.means is Means.RECEIPT})
-    if alone:
-        click.echo(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
-    receipts = Counter(_source(result.receipt) for result in report.results if result.receipt)
-    for source, count in sorted(receipts.items()):
-        click.echo(f"{count} of {total} have a receipt: {source}")
-    if report.missed:
-        click.echo(f"{report.missed} more were not reached before the run ended")
-    if report.baselines:
-        click.echo(f"{report.baselines} selections are torch's own and were not checked")
-    if is_set("verbose"):
-        for result in report.results:
-            note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.means.value})")
-    for result in report.failures[:MOST_SHOWN]:
-        click.echo(f"failed: {result.problem} on {result.target}: {result.failed}")
-    if len(report.failures) > MOST_SHOWN:
-        note(f"{len(report.failures) - MOST_SHOWN} more failed: --json lists them all")
