@@ -20,13 +20,16 @@ _NO_TAG = r"(?!)"
 _WRAPPER = re.compile(rf"def attention(?:_backward)?\((?:{_JINJA_TAG}|[\w\s,=*])*\):", re.DOTALL)
 
 # Line ends and encodings that the lexer does not know but Python does.
-_UNUSUAL = re.compile(r"[\r\f\0\ufeff]|\A(?:.*\n)?[ \t]*#.*?coding[:=]")
+_UNUSUAL = "\r\f\0\ufeff"
+_ENCODING = re.compile(r"(?:.*\n)?[ \t]*#.*?coding[:=]")
 
 
 def _lexer(tag: str) -> re.Pattern[str]:
+    # No two alternatives match at the same character. The most frequent one comes first, for speed.
     return re.compile(
         rf"""
-        (?P<tag>{tag})
+        (?P<code>[^\s"'\#\\(){{}}\[\]]++(?:[ ]++[^\s"'\#\\(){{}}\[\]]++)*+)
+        | (?P<tag>{tag})
         | (?P<string>
             \"\"\"(?:\\.|{tag}|(?!\"\"\")[^\\])*+(?:\"\"\"|\\?\Z)
             | '''(?:\\.|{tag}|(?!''')[^\\])*+(?:'''|\\?\Z)
@@ -38,7 +41,7 @@ def _lexer(tag: str) -> re.Pattern[str]:
         | (?P<open>[(\[{{])
         | (?P<close>[)\]}}])
         | (?P<space>[ \t]+)
-        | (?P<code>[^\s"'\#\\(){{}}\[\]]++(?:[ ]++[^\s"'\#\\(){{}}\[\]]++)*+ | \\\n | .)
+        | (?P<other>\\\n | .)
         """,
         re.VERBOSE | re.DOTALL,
     )
@@ -46,7 +49,7 @@ def _lexer(tag: str) -> re.Pattern[str]:
 
 # Strings with replacement fields; from Python 3.12 on a field may hold quotes and comments of its own.
 _FORMATTED = re.compile(
-    r"""(?i:\b(?:f|t|rf|fr|rt|tr))(?P<quote>\"{3}|'{3}|"|')(?P<text>(?:\\.|(?!(?P=quote)).)*+)""", re.DOTALL
+    r"""\b(?:[fFtT][rR]?|[rR][fFtT])(?P<quote>\"{3}|'{3}|"|')(?P<text>(?:\\.|(?!(?P=quote)).)*+)""", re.DOTALL
 )
 _PYTHON = _lexer(_NO_TAG)
 _TEMPLATE = _lexer(_JINJA_TAG)
@@ -61,7 +64,9 @@ def canonical_source(source: str) -> str:
     included. The result is for comparison; it need not be valid Python. A source with a carriage return,
     a form feed, a null character, a byte-order mark or an encoding declaration is returned unchanged.
     """
-    if _UNUSUAL.search(source) or any(map(_may_nest, _FORMATTED.finditer(source))):
+    if any(sign in source for sign in _UNUSUAL) or _ENCODING.match(source):
+        return source
+    if any(map(_may_nest, _FORMATTED.finditer(source))):
         return source
     return "\n".join(_statements(source, _PYTHON))
 
