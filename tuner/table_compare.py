@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from flashtune.db.rules import serves_any_tensors
-from flashtune.db.table import TunedTable, dump_table
+from flashtune.db.rules import by_problem, serves_any_tensors
+from flashtune.db.table import Timing, TunedTable, dump_table
 from flashtune.errors import TableError, UsageError
-from flashtune.record import Record
+from flashtune.record import Measurement, Record
+from flashtune.tuner.admission import digest_of
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.table_receipts import with_receipts
+from flashtune.versions import current_versions
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +27,12 @@ LIMIT = 0.02
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One problem in both tables.
+    """The records of both tables that serve one problem, for the same tensors.
 
     Attributes:
         problem: Its key.
-        old: Its record in the old table.
-        new: Its record in the new table, None where that has none.
+        old: The record of the old table.
+        new: The record of the new table, None where that has none.
     """
 
     problem: str
@@ -37,10 +41,25 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float | None:
-        """Speed relative to peers in the new table over that in the old; None where one has no peers."""
-        before = relative_speed(self.old)
-        after = None if self.new is None else relative_speed(self.new)
-        return after / before if before and after else None
+        """The new speed over the old one; None where it is not known.
+
+        The peers that both records have tell how fast the machine was in each run: their median does.
+        """
+        before, after = self.old.measurement, self.new.measurement if self.new else None
+        if before is None or after is None:
+            return None
+        if before == after:
+            return 1.0
+        old, new = ({peer.name: peer.ms for peer in one.peers} for one in (before, after))
+        machine = [new[name] / ms for name, ms in old.items() if name in new]
+        return statistics.median(machine) * before.ms / after.ms if machine else None
+
+    @property
+    def words(self) -> str:
+        """The ratio with three decimals, or why there is none."""
+        if self.new is None:
+            return "lost"
+        return "not comparable" if self.ratio is None else f"{self.ratio:.3f}"
 
 
 class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,90 +78,118 @@ class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new_ms: float
 
 
-def relative_speed(record: Record) -> float | None:
-    """The time of the fastest SDPA backend over the record's, from one run; None where none was timed."""
-    if record.measurement is None or not record.measurement.ms:
-        return None
-    peers = [peer.ms for peer in record.measurement.peers if peer.name.startswith("sdpa-")]
-    return min(peers) / record.measurement.ms if peers else None
-
-
-def speed_text(record: Record | None) -> str:
-    """The relative speed of a record with three decimals, `-` where there is none."""
-    speed = None if record is None else relative_speed(record)
-    return "-" if speed is None else f"{speed:.3f}"
-
-
 def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
     """The changes between two tables, in the order of the old one. Equal records are left out.
 
-    A fallback, which serves tensors of any strides, is compared with the other table's fallback.
+    Tensors that a selection cannot address are served by another record of the problem. Both the record for
+    contiguous tensors and the record for any tensors are compared.
 
     Raises:
         TableError: The tables are of different GPUs.
     """
     if old.target != new.target:
         raise TableError(f"the tables are of {old.target} and {new.target}: compare tables of one GPU")
-    after = {_place(record): record for record in new.records}
-    pairs = ((record, after.get(_place(record))) for record in old.records)
-    return tuple(Change(before.problem.key, before, now) for before, now in pairs if now != before)
+    after = _serving(new)
+    changes: list[Change] = []
+    for place, before in _serving(old).items():
+        change = Change(place[0], before, after.get(place))
+        if change.new != before and change not in changes[-1:]:
+            changes.append(change)
+    return tuple(changes)
 
 
 def losses(changes: Iterable[Change], limit: float = LIMIT) -> tuple[Change, ...]:
-    """The changes that lose a record, or more than `limit` of its speed relative to peers."""
-    return tuple(
-        change
-        for change in changes
-        if change.new is None or (change.ratio is not None and change.ratio < 1 - limit)
-    )
+    """The changes that lose a record or more than `limit` of its speed, or that cannot be compared."""
+    return tuple(change for change in changes if change.ratio is None or change.ratio < 1 - limit)
 
 
-def retime(change: Change, target: Target, device: torch.device) -> tuple[Retimed, Record]:
-    """Times both kernels of a change in turn, with their peers; also returns the faster one's record.
+def retime(
+    change: Change, target: Target, device: torch.device
+) -> tuple[Retimed, tuple[Measurement, Measurement]]:
+    """Times both kernels of a change in turn, with their peers.
 
     Raises:
+        UsageError: One of them is a baseline, which has no kernel.
         KernelError: A kernel does not compile or load.
     """
     from flashtune.tuner.finals import run_finals
 
     assert change.new is not None
-    records = (change.old, change.new)
-    candidates = tuple(Candidate(record.family, record.config) for record in records if record.config)
-    assert len(candidates) == len(records), "baselines are not timed again"
-    times = run_finals(change.old.problem, candidates, change.new.specialization, target, device)
-    old, new = (
-        msgspec.structs.replace(record, measurement=measurement)
-        for record, measurement in zip(records, times, strict=True)
-    )
-    row = Retimed(change.problem, str(old.kernel), str(new.kernel), times[0].ms, times[1].ms)
-    return row, old if times[0].ms < times[1].ms else new
+    old, new = change.old, change.new
+    if old.config is None or new.config is None:
+        raise UsageError(f"a baseline serves {change.problem}, which has no kernel to time: leave it out")
+    candidates = Candidate(old.family, old.config), Candidate(new.family, new.config)
+    before, after = run_finals(old.problem, candidates, new.specialization, target, device)
+    row = Retimed(change.problem, str(old.kernel), str(new.kernel), before.ms, after.ms)
+    return row, (before, after)
 
 
 def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Retimed, ...], bytes]:
     """Times the kernels of losses in turn on the GPU here; also returns the table with the faster ones.
 
-    A problem that the table lost gets its old record back.
+    A problem that the table lost gets its old record back. The time of the faster kernel becomes that of its
+    record if the versions here made this, else a time of the table under the versions here. It is left out
+    where the record names another kernel than renders here.
 
     Raises:
-        UsageError: The GPU here is not the table's.
+        UsageError: The GPU here is not the table's, or a loss is of a baseline.
         KernelError: A kernel does not compile or load.
     """
+    lost = tuple(lost)
+    records = {_place(record): record for record in table.records}
+    rows, times = [], []
+    place = _gpu(table) if any(change.new is not None for change in lost) else None
+    for change in lost:
+        if change.new is None or place is None:
+            records[_place(change.old)] = change.old
+            continue
+        row, (before, after) = retime(change, *place)
+        rows.append(row)
+        if before.ms < after.ms:
+            _put_back(change.old, change.new, records)
+        faster, measurement = (change.old, before) if before.ms < after.ms else (change.new, after)
+        if digest_of(faster) != faster.kernel or records.get(_place(faster)) != faster:
+            continue
+        here = current_versions(faster.family)
+        if faster.versions.makers == here.makers:
+            records[_place(faster)] = msgspec.structs.replace(faster, measurement=measurement)
+        else:
+            timing = Timing(
+                problem=change.problem, kernel=faster.kernel, versions=here, measurement=measurement
+            )
+            times.append(timing)
+    merged = msgspec.structs.replace(table, records=tuple(records.values()))
+    return tuple(rows), dump_table(with_receipts(merged, (), (), times))
+
+
+def _gpu(table: TunedTable) -> tuple[Target, torch.device]:
     import torch
 
     from flashtune.target import device_target
 
     if not torch.cuda.is_available() or device_target(0).name != table.target:
         raise UsageError(f"timing needs the table's GPU, {table.target}: run this command there")
-    device = torch.device("cuda", 0)
-    records = {_place(record): record for record in table.records}
-    rows = []
-    for change in lost:
-        faster = change.old
-        if change.new is not None:
-            row, faster = retime(change, device_target(0), device)
-            rows.append(row)
-        records[_place(faster)] = faster
-    return tuple(rows), dump_table(msgspec.structs.replace(table, records=tuple(records.values())))
+    return device_target(0), torch.device("cuda", 0)
+
+
+def _put_back(old: Record, new: Record, records: dict[tuple[str, bool], Record]) -> None:
+    """Lets an old record serve instead of a new one. A new one that serves any tensors stays beside it."""
+    if serves_any_tensors(old) and not serves_any_tensors(new):
+        del records[_place(new)]
+        # Its own change decides about another record for any tensors.
+        records.setdefault(_place(old), old)
+    else:
+        records[_place(old)] = old
+
+
+def _serving(table: TunedTable) -> dict[tuple[str, bool], Record]:
+    """The records of a table by the problem and by whether they must serve any tensors."""
+    serving = {}
+    for key, records in by_problem(table.records).items():
+        serving[key, False] = records[0]
+        if serves_any_tensors(records[-1]):
+            serving[key, True] = records[-1]
+    return serving
 
 
 def _place(record: Record) -> tuple[str, bool]:

@@ -30,6 +30,7 @@ from flashtune.tuner.cli.output import (
 if TYPE_CHECKING:
     from flashtune.db import forgetting
     from flashtune.problem import Problem
+    from flashtune.record import Record
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -263,7 +264,7 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    help="Loss of speed, relative to SDPA in the same run, that passes.",
+    help="Loss of speed, relative to peers in the same run, that passes.",
 )
 @click.option(
     "--retime",
@@ -275,12 +276,12 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
 def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_json: bool) -> None:
     """Compare the tables OLD and NEW of one GPU, before NEW takes the place of OLD.
 
-    Each problem's time is divided by that of SDPA's fastest backend in the same run. The exit code is 1
-    where NEW has no record of a problem, or loses more than --limit. With --retime both kernels of such a
-    problem run in turn on the same inputs, and the faster one stays.
+    Each problem's time is compared with those of the peers that were timed in both runs. The exit code is
+    1 where NEW has no record of a problem, loses more than --limit, or has no peer in common with OLD. With
+    --retime both kernels of such a problem run in turn on the same inputs, and the faster one stays.
     """
     from flashtune.db.table import load_table
-    from flashtune.tuner.table_compare import Retimed, compare, losses, retime_losses, speed_text
+    from flashtune.tuner.table_compare import Retimed, compare, losses, retime_losses
 
     before, after = load_table(old), load_table(new)
     changes = compare(before, after)
@@ -292,11 +293,17 @@ def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_j
     if as_json:
         print_json({"changes": len(changes), "losses": lost, "retimed": retimed})
     elif lost:
-        rows = [(one.problem, speed_text(one.old), speed_text(one.new)) for one in lost]
-        print_rows(("problem", "old over SDPA", "new over SDPA"), rows)
+        rows = [(one.problem, _ms(one.old), _ms(one.new), one.words) for one in lost]
+        print_rows(("problem", "old ms", "new ms", "new speed over old"), rows)
+    unknown = sum(one.ratio is None for one in lost)
+    summary = (
+        f"{len(lost) - unknown} problems lose more than {limit:g}%, {unknown} are lost or not comparable"
+    )
     if not as_json:
-        click.echo(f"{len(changes)} records differ; {len(lost)} problems lose more than {limit:g}%")
+        click.echo(f"{len(changes)} records differ; {summary}")
     if lost and retime is None:
-        raise VerificationError(
-            f"{len(lost)} problems lose more than {limit:g}%: time them again with --retime"
-        )
+        raise VerificationError(f"{summary}: time them again with --retime")
+
+
+def _ms(record: Record | None) -> str:
+    return f"{record.ms:.4f}" if record and record.ms else "-"
