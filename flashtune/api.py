@@ -26,7 +26,7 @@ from flashtune.options import (
     read_window,
 )
 from flashtune.quantization import E4M3, given_scales
-from flashtune.request import read_request, require_tensors
+from flashtune.request import check_flags, read_request, require_tensors
 from flashtune.serving import Result
 from flashtune.side import NO_SIDE, Side
 
@@ -126,6 +126,7 @@ def attention(
             only generated kernels may serve and none compiles or loads on this GPU.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
+    check_flags(causal, return_lse, deterministic)
     scales = given_scales(q_scale, k_scale, v_scale)
     try:
         is_simple = (
@@ -212,6 +213,7 @@ def dense_call(
     deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention`; arguments and errors are its own."""
+    check_flags(causal, return_lse, deterministic)
     options = Options(
         causal,
         layout,

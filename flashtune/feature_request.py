@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtune.arguments import read_flag, read_scale
+from flashtune.arguments import read_scale
 from flashtune.dtypes import DTYPES, KV_DTYPES
 from flashtune.errors import ProblemError
 from flashtune.features import Bias, KvDtype, KvScale
@@ -37,8 +37,6 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     """
     options, side = call.options, call.side
     read_scale(call.scale)
-    for name in ("return_lse", "deterministic"):
-        read_flag(name, getattr(options, name))
     layout = read_option("layout", options.layout, tuple(Layout))
     kv_layout = read_option("layout", options.kv_layout, tuple(Layout))
     _check_tensors(call, layout, kv_layout)

@@ -23,6 +23,7 @@ from flashtune.options import (
     read_softcap,
     read_window,
 )
+from flashtune.request import check_flags
 from flashtune.serving import Result
 from flashtune.shared_prefix import attend_shared, read_shared
 from flashtune.side import Side
@@ -143,6 +144,7 @@ def paged_call(
     value_head_dim: int | None = None,
 ) -> Call:
     """The record of a call of `attention_paged`; arguments and errors are its own."""
+    check_flags(causal, return_lse)
     if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
         raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
     if block_table is None or seqlens_k is None:

@@ -144,8 +144,6 @@ def read_request(
             an option has a value that it does not know.
     """
     require_tensors(q, k, v)
-    for name, value in (("return_lse", return_lse), ("deterministic", deterministic)):
-        read_flag(name, value)
     order = read_option("layout", layout, DENSE_LAYOUTS)
     if k.dtype is v.dtype and k.dtype in KV_DTYPES and q.dtype in DTYPES and not DTYPES[q.dtype].is_quantized:
         raise ProblemError(scales_wanted(q, k))
@@ -208,7 +206,22 @@ def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def read_causal(causal: bool | str) -> Causal:
+def check_flags(causal: object, return_lse: object, deterministic: object = False) -> None:
+    """Checks the boolean arguments of a call. Every call does, because 1 equals True in the memo's keys.
+
+    Raises:
+        ProblemError: One is of another type.
+    """
+    # Types are compared here first, since a call of a function costs as much as all of this.
+    if type(return_lse) is not bool:
+        read_flag("return_lse", return_lse)
+    if type(deterministic) is not bool:
+        read_flag("deterministic", deterministic)
+    if type(causal) is not bool and not isinstance(causal, str):
+        read_causal(causal)
+
+
+def read_causal(causal: object) -> Causal:
     """`True` is aligned bottom-right, as flash_attn does; the alignments have names too.
 
     Raises:

@@ -22,6 +22,7 @@ from flashtune.options import (
     read_softcap,
     read_window,
 )
+from flashtune.request import check_flags
 from flashtune.serving import Result
 from flashtune.side import Side
 
@@ -138,6 +139,7 @@ def varlen_call(
     deterministic: bool = False,
 ) -> Call:
     """The record of a call of `attention_varlen`; arguments and errors are its own."""
+    check_flags(causal, return_lse, deterministic)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if starts is None:
             raise ProblemError(

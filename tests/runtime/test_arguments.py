@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtune
 from flashtune.arguments import read_count, shown
@@ -48,6 +50,22 @@ def pages(**changes: Any) -> object:
     given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "seqlens_k": lengths}
     q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
     return flashtune.attention_paged(**{"q": q} | given | changes)
+
+
+def masked(**changes: Any) -> object:
+    return dense(attn_mask=torch.ones(5, 5, dtype=torch.bool), **changes)
+
+
+class Watching(TorchDispatchMode):
+    """A mode that runs each operator: with one, calls go through flashtune's operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def watched(**changes: Any) -> object:
+    with Watching():  # type: ignore[no-untyped-call]
+        return dense(**changes)
 
 
 def sparse_rows() -> Tensor:
@@ -110,6 +128,33 @@ def test_a_wrong_scale_is_refused_after_a_right_one() -> None:
         with pytest.raises(ProblemError, match="scale cannot be"):
             call(scale="0.5")
     assert torch.equal(dense(scale=np.float32(0.5)), right)
+
+
+FLAGS: list[tuple[str, bool, Any]] = [
+    ("return_lse", True, 1),
+    ("return_lse", False, 0.0),
+    ("causal", True, 1),
+    ("causal", False, 0),
+    ("deterministic", True, 1),
+    ("deterministic", False, np.False_),
+    ("deterministic", False, None),
+]
+TAKE_FLAGS = [
+    *itertools.product([dense, masked, varlen, planned, explained, watched], FLAGS),
+    *((pages, flag) for flag in FLAGS if flag[0] != "deterministic"),
+]
+
+
+@pytest.mark.parametrize(("call", "flag"), TAKE_FLAGS)
+def test_numbers_are_no_flags_in_a_first_call_and_in_a_later_one(
+    call: Callable[..., object], flag: tuple[str, bool, Any]
+) -> None:
+    name, right, wrong = flag
+    forget_servers()
+    for _ in range(2):
+        with pytest.raises(ProblemError, match=f"{name} cannot be .*: pass "):
+            call(**{name: wrong})
+        call(**{name: right})
 
 
 def test_scales_of_a_type_that_no_kernel_takes_are_refused_after_right_ones() -> None:
