@@ -6,8 +6,8 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from flashtune.arguments import read_count, read_scale
-from flashtune.calls import UNCHECKED, serve
+from flashtune.arguments import checked, read_count
+from flashtune.calls import check_serve, serve
 from flashtune.feature_ops import attend
 from flashtune.modes import runs_eagerly
 from flashtune.ops import call_op
@@ -26,7 +26,7 @@ from flashtune.options import (
     read_window,
 )
 from flashtune.quantization import E4M3, given_scales
-from flashtune.request import check_flags, read_request, require_tensors
+from flashtune.request import check_flags, require_tensors
 from flashtune.serving import Result
 from flashtune.side import NO_SIDE, Side
 
@@ -174,16 +174,11 @@ def attention(
         )
         if not is_plain(call):
             return attend(call)
+    options = causal, scale, layout, return_lse, prefer, scales, deterministic
     if runs_eagerly(q, k, v):
-        return serve(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
+        return checked(serve, check_serve, q, k, v, *options)
     require_tensors(q, k, v)
-    try:
-        return call_op(q, k, v, causal, scale, layout, return_lse, prefer, scales, deterministic)
-    except UNCHECKED:
-        # Where the call is what is wrong, a sentence says so.
-        read_scale(scale)
-        read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales, deterministic=deterministic)
-        raise
+    return checked(call_op, check_serve, q, k, v, *options)
 
 
 def dense_call(

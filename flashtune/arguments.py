@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +16,22 @@ LEAST_FLOAT32 = float(torch.finfo(torch.float32).tiny)
 MOST_TOKENS = 2**31 - 1
 MOST_DIGITS = 20
 MOST_TEXT = 60
+
+Answer = TypeVar("Answer")
+
+
+def checked(serve: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
+    """Returns `serve(*arguments)`. Where that fails, `check(*arguments)` may raise an error that says why.
+
+    Raises:
+        ProblemError: `check` refuses the arguments.
+    """
+    try:
+        return serve(*arguments)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        # A key of the memo or an operator raises these for arguments of a wrong kind.
+        check(*arguments)
+        raise
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashtune.arguments import MOST_FLOAT32
+from flashtune.arguments import MOST_FLOAT32, read_scale
 from flashtune.choices import forget_choices
 from flashtune.decision import needed_specialization
 from flashtune.errors import KernelError
@@ -29,13 +29,22 @@ from flashtune.value_checks import with_checks
 # A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
 MEMO_LIMIT = 4096
 
-# What unchecked arguments may raise where a key is made of them.
-UNCHECKED = (AttributeError, NotImplementedError, RuntimeError, TypeError)
-
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 _servers: dict[tuple[object, ...], Any] = {}
 _preparing = threading.RLock()
+
+
+def check_serve(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | None, *options: Any
+) -> None:
+    """Checks the arguments of `serve`.
+
+    Raises:
+        ProblemError: The call is invalid.
+    """
+    read_scale(scale)
+    read_request(q, k, v, causal, *options)
 
 
 def call_key(
@@ -102,15 +111,10 @@ def serve(
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
-    try:
-        if scale is not None and not (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
-            q, scale = with_positive_scale(q, scale)
-        key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-        server = _servers.get(key)
-    except UNCHECKED:
-        # What has no key is no valid call: this raises the sentence that says why.
-        read_request(q, k, v, causal, layout, return_lse, prefer, scales=scales, deterministic=deterministic)
-        raise
+    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
+        q, scale = with_positive_scale(q, scale)
+    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
+    server = _servers.get(key)
     if server is None:
         server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
     return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
@@ -138,7 +142,7 @@ def server_of(
 
     def read() -> Request:
         needs_grad = requires_grad(q, k, v, scales)
-        return read_request(q, k, v, causal, layout, return_lse, prefer, needs_grad, scales, deterministic)
+        return read_request(q, k, v, causal, layout, return_lse, prefer, scales, deterministic, needs_grad)
 
     return prepared(key, q, k, v, scales, read)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.arguments import MOST_FLOAT32
-from flashtune.calls import UNCHECKED, asked_gradients, known_server, prepared
+from flashtune.calls import asked_gradients, known_server, prepared
 from flashtune.feature_request import read_call
 from flashtune.normal_form import rounded_up
 from flashtune.pair_decision import side_gradients
@@ -31,7 +31,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
     Of the lengths of packed sequences the longest counts, and of it only the next power of two.
-    What is no valid call may raise any of `UNCHECKED`.
+    What is no valid call may raise what `flashtune.arguments.checked` handles.
     """
     q, k, v, _, options, side = call
     if options.max_seqlen_q or options.max_seqlen_k:
@@ -79,14 +79,9 @@ def serve_call(call: Call) -> Result:
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
-    try:
-        call = unsigned(call)
-        key = key_of_call(call)
-        server = known_server(key)
-    except UNCHECKED:
-        # What has no key is no valid call: this raises the sentence that says why.
-        read_call(call, False)
-        raise
+    call = unsigned(call)
+    key = key_of_call(call)
+    server = known_server(key)
     if server is None:
         server = server_of_call(key, call)
     result: Result = server(call.q, call.k, call.v, call.scale, call.side)

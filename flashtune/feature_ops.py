@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtune.arguments import checked
 from flashtune.backward_ops import differentiated
-from flashtune.calls import UNCHECKED
 from flashtune.feature_calls import serve_call, unsigned
-from flashtune.feature_request import read_call
+from flashtune.feature_request import check_call, read_call
 from flashtune.layouts import Layout
 from flashtune.modes import refuse_tangents, runs_eagerly
 from flashtune.operators import CALL_ARGUMENTS, TAGS, call_of, contiguous, library, operands
@@ -32,15 +32,13 @@ def attend(call: Call) -> Result:
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
     if runs_eagerly(call.q, call.k, call.v):
-        return serve_call(seeded(call))
+        return checked(serve_call, check_call, seeded(call))
     require_tensors(call.q, call.k, call.v)
-    call = seeded(call)
-    try:
-        out, lse = torch.ops.flashtune.attention_features(*operands(call))
-    except UNCHECKED:
-        # Where the call is what is wrong, a sentence says so.
-        read_call(call, False)
-        raise
+    return checked(_by_operator, check_call, seeded(call))
+
+
+def _by_operator(call: Call) -> Result:
+    out, lse = torch.ops.flashtune.attention_features(*operands(call))
     return (out, lse) if call.options.return_lse else out
 
 

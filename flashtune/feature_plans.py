@@ -7,10 +7,10 @@ from typing import Generic, TypeVar, cast
 import msgspec
 from torch import Tensor
 
-from flashtune.calls import UNCHECKED
+from flashtune.arguments import checked
 from flashtune.errors import ProblemError
 from flashtune.feature_calls import key_of_call, server_of_call, unsigned
-from flashtune.feature_request import read_call
+from flashtune.feature_request import check_call, read_call
 from flashtune.gradients import go_back, leaves_like
 from flashtune.options import Call, read_bias, seeded
 from flashtune.request import Request, requires_grad
@@ -91,12 +91,7 @@ class CallPlan(Generic[Planned_co]):
         Raises:
             ProblemError: It is of another kind.
         """
-        try:
-            key = key_of_call(call)
-        except UNCHECKED:
-            read_call(call, False)
-            raise
-        if key != self._key:
+        if checked(key_of_call, check_call, call) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: plan with tensors like them"

@@ -107,6 +107,15 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     )
 
 
+def check_call(call: Call) -> None:
+    """Checks a call.
+
+    Raises:
+        ProblemError: As `read_call`.
+    """
+    read_call(call, False)
+
+
 def _bias_kind(call: Call) -> Bias:
     bias = call.side.bias
     if bias is None:

@@ -105,7 +105,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
         if requires_grad(q, k, v, scales):
             if scale is not None and scale < 0.0:
                 q, scale = negated(q), -scale
-            request = read_request(q, k, v, causal, layout, return_lse, prefer, True, scales, deterministic)
+            request = read_request(q, k, v, causal, layout, return_lse, prefer, scales, deterministic, True)
             options = Options(causal, layout, layout, return_lse, prefer)
             return contiguous(differentiated(request, Call(q, k, v, scale, options, scales), _forward))
         with torch._C._AutoDispatchBelowAutograd():

@@ -8,8 +8,8 @@ import msgspec
 from torch import Tensor
 
 from flashtune.api import dense_call
-from flashtune.arguments import read_scale
-from flashtune.calls import UNCHECKED, call_key, server_of
+from flashtune.arguments import checked, read_scale
+from flashtune.calls import call_key, server_of
 from flashtune.errors import ProblemError
 from flashtune.feature_plans import DensePlan, plan_words
 from flashtune.gradients import go_back, leaves_like
@@ -106,11 +106,7 @@ class PlainPlan(Generic[Planned_co]):
         """As `Plan`; of tensors beside these there are none."""
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
-        try:
-            key = call_key(q, k, v, *self._options, scales, self._deterministic)
-        except UNCHECKED:
-            read_request(q, k, v, *self._options, scales=scales)
-            raise
+        key = checked(call_key, read_request, q, k, v, *self._options, scales, self._deterministic)
         if given or key != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "

@@ -133,9 +133,9 @@ def read_request(
     layout: str,
     return_lse: bool,
     prefer: str,
-    needs_grad: bool = False,
     scales: Side = NO_SIDE,
     deterministic: bool = False,
+    needs_grad: bool = False,
 ) -> Request:
     """The request of a call.
 
