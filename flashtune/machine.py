@@ -210,6 +210,10 @@ def _fault(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno is not None:
         return _system_fault(error)
     text = str(error)
+    if isinstance(error, OSError) and "AF_UNIX path too long" in text:
+        # Python raises it without a number. Sockets of worker processes lie in the temporary folder.
+        folder = f"the temporary folder {tempfile.gettempdir()}"
+        return f"the path of {folder} is too long for a socket: set TMPDIR to a shorter path"
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
         return f"memory ran out: {FREE_MEMORY}"
     if isinstance(error, ImportError) and "failed to map segment" in text:

@@ -6,7 +6,9 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,19 @@ def test_an_error_of_the_machine_is_one_sentence(error: Exception, words: str) -
 )
 def test_an_error_of_a_kernel_is_not_the_machines(error: Exception) -> None:
     assert machine_fault(error) is None
+
+
+def test_a_socket_path_that_is_too_long_asks_for_a_shorter_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 120)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with socket.socket(socket.AF_UNIX) as made, pytest.raises(OSError, match="AF_UNIX") as caught:
+        made.bind(str(folder / "listener"))
+    fault = machine_fault(caught.value)
+    assert fault == (
+        f"the path of the temporary folder {folder} is too long for a socket: set TMPDIR to a shorter path"
+    )
 
 
 def test_causes_are_looked_at_and_errors_that_were_handled_are_not() -> None:
