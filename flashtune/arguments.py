@@ -57,8 +57,8 @@ def read_count(name: str, value: object, what: str, least: int = 0, most: int = 
 
     Args:
         name: The argument's name, for the error.
-        value: What the caller passed.
-        what: What to pass instead, for the error.
+        value: The argument.
+        what: A description of valid values, for the error.
         least: The least number that is allowed.
         most: The largest.
 

@@ -1,7 +1,7 @@
-"""The memo of servers: what a call costs on a shape that this process met before is here.
+"""The memo of servers: one entry for each kind of call, a few thousand at most.
 
-The memo is a documented cache: one entry per kind of call, a few thousand at most. Everything that
-misses it takes the slow path under one lock, so that threads compile a kernel once.
+A call of a known kind only makes a key and looks up its server. Other calls take the slow path under one
+lock, so that threads compile a kernel once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashtune.side import NO_SIDE, Side
 from flashtune.training import prepare_pair
 from flashtune.value_checks import with_checks
 
-# A server that answers ever new lengths starts afresh now and then; its kernels stay loaded.
+# The memo is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -58,9 +58,9 @@ def call_key(
     scales: Side = NO_SIDE,
     deterministic: bool = False,
 ) -> tuple[object, ...]:
-    """All that a server depends on: of the tensors everything but their values and addresses.
+    """Returns the properties of a call on which its server depends.
 
-    Of the addresses only whether they lie on 16-byte borders matters, of the scales only which are given.
+    Values of tensors and scales do not count. Addresses count as aligned to 16 bytes or not.
     """
     return (
         q.shape,
@@ -88,7 +88,7 @@ def call_key(
 
 
 def asked_gradients(deterministic: bool) -> str:
-    """Which gradients are asked for: the part of a key that only calls with gradients have."""
+    """Returns the kind of gradients of a call, the part of a key that only calls with gradients have."""
     return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
 
 
@@ -104,10 +104,10 @@ def serve(
     scales: Side = NO_SIDE,
     deterministic: bool = False,
 ) -> Result:
-    """Attention of real tensors, by the server of their kind of call.
+    """Returns attention of tensors with memory, by the server of their kind of call.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
+        ProblemError: The call is invalid, or no server takes it.
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
@@ -132,10 +132,10 @@ def server_of(
     scales: Side = NO_SIDE,
     deterministic: bool = False,
 ) -> Serve:
-    """The server of a kind of call, prepared now if this process has none.
+    """Returns the server of a kind of call, and prepares it if this process has none.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
+        ProblemError: The call is invalid, or no server takes it.
         KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
@@ -150,10 +150,10 @@ def server_of(
 def prepared(
     key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: Side, read: Callable[[], Request]
 ) -> Serve:
-    """The server that the memo has for a key, or one that is prepared for what `read` makes of the call.
+    """Returns the memo's server for a key, or a new one for the request that `read` returns.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
+        ProblemError: The call is invalid, or no server takes it.
         KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
@@ -164,7 +164,7 @@ def prepared(
         if not recording() or request.is_empty or request.is_double:
             return server
         if request.needs_grad:
-            # Who goes forward so goes back too.
+            # Such a call has a backward pass too.
             server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
             request = request.forward
         return counted(server, request.problem, needed_specialization(request, q, k, v, side))
@@ -175,10 +175,10 @@ def prepared(
 def remembered(
     key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], Made]
 ) -> Made:
-    """What the memo has for a key, or what `make` makes now of the request that `read` reads.
+    """Returns the memo's entry for a key, or a new one: `make` of the request that `read` returns.
 
     Raises:
-        KernelError: A CUDA graph is being captured; and whatever both raise.
+        KernelError: A CUDA graph is being captured. Errors of `read` and `make` pass.
     """
     with _preparing:
         server: Made | None = _servers.get(key)
@@ -193,12 +193,12 @@ def remembered(
 
 
 def known_server(key: tuple[object, ...]) -> Any:
-    """The server that the memo has for a key, or None."""
+    """Returns the memo's server for a key, or None."""
     return _servers.get(key)
 
 
 def forget_servers() -> None:
-    """Every call is new again."""
+    """Clears the memo."""
     with _preparing:
         _servers.clear()
         forget_choices()

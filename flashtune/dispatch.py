@@ -1,7 +1,7 @@
-"""Which record serves a problem on a GPU, and how well it is known there.
+"""Selects the record that serves a problem on a GPU, with its standing there.
 
-The order: the user's database, the shipped table, what is expected to be fastest of the configs that were
-tuned for such shapes, a family's default.
+The order is: the user's database, the shipped table, the config that is expected to be fastest of those tuned
+for such shapes, and a family's default config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import families, find_family
 from flashtune.versions import current_versions, is_proven
 
-# Whose default config serves what nobody tuned, the first that can; other families come after them.
+# The order in which default configs are tried for problems without a tuned shape; other families come last.
 DEFAULT_FAMILIES = (
     "forward_hopper",
     "forward_q_outer",
@@ -35,11 +35,11 @@ DEFAULT_FAMILIES = (
     "backward_hopper",
     "backward_split",
 )
-# Who comes before them where queries are so few that keys must be split among programs.
+# The first family where queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
-# Who comes before both where keys are latent, and queries fill its tiles of 64 rows or these take a quarter
-# of the multiprocessors: one sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us by the
-# other.
+# The first family where keys are latent, and queries fill its tiles of 64 rows or its tiles take a quarter of
+# the multiprocessors. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with
+# DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
 
@@ -53,13 +53,13 @@ STANDARD = "standard"
 def select(
     problem: Problem, target: Target, tables: Tables, specialization: Specialization, *, generated: bool
 ) -> Selection:
-    """The selection for a problem on a GPU.
+    """Returns the selection for a problem on a GPU.
 
     Args:
-        problem: What must be computed.
+        problem: The problem.
         target: The GPU.
-        tables: What is tuned for it.
-        specialization: What may be assumed of the tensors; a family that needs more does not serve.
+        tables: The tuned records for it.
+        specialization: Properties of the tensors. A family that needs more of them does not serve.
         generated: Whether only generated kernels may serve, no baseline.
 
     Raises:
@@ -89,23 +89,23 @@ def select(
 
 
 def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
-    """Whether queries are few and were many wherever they were timed: that says nothing of decoding."""
+    """Whether a problem has few queries and the nearest tuned shape has many and is far."""
     return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
 
 
 def of_nearest(selection: Selection) -> Selection | None:
-    """The selection of the nearest tuned shape, where another one was expected to be faster than it."""
+    """Returns the selection of the nearest tuned shape where another config was expected to be faster."""
     why = selection.forecast
     if why is None or why.nearest == selection.record:
         return None
     if not tuned_alike(selection.record.problem, (why.nearest,)):
-        # It is of another type or head dim, and computes another problem.
+        # Its kernel is for another type or head dim.
         return None
     return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
 
 
 def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
-    """A config that fits the GPU, for what nobody tuned.
+    """Returns a default config that fits the GPU, for a problem without a tuned shape.
 
     Raises:
         ProblemError: No family computes it on this GPU.
@@ -116,7 +116,7 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     asked = [family for family in families() if family.direction is problem.direction]
     reasons = [_why_not(family, problem, target, specialization) for family in asked]
     if problem.features:
-        # Of families that know all features, what they say; of the others it is plain.
+        # The reasons of families with all of the features. The others lack a feature, which the error names.
         able = [problem.features <= family.features for family in asked]
         told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
         advice = _advice(problem, target, specialization)
@@ -133,7 +133,7 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
 def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
-    """The default configs of all families that compute a problem for such tensors, best guess first."""
+    """Yields the default configs of families that compute a problem for such tensors, best guess first."""
     for family in sorted(families(), key=lambda family: _default_rank(family, problem, target)):
         if _why_not(family, problem, target, specialization) is None:
             record = Record(
@@ -151,7 +151,7 @@ def default_selections(
 
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
-    """What must be left out of a problem for some family to compute the rest: as little as does."""
+    """Returns the fewest features to leave out of a problem so that some family computes the rest."""
     asked = sorted(problem.features)
     for count in range(1, len(asked) + 1):
         for left_out in itertools.combinations(asked, count):
@@ -179,17 +179,17 @@ def _why_not(family: Family, problem: Problem, target: Target, specialization: S
 
 
 def faster_peer(selection: Selection, problem: Problem, usual_sdpa: str | None) -> str | None:
-    """The baseline that is faster than a selection beyond noise, or None.
+    """Returns the name of a baseline that is faster than a selection beyond noise, or None.
 
-    At a tuned shape both were measured in one run; at others both are expected to take so long.
+    At a tuned shape both were measured in one run. At other shapes both times are forecasts.
     The standard computation counts only where the problem has no more scores than the shape that was
-    measured: they are held in memory.
+    measured, because scores are held in memory.
 
     Args:
-        selection: What was found for the problem.
-        problem: What it is to serve.
+        selection: The selection for the problem.
+        problem: The problem.
         usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
-            `sdpa-cudnn`; None where SDPA could serve only by another way than was measured.
+            `sdpa-cudnn`; None where SDPA would serve in a way that was not measured.
     """
     if selection.record.config is None:
         return selection.record.family
@@ -199,18 +199,21 @@ def faster_peer(selection: Selection, problem: Problem, usual_sdpa: str | None) 
 def faster_peer_of_pair(
     forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
 ) -> str | None:
-    """The baseline whose passes together are faster than both selections beyond noise, or None.
+    """Returns the name of a baseline whose passes together are faster than both selections, or None.
 
-    It was timed beside each of them, so that each pass is compared within one run. Arguments are as those
-    of `faster_peer`, of the forward problem.
+    It was timed beside each of them, so that each pass is compared within one run. The arguments are those
+    of `faster_peer` for the forward problem.
     """
     return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
 
 
 class _Times(NamedTuple):
-    """What one pass takes: its kernel, what a baseline must take less than, the baselines, all in ms.
+    """Times of one pass, in ms.
 
-    `scores` are the bytes of all scores of the shape that was measured.
+    Attributes:
+        limit: A faster baseline takes less than this.
+        peers: Times of the baselines by name.
+        scores: Bytes of all scores of the shape that was measured.
     """
 
     limit: float
@@ -219,7 +222,7 @@ class _Times(NamedTuple):
 
 
 def _times(selection: Selection) -> _Times | None:
-    """The times of a selection and its peers, or None where neither was measured nor is expected."""
+    """Returns the times of a selection and its peers, or None without a measurement."""
     why, measurement = selection.forecast, selection.measured.measurement
     if measurement is None:
         return None
@@ -227,7 +230,7 @@ def _times(selection: Selection) -> _Times | None:
     scores = score_bytes(selection.measured.problem)
     if why is None:
         return _Times(min(measurement.p20, measurement.ms * (1 - NOISE)), peers, scores)
-    # The standard computation is taken to stay as far behind the nearest shape's config as it is there.
+    # The ratio of the standard computation's time to that of the nearest shape's config is assumed constant.
     expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in peers.items() if name == STANDARD}
     expected |= {peer.name: peer.ms for peer in why.peers}
     return _Times(why.ms * (1 - FORECAST_NOISE), expected, scores)

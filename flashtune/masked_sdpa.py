@@ -1,10 +1,10 @@
 """Attention with an additive bias or a boolean mask by torch's SDPA, with flashtune's meaning of both.
 
-Rows that see no key give zeros. SDPA's cuDNN backend adds a finite number where a boolean mask hides a key in
-some versions of torch, and a row that sees no key then attends to all of them. So boolean masks are made
-additive here, with -inf. A causal mask is part of the mask: SDPA takes one or the other.
+Rows without a visible key give zeros. In some versions of torch SDPA's cuDNN backend adds a finite number
+where a boolean mask hides a key, so that a row without a visible key attends to all keys. So boolean masks
+are made additive here, with -inf. A causal mask is merged into the mask, because SDPA takes only one of them.
 
-The host cannot see values: where a hidden key holds NaN or infinity, SDPA's result is NaN.
+A hidden key with NaN or infinity makes SDPA's result NaN. No check on the host can find it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def may_serve(request: Request) -> bool:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal) -> Tensor:
-    """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+    """Returns attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
 
     Args:
         q: Queries.
@@ -68,14 +68,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         k,
         v,
         additive_mask(q, k, bias, causal),
-        # A scale of zero asks for plain averages; times the mask's -inf it would give NaN.
+        # With a scale of zero outputs are averages. Zero times the mask's -inf would be NaN.
         scale=scale or LEAST_SCALE,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
 def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
-    """Returns what SDPA adds to the scores, as small as the bias and the causal mask allow.
+    """Returns the mask that SDPA adds to the scores, as small as the bias and the causal mask allow.
 
     Returns:
         In q's type, [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv].
@@ -108,7 +108,7 @@ def unexpanded(bias: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns what is added for visible and for hidden keys.
+    """Returns the numbers that are added for visible and for hidden keys.
 
     Python numbers would be copied to the device in each call.
     """
@@ -141,8 +141,8 @@ def refusal(
 ) -> str | None:
     """Returns why SDPA does not serve a call with a mask here, or None; runs SDPA to find out.
 
-    A small problem shows how a backend reads masks, once for each type and head dims. The call itself shows
-    whether the backend takes these tensors.
+    A small problem is computed once for each type, head dims and backend, and compared with a reference. Then
+    the call itself is tried.
 
     Args:
         request: The request of the call.
@@ -169,7 +169,7 @@ def refusal(
 
 
 def forget_refusals() -> None:
-    """SDPA is tried anew."""
+    """Forgets all trials of SDPA."""
     _refusals.clear()
     _meanings.clear()
 
@@ -188,7 +188,7 @@ def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[obje
 
 
 def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Returns what SDPA gets wrong at a small problem of the same type and head dims, or None."""
+    """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None."""
     generator = torch.Generator().manual_seed(0)
     batch, rows = (1, PROBE_ROWS) if q.shape[2] > 1 else (PROBE_ROWS, 1)
     heads = 2
