@@ -10,7 +10,7 @@ from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.errors import FlashtuneError
 from flashtune.kernel import Specialization
-from flashtune.record import Record
+from flashtune.record import Measurement, Record
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
 from flashtune.tuner.admission import digest_of
@@ -33,7 +33,9 @@ def with_receipts(
     """Returns a table with the verdicts and times of its GPU.
 
     A record that was measured under the same versions takes the verdict of its own kernel as its own.
-    Earlier receipts and times of the same kernels and versions are replaced. Stray receipts are left out.
+    A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
+    that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
+    receipts are left out.
 
     Args:
         table: The table.
@@ -41,13 +43,13 @@ def with_receipts(
         receipts: Passed checks of kernels of records and of their siblings.
         times: Times of kernels of records under other versions than the records'.
     """
-    verdicts = {
-        record: check.verdict for record, check in passed if check.versions.makers == record.versions.makers
+    times = tuple(times)
+    measured = {(one.problem, one.kernel): one.measurement for one in times}
+    renewed = {
+        record: _renewed(record, check, measured.get((record.problem.key, check.digest)))
+        for record, check in passed
     }
-    records = tuple(
-        msgspec.structs.replace(record, verdict=verdicts[record]) if record in verdicts else record
-        for record in table.records
-    )
+    records = tuple(renewed.get(record, record) for record in table.records)
     makers: dict[str | None, set[tuple[str, ...]]] = {}
     for record in records:
         makers.setdefault(record.kernel, set()).add(record.versions.makers)
@@ -60,10 +62,30 @@ def with_receipts(
         for listed in (table.times, times)
         for one in listed
     }
+    # These have the time themselves.
+    own = {(one.problem.key, one.kernel, one.versions.makers) for one in records}
     return without_strays(
         msgspec.structs.replace(
-            table, records=records, receipts=tuple(proven.values()), times=tuple(timed.values())
+            table,
+            records=records,
+            receipts=tuple(proven.values()),
+            times=tuple(one for place, one in timed.items() if place not in own),
         )
+    )
+
+
+def _renewed(record: Record, check: Check, measurement: Measurement | None) -> Record:
+    """Returns a record with the verdict of its kernel, if the record has a time under the same versions."""
+    if check.versions.makers == record.versions.makers:
+        return msgspec.structs.replace(record, verdict=check.verdict)
+    if check.digest == record.kernel or measurement is None:
+        return record
+    return msgspec.structs.replace(
+        record,
+        kernel=check.digest,
+        versions=check.versions,
+        verdict=check.verdict,
+        measurement=measurement,
     )
 
 

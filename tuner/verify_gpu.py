@@ -220,14 +220,11 @@ def _receipts(done: list[_Done]) -> tuple[Check, ...]:
 
 
 def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
-    """Whether a record's kernel has no measurement under the versions here.
-
-    A table has no place for the time of a kernel that its record does not name.
-    """
+    """Whether a record's kernel has no measurement under the versions here."""
     record, here = subject.record, current_versions(subject.record.family).makers
-    if record.versions.makers == here or record.kernel != subject.kernel.digest:
+    if record.versions.makers == here:
         return False
-    place = record.problem.key, record.kernel, here
+    place = record.problem.key, subject.kernel.digest, here
     times = known.times if known is not None else ()
     return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
 
@@ -238,7 +235,7 @@ def _time(subjects: list[Subject], index: int, runs: Runs) -> dict[int, tuple[st
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
-        {id(one.record): (one.record, index) for one in subjects},
+        {id(one.record): (one.record, index, one.kernel.digest != one.record.kernel) for one in subjects},
         verify_jobs.GPU_SECONDS,
     )
 

@@ -140,8 +140,8 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     )
 
 
-def time_on_gpu(record: Record, index: int) -> Measurement:
-    """Times a record's kernel on a GPU, without peers.
+def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
+    """Times a record's kernel on a GPU, and SDPA's backends in the same run where `with_peers` asks for them.
 
     Raises:
         KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
@@ -150,7 +150,7 @@ def time_on_gpu(record: Record, index: int) -> Measurement:
 
     from flashtune.target import device_target
     from flashtune.tuner.candidates import Candidate
-    from flashtune.tuner.finals import kernel_run
+    from flashtune.tuner.finals import kernel_run, run_finals
     from flashtune.tuner.jobs import prepare
     from flashtune.tuner.measurement import clock_probe, measure
     from flashtune.tuner.tensors import make_tensors
@@ -158,10 +158,13 @@ def time_on_gpu(record: Record, index: int) -> Measurement:
     assert record.config is not None
     prepare(index)
     device = torch.device("cuda", index)
+    candidate, target = Candidate(record.family, record.config), device_target(index)
     with _whole_context(device):
+        if with_peers:
+            (found,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
+            return found
         tensors = make_tensors(record.problem, device, lse=record.specialization.lse)
-        candidate = Candidate(record.family, record.config)
-        run = kernel_run(record.problem, candidate, record.specialization, device_target(index), tensors)
+        run = kernel_run(record.problem, candidate, record.specialization, target, tensors)
         return measure(run, device, throttled=clock_probe(index).is_throttled())
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 import flashtune
 from flashtune.db.store import open_store
-from flashtune.delegation import PEERS, sdpa_attention, usual_backend
+from flashtune.delegation import sdpa_attention, usual_backend
 from flashtune.dispatch import default_selection
 from flashtune.kernel import Specialization
+from flashtune.masked_sdpa import PEERS
 from flashtune.notices import FlashtuneWarning
 from flashtune.options import CausalOption
 from flashtune.problem import Causal

@@ -65,7 +65,7 @@ def test_the_interpreter_is_asked_once_for_what_it_cannot_tell_apart() -> None:
     ]
     sources = set()
     for subject in subjects:
-        assert isinstance(subject, verify._Subject)
+        assert isinstance(subject, verify_jobs.Subject)
         assert verify._task(subject).problem.is_backward
         sources.add(verify._source(subject))
     assert len(sources) == 1

@@ -20,7 +20,7 @@ from flashtune.kernel import Kernel
 from flashtune.proof import check
 from flashtune.proof.cases import Level
 from flashtune.proof.check import full_probes
-from flashtune.record import Measurement, Record, Verdict
+from flashtune.record import Measurement, PeerTime, Record, Verdict
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -34,6 +34,7 @@ from flashtune.versions import current_versions
 
 TARGET = find_target("h200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 25)
+PEER = PeerTime("sdpa-cudnn", 0.3)
 
 
 def record_of(family: str) -> Record:
@@ -89,10 +90,10 @@ class Machine:
         versions = current_versions(record.family)
         return Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=verdict)
 
-    def time(self, record: Record, index: int) -> Measurement:
+    def time(self, record: Record, index: int, with_peers: bool) -> Measurement:
         assert index == 0
         self.timed.append(record.problem.key)
-        return MEASURED
+        return msgspec.structs.replace(MEASURED, peers=(PEER,)) if with_peers else MEASURED
 
 
 @pytest.fixture
@@ -208,6 +209,31 @@ def test_times_are_written_under_the_versions_here(
     assert timing.versions == current_versions(record.family)
     assert timing.measurement == MEASURED
     assert written.records == (record,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
+    machine: Machine, record: Record, tmp_path: Path, timed: bool
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+
+    assert run("--table", path, "--write", written, *(["--time"] if timed else [])).exit_code == 0
+
+    table = load_table(written)
+    (found,) = table.records
+    if not timed:
+        assert found == earlier
+        return
+    assert found.kernel == kernel_of(record).digest
+    assert found.versions == current_versions(record.family)
+    assert found.verdict is not None
+    assert found.verdict.passed
+    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    assert table.times == ()
+    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
 def test_a_record_of_the_versions_here_is_not_timed(machine: Machine, record: Record) -> None:

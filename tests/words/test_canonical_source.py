@@ -162,7 +162,7 @@ def test_the_longest_shipped_kernel_takes_at_most_five_milliseconds() -> None:
     files = [entry for entry in resources.files(kernels_generated).iterdir() if entry.name.endswith(".py")]
     source = max((entry.read_text(encoding="utf-8") for entry in files), key=len)
     # Other processes slow this one down by their use of caches and of shared cores: the fastest run counts.
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < 100 and min(seconds, default=1.0) >= 0.005:
         start = time.process_time()
         canonical_source.__wrapped__(source)

@@ -23,7 +23,9 @@ from flashtune.tuner import verify as verify_room
 from flashtune.tuner.audit import Request, run_audit
 from flashtune.tuner.audit_points import computes_anything
 from flashtune.tuner.verify import verify_records
+from flashtune.tuner.verify_jobs import Subject
 from flashtune.tuner.verify_report import Means
+from flashtune.tuner.verify_runs import Runs
 from flashtune.versions import current_versions
 from tests.tuner.audit_fakes import Scripted
 
@@ -135,11 +137,9 @@ def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
 ) -> None:
     seen: list[str] = []
 
-    def interpret(
-        subjects: list[verify_room._Subject], progress: verify_room.Progress
-    ) -> dict[Hashable, str]:
+    def interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
         seen.extend(subject.record.family for subject in subjects)
-        return real([subject for subject in subjects if subject.record.family == "forward_native"], progress)
+        return real([subject for subject in subjects if subject.record.family == "forward_native"], runs)
 
     real = verify_room._interpret
     monkeypatch.setattr(
