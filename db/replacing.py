@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 def replace_record(connection: Connection, record_id: int, record: Record) -> None:
     """Puts a record in place of a row. Selections then name it, and its kernel keeps the row's self-checks.
 
+    A row that was deleted meanwhile is not put back.
+
     Raises:
         TableError: A field is outside its bounds.
     """
     query = select(RECORDS.c.created_at, RECORDS.c.kernel).where(RECORDS.c.id == record_id)
-    row = connection.execute(query).one()
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return
     new_id, _ = insert_record(connection, record, stored_text(row.created_at))
     if new_id == record_id:
         return
@@ -36,13 +40,18 @@ def replace_record(connection: Connection, record_id: int, record: Record) -> No
 
 
 def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
-    """Self-checks of a digest hold for the record's kernel, which is the same machine code."""
+    """Self-checks of a digest hold for the record's kernel, which is the same machine code.
+
+    Kernels of two digests were compared under the record's Triton and ptxas alone.
+    """
     assert record.kernel is not None
     query = select(CHECKS.c.payload, CHECKS.c.created_at).where(
         CHECKS.c.digest == digest, CHECKS.c.target == record.target
     )
     for row in connection.execute(query).all():
         check = decode_check(raw_bytes(str(row.payload)))
+        if digest != record.kernel and check.versions.compilers != record.versions.compilers:
+            continue
         versions = msgspec.structs.replace(check.versions, template=record.versions.template)
         copied = msgspec.structs.replace(check, digest=record.kernel, versions=versions)
         write_check(connection, copied, stored_text(row.created_at), replace=False)

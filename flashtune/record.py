@@ -155,6 +155,11 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     driver: ShortText
 
     @property
+    def compilers(self) -> tuple[str, str]:
+        """The versions that decide a binary of one source: Triton and its ptxas."""
+        return self.triton, self.ptxas
+
+    @property
     def makers(self) -> tuple[str, str, str, str]:
         """The versions that decide a binary and how it runs: template, Triton, its ptxas, the driver."""
         return self.template, self.triton, self.ptxas, self.driver

@@ -1,27 +1,30 @@
 """Compares two kernels by what a GPU would run: machine code, launch metadata and host launch code.
 
-A receipt of one kernel holds for the other where all of these are equal. Debug information and symbol names
-do not count.
+A receipt of one kernel holds for the other where all of these are equal. Of a binary, code, constants,
+parameters, their relocations and AMD's launch parameters count; debug information and names do not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
+import functools
+import hashlib
 import types
-from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from flashtune.compilation import compile_kernel, load_module
 from flashtune.descriptors import typed
+from flashtune.files import read_bounded
 from flashtune.proof.cases import Level
 from flashtune.proof.inputs import Layout
 from flashtune.proof.passes import planned_cases
 from flashtune.side import NUMBERS
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
+from flashtune.tuner.elf import parts
 from flashtune.tuner.passes import forward_of
 from flashtune.tuner.tensors import make_inputs
 from flashtune.workspaces import allocate_workspace
@@ -37,11 +40,9 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 SEED = 0
-# Metadata that names a kernel, the compiler's cache or a library's path, and so says nothing of the launch.
-NAMES = frozenset({"hash", "name", "extern_libs"})
-# Sections that hold code, constants and parameters. All others are for debuggers, linkers and readers.
-SECTIONS = (".text", ".nv.constant", ".nv.info", ".nv.shared", ".nv.global", ".rodata", ".data", ".bss")
-NO_BITS = 8
+# Metadata that names a kernel or the compiler's cache, and so says nothing of the launch.
+NAMES = frozenset({"hash", "name"})
+MAX_LIBRARY_BYTES = 256 * 1024 * 1024
 
 
 def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, target: Target) -> str:
@@ -80,28 +81,27 @@ def _binary_difference(old: CompiledKernel, new: CompiledKernel, target: Target)
         changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
         return f"launch metadata: {', '.join(changed)}"
     kind = "cubin" if target.is_nvidia else "hsaco"
-    first, second = (dict(_sections(compiled.asm[kind], compiled.metadata.name)) for compiled in (old, new))
+    first, second = (parts(compiled.asm[kind], compiled.metadata.name) for compiled in (old, new))
     changed = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
     return f"machine code: {', '.join(changed)}" if changed else ""
 
 
 def _metadata(compiled: CompiledKernel) -> dict[str, str]:
+    """The launch metadata in comparable form. Libraries count by their content, wherever they are."""
     values = compiled.metadata._asdict()
-    return {name: repr(value) for name, value in values.items() if name not in NAMES}
+    libraries = [(name, _content(Path(path))) for name, path in values.pop("extern_libs", None) or ()]
+    named = {name: repr(value) for name, value in values.items() if name not in NAMES}
+    return {**named, "extern_libs": repr(libraries)}
 
 
-def _sections(binary: bytes, entry: str) -> Iterator[tuple[str, tuple[int, bytes]]]:
-    """The sections of an ELF file that count: size and content by name, without the kernel's own name."""
-    (table,) = struct.unpack_from("<Q", binary, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", binary, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", binary, table + size * index) for index in range(count)]
-    names = headers[names_at][4]
-    for header in headers:
-        start = names + header[0]
-        name = binary[start : binary.index(b"\0", start)].decode()
-        if name.startswith(SECTIONS):
-            content = b"" if header[1] == NO_BITS else binary[header[4] : header[4] + header[5]]
-            yield name.replace(entry, "*"), (header[5], content)
+@functools.cache
+def _content(path: Path) -> str:
+    """A hash of a file. Of one that cannot be read or is too large its path: it equals no other file."""
+    try:
+        content = read_bounded(path, MAX_LIBRARY_BYTES + 1)
+    except OSError:
+        return str(path)
+    return str(path) if len(content) > MAX_LIBRARY_BYTES else hashlib.sha256(content).hexdigest()
 
 
 class _Plan(NamedTuple):

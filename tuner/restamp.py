@@ -1,4 +1,4 @@
-"""Carries receipts over to kernels whose source changed but whose code for the GPU did not."""
+"""Carries receipts over to kernels whose source changed and whose machine code did not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import msgspec
 from flashtune.canonical_source import canonical_source
 from flashtune.compilation import first_line, kernel_folder
 from flashtune.db.codec import fingerprint
-from flashtune.db.store import open_store
-from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.errors import FlashtuneError, KernelError
+from flashtune.files import read_bounded
 from flashtune.kernel import Argument, Kernel, Step
-from flashtune.record import Record, Versions
+from flashtune.record import Record
 from flashtune.target import Target
 from flashtune.templates.family import kernel_of_source
 from flashtune.templates.hashing import template_hash
@@ -28,18 +27,19 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.admission import facts_of
 from flashtune.tuner.equivalence import difference
-from flashtune.tuner.export import write_file
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
 from flashtune.versions import current_versions
 
 # Two kernels, each with its prologue and epilogue.
 SECONDS = 600.0
+# Many times the size of any kernel's source.
+MAX_SOURCE_BYTES = 4 * 1024 * 1024
 FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
 
 Progress = Callable[[str, int, int], None]
 
 
-def _quiet(phase: str, done: int, total: int) -> None:
+def quiet(phase: str, done: int, total: int) -> None:
     """Shows no progress."""
 
 
@@ -47,13 +47,13 @@ _Key = tuple[str, str, str, str, str]
 
 
 class Fate(enum.StrEnum):
-    """What became of a record.
+    """The result of a record's comparison.
 
-    current     It names the kernel and the template version of today.
-    carried     Its receipt was carried over.
-    changed     The two kernels differ, or one cannot be compiled.
-    other_triton  The kernels' texts differ, and the record is of another Triton or ptxas than are installed.
-    no_source   The source that it was made of is not at hand.
+    current       It names the kernel and the template version of today.
+    carried       Its receipt was carried over.
+    changed       The two kernels differ, or one cannot be compiled.
+    other_triton  The kernels' sources differ, and another Triton or ptxas is installed than made the record.
+    no_source     There is no file with the source of its kernel.
     """
 
     CURRENT = "current"
@@ -68,7 +68,7 @@ class Restamped(msgspec.Struct, frozen=True):
 
     Attributes:
         record: With the digest and the template version of today where its receipt was carried over.
-        fate: What became of it.
+        fate: The result of the comparison.
         reason: The first difference, where there is one.
     """
 
@@ -86,7 +86,7 @@ class _Pair(NamedTuple):
 
 
 def restamp(
-    records: Iterable[Record], folders: Iterable[Path] = (), progress: Progress = _quiet
+    records: Iterable[Record], folders: Iterable[Path] = (), progress: Progress = quiet
 ) -> tuple[Restamped, ...]:
     """Compares the kernel that each record names with today's; carries receipts over where they are equal.
 
@@ -94,7 +94,7 @@ def restamp(
 
     Args:
         records: Those without a kernel are left as they are.
-        folders: Where sources of earlier kernels are, besides the kernel cache.
+        folders: Folders with sources of earlier kernels, besides the kernel cache.
         progress: Called after each comparison with the phase, the number done and the total.
     """
     listed = list(records)
@@ -135,7 +135,7 @@ def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restampe
     if record.kernel == new.digest:
         return _Pair(new, new, target)
     here = current_versions(record.family)
-    if (record.versions.triton, record.versions.ptxas) != (here.triton, here.ptxas):
+    if record.versions.compilers != here.compilers:
         # Equal code of one compiler proves nothing of another's.
         return Restamped(record, Fate.OTHER_TRITON)
     for path in sources.get(record.kernel[:8], ()):
@@ -148,14 +148,16 @@ def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restampe
 
 
 def _text(path: Path) -> str:
+    """The text of a file, empty where it is unreadable, no regular file or too large for a source."""
     try:
-        return path.read_text(encoding="utf-8")
+        raw = read_bounded(path, MAX_SOURCE_BYTES + 1)
+        return raw.decode() if len(raw) <= MAX_SOURCE_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
 
 
 def _candidates(record: Record, source: str) -> Iterator[Kernel]:
-    """What an earlier source may have been a kernel with: today's arguments, or today's with its names."""
+    """The kernels that an earlier source may be of: with today's arguments, then with its names for them."""
     assert record.config is not None
     family = find_family(record.family)
     kernel = kernel_of_source(family, record.problem, record.config, record.specialization, source)
@@ -245,61 +247,3 @@ def _judged(record: Record, pair: _Pair | Restamped, compared: Mapping[_Key, str
     versions = msgspec.structs.replace(record.versions, template=version)
     carried = msgspec.structs.replace(record, kernel=pair.new.digest, versions=versions)
     return Restamped(carried, Fate.CARRIED)
-
-
-def restamp_table(
-    path: Path, folders: Iterable[Path] = (), progress: Progress = _quiet
-) -> tuple[Restamped, ...]:
-    """Restamps the records of a table file in place.
-
-    Raises:
-        TableError: The file is no table.
-        FlashtuneError: It cannot be written.
-    """
-    table = load_table(path)
-    done = restamp(table.records, folders, progress)
-    if any(one.fate is Fate.CARRIED for one in done):
-        write_file(path, dump_table(_restamped(table, done)))
-    return done
-
-
-def _restamped(table: TunedTable, done: tuple[Restamped, ...]) -> TunedTable:
-    """The table with its restamped records; receipts and times of their kernels follow them."""
-    pairs = zip(table.records, done, strict=True)
-    changed = {before.kernel: one.record for before, one in pairs if one.fate is Fate.CARRIED}
-    receipts = tuple(
-        msgspec.structs.replace(one, digest=str(to.kernel), versions=_with_template(one.versions, to))
-        if (to := changed.get(one.digest))
-        else one
-        for one in table.receipts
-    )
-    times = tuple(
-        msgspec.structs.replace(one, kernel=str(to.kernel), versions=_with_template(one.versions, to))
-        if (to := changed.get(one.kernel))
-        else one
-        for one in table.times
-    )
-    records = tuple(one.record for one in done)
-    return msgspec.structs.replace(table, records=records, receipts=receipts, times=times)
-
-
-def _with_template(versions: Versions, record: Record) -> Versions:
-    return msgspec.structs.replace(versions, template=record.versions.template)
-
-
-def restamp_database(
-    db: str | None, folders: Iterable[Path] = (), progress: Progress = _quiet
-) -> tuple[Restamped, ...]:
-    """Restamps the records of a database; selections name the restamped ones.
-
-    Raises:
-        StoreError: The database cannot be read or written.
-    """
-    with open_store(db) as store:
-        stored = store.records()
-        done = restamp((entry.record for entry in stored), folders, progress)
-        carried = {
-            entry.id: one.record for entry, one in zip(stored, done, strict=True) if one.fate is Fate.CARRIED
-        }
-        store.replace_records(carried)
-    return done

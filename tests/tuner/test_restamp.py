@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import pytest
 from flashtune.compilation import kernel_folder
 from flashtune.db.checks import Check
 from flashtune.db.store import Store, open_store
-from flashtune.db.table import load_table
+from flashtune.db.table import Timing, TunedTable, dump_table, load_table
 from flashtune.kernel import Kernel, Specialization
 from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.record import Measurement, Outcome, Provenance, Record, Verdict
+from flashtune.record import Measurement, Outcome, Provenance, Record, Verdict, Versions
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.admission import digest_of
 from flashtune.tuner.equivalence import difference
 from flashtune.tuner.export import json_table
-from flashtune.tuner.restamp import Fate, restamp, restamp_database, restamp_table
+from flashtune.tuner.restamp import Fate, restamp
+from flashtune.tuner.restamp_store import restamp_database, restamp_table
+from flashtune.tuner.table_receipts import sibling
 from flashtune.versions import current_versions
 
 FAMILY = find_family("forward_q_outer")
@@ -226,3 +230,95 @@ def test_launch_code_that_fails_is_a_difference(cache: Path) -> None:
     (done,) = restamp([record_of(other)])
     assert done.fate is Fate.CHANGED
     assert done.reason.startswith("the earlier launch code fails here")
+
+
+OTHER_TRITON = msgspec.structs.replace(VERSIONS, triton="99.0")
+
+
+def check_of(digest: str, versions: Versions) -> Check:
+    return Check(digest=digest, target=TARGET.name, versions=versions, verdict=VERDICT)
+
+
+def time_of(record: Record, versions: Versions) -> Timing:
+    measured = Measurement(0.3, 0.3, 0.3, 9)
+    return Timing(
+        problem=record.problem.key, kernel=str(record.kernel), versions=versions, measurement=measured
+    )
+
+
+def restamped(path: Path, table: TunedTable) -> TunedTable:
+    path.write_bytes(dump_table(table))
+    restamp_table(path)
+    return load_table(path)
+
+
+def test_only_evidence_of_the_compared_compilers_follows_a_record(tmp_path: Path, cache: Path) -> None:
+    old = renamed()
+    keep(old, cache)
+    record = record_of(old)
+    driver = msgspec.structs.replace(VERSIONS, driver="999.1")
+    receipts = check_of(old.digest, driver), check_of(old.digest, OTHER_TRITON)
+    times = time_of(record, driver), time_of(record, OTHER_TRITON)
+    table = TunedTable(target=TARGET.name, records=(record,), receipts=receipts, times=times)
+    done = restamped(tmp_path / "table.json", table)
+    here = current_versions(FAMILY.name).template
+    moved = check_of(TODAY.digest, msgspec.structs.replace(driver, template=here))
+    assert set(done.receipts) == {moved, receipts[1]}
+    (timing,) = done.times
+    assert (timing.kernel, timing.versions) == (TODAY.digest, moved.versions)
+
+
+def test_all_evidence_follows_a_record_whose_kernel_is_the_same(tmp_path: Path) -> None:
+    record = record_of(TODAY)
+    digest = digest_of(msgspec.structs.replace(record, specialization=sibling(record)))
+    receipts = check_of(TODAY.digest, OTHER_TRITON), check_of(digest, OTHER_TRITON)
+    table = TunedTable(
+        target=TARGET.name, records=(record,), receipts=receipts, times=(time_of(record, OTHER_TRITON),)
+    )
+    done = restamped(tmp_path / "table.json", table)
+    assert {one.digest for one in done.receipts} == {TODAY.digest, digest}
+    versions = [one.versions for one in done.receipts] + [one.versions for one in done.times]
+    assert {one.template for one in versions} == {current_versions(FAMILY.name).template}
+    assert {one.triton for one in versions} == {"99.0"}
+
+
+def test_a_receipt_stays_with_a_record_that_still_names_its_kernel(tmp_path: Path, cache: Path) -> None:
+    other = changed(("* heads * batch,)", "* heads * batch + (seqlen_q > 4096),)"))
+    keep(other, cache)
+    large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    slow = msgspec.structs.replace(record_of(other), problem=large, measurement=Measurement(9.0, 9.0, 9.0, 9))
+    receipt = check_of(other.digest, msgspec.structs.replace(VERSIONS, driver="999.1"))
+    table = TunedTable(target=TARGET.name, records=(record_of(other), slow), receipts=(receipt,))
+    done = restamped(tmp_path / "table.json", table)
+    assert {one.kernel for one in done.records} == {TODAY.digest, other.digest}
+    assert {one.digest for one in done.receipts} == {TODAY.digest, other.digest}
+
+
+def test_self_checks_of_other_tritons_stay_with_the_earlier_digest(tmp_path: Path, cache: Path) -> None:
+    old = renamed()
+    keep(old, cache)
+    url = str(tmp_path / "flashtune.sqlite")
+    with open_store(url) as store:
+        store.add(record_of(old))
+        store.remember_check(check_of(old.digest, OTHER_TRITON))
+    restamp_database(url)
+    with open_store(url) as store:
+        assert known_checks(store) == {old.digest}
+
+
+def test_a_record_that_was_deleted_meanwhile_is_not_put_back(tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.replace_records({7: record_of(TODAY)})
+        assert store.records() == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "large"])
+def test_a_file_that_is_no_source_is_not_read(kind: str, cache: Path) -> None:
+    path = keep(renamed(), cache)
+    if kind == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        os.truncate(path, 2**34)
+    (done,) = restamp([record_of(renamed())])
+    assert done.fate is Fate.NO_SOURCE

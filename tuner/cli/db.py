@@ -231,9 +231,11 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     A record names the digest of its kernel. This command compiles the earlier source and today's for the
     record's target. It compares instructions, constants, parameters and launch metadata. It also compares
     grids, arguments and descriptors on the verifier's cases. Where all are equal, the record takes today's
-    digest and keeps its receipt and time. Other records stay as they are and count as unproven.
+    digest and keeps its receipt and time, and those of other drivers. Evidence of another Triton does not
+    follow to another digest. Other records stay as they are and count as unproven.
     """
-    from flashtune.tuner.restamp import fates, restamp_database, restamp_table
+    from flashtune.tuner.restamp import fates
+    from flashtune.tuner.restamp_store import restamp_database, restamp_table
 
     if table is not None and db is not None:
         raise UsageError("--table and --db each name what to restamp: give one of the two")
