@@ -80,6 +80,8 @@ def gather_problems(
     Raises:
         UsageError: One of them names nothing, or something impossible.
     """
+    if not (shapes or models or hf_configs or shapes_files or sizes.any_size):
+        return ()
     from flashtune.tuner.models import model_problems
     from flashtune.tuner.passes import training_passes
     from flashtune.tuner.shapes import parse_shape
