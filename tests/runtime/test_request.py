@@ -65,7 +65,7 @@ def test_causal_options(value: bool | str, meaning: Causal) -> None:
 @pytest.mark.parametrize("value", ["diagonal", 1, None])
 def test_other_causal_options_are_refused(value: object) -> None:
     with pytest.raises(ProblemError, match="'top_left' or 'bottom_right'"):
-        read_causal(value)  # type: ignore[arg-type]
+        read_causal(value)
 
 
 @pytest.mark.parametrize(
