@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from flashtune import machine
+from flashtune.address_space import address_space_fault
 from flashtune.compilation import kernel_folder, load_module
 from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Specialization
@@ -220,3 +222,13 @@ def test_a_file_system_without_blocks_is_not_full(
     space = os.statvfs_result((4096, 4096, blocks, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda folder: space)
     assert (machine.writing_error(tmp_path) is not None) == is_full
+
+
+@pytest.mark.parametrize(("limit", "is_fault"), [(300 << 20, True), (64 << 30, False), (-1, False)])
+def test_a_limit_of_memory_is_compared_with_the_libraries(
+    monkeypatch: pytest.MonkeyPatch, limit: int, is_fault: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    fault = address_space_fault()
+    assert (fault is not None) == is_fault
+    assert not fault or re.search(r"limit of 300 MiB .* have \d{3,} MiB: raise the limit", fault)

@@ -7,6 +7,9 @@ from typing import Any
 
 import click
 
+from flashtune.address_space import address_space_fault
+from flashtune.errors import MachineError
+
 # Sections of a help page, in their order, and the parameters that belong to each.
 SECTIONS: dict[str, frozenset[str]] = {
     "Shapes": frozenset(
@@ -33,6 +36,8 @@ SECTIONS: dict[str, frozenset[str]] = {
     "General": frozenset({"db", "_click_default_help"}),
 }
 OTHERS = "Options"
+# Commands that load torch and Triton.
+HEAVY = frozenset({"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit"})
 
 
 class Command(click.Command):
@@ -45,6 +50,13 @@ class Command(click.Command):
     def __init__(self, *args: Any, examples: tuple[str, ...] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, unless a limit of memory keeps it from loading torch and Triton."""
+        fault = address_space_fault() if self.name in HEAVY else None
+        if fault:
+            raise MachineError(fault)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options, section by section."""

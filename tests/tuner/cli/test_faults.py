@@ -176,12 +176,13 @@ def test_a_home_that_cannot_be_written(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_of_memory(place: Place) -> None:
+@pytest.mark.parametrize("mebibytes", [400, 600])
+def test_a_limit_of_memory(place: Place, mebibytes: int) -> None:
     def limit() -> None:
         # Enough for Python, and too little for Triton and torch.
-        resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+        resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
-    place.refused("memory ran out.*free some memory, raise the limit", {}, limit)
+    place.refused(f"the limit of {mebibytes} MiB of memory is too low.*raise the limit", {}, limit)
     place.ends_well({})
 
 
