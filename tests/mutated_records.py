@@ -156,6 +156,7 @@ def _mutate_rows(connection: sqlite3.Connection, chance: random.Random) -> None:
                 "'; DROP TABLE records; --",
                 "9" * 3000,
                 b"\0" * 2**21,
+                "\0" * 2**21,
             )
         )
     connection.execute("PRAGMA foreign_keys = OFF")

@@ -77,11 +77,17 @@ def expect(request: SearchRequest, store: Store | None, width: int, compile_seco
     )
 
 
-def usual_compile_seconds(records: Iterable[Record]) -> float:
-    """The median of what compilations took that were not answered by a cache, in seconds."""
-    taken = [record.resources.compile_seconds for record in records if record.resources]
-    real = [seconds for seconds in taken if seconds > CACHED_SECONDS]
-    return statistics.median(real) if real else USUAL_SECONDS
+def usual_compile_seconds(*sources: Iterable[Record]) -> float:
+    """The median of what compilations took that no cache answered, in seconds.
+
+    It is that of the first source with such compilations.
+    """
+    for records in sources:
+        taken = [record.resources.compile_seconds for record in records if record.resources]
+        real = [seconds for seconds in taken if seconds > CACHED_SECONDS]
+        if real:
+            return statistics.median(real)
+    return USUAL_SECONDS
 
 
 def outlook(expected: tuple[Expectation, ...]) -> str:
@@ -91,8 +97,8 @@ def outlook(expected: tuple[Expectation, ...]) -> str:
     share = f"about {tried:,} of {candidates:,} candidates ({_percent(tried / max(1, candidates))})"
     seconds = duration(sum(one.seconds for one in expected))
     if len(expected) == 1:
-        return f"{share} in up to {seconds}"
-    return f"{len(expected)} shapes: {share} in up to {seconds} in all"
+        return f"{share} in about {seconds}"
+    return f"{len(expected)} shapes: {share} in about {seconds} in all"
 
 
 def duration(seconds: float) -> str:

@@ -60,7 +60,7 @@ COMMANDS: dict[str, str] = {name: text for section in SECTIONS.values() for name
 EPILOG = """\b
 Exit codes:
   0    done
-  1    the work failed: a kernel is wrong, a database cannot be read, a check did not pass
+  1    the work failed: a wrong kernel, an unreadable database, a failed check
   2    the command line, a file or a shape cannot be used as given
   130  interrupted; what was finished is stored
 """

@@ -11,7 +11,7 @@ import click
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.completion import complete_targets
 from flashtune.tuner.cli.options import TARGET_VARIABLE, database_option, json_option, quiet_options
-from flashtune.tuner.cli.output import print_json, printable, shows_progress
+from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress, terminal_width
 
 if TYPE_CHECKING:
     from flashtune.tuner.finding import Finding
@@ -85,6 +85,8 @@ def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]
 
 
 def _print(finding: Finding) -> None:
-    mark = click.style(f"{finding.level.value:<4}", fg=COLOURS[finding.level.value])
-    advice = f": {finding.advice}" if finding.advice else ""
-    click.echo(f"{mark}  {finding.name:<13}  {printable(finding.said)}{advice}")
+    level, advice = finding.level.value, f": {finding.advice}" if finding.advice else ""
+    line = f"{level:<4}  {finding.name:<16}  {printable(finding.said)}{advice}"
+    width = terminal_width()
+    shown = line if width is None else folded(line, width, " " * 24)
+    click.echo(click.style(level, fg=COLOURS[level]) + shown.removeprefix(level))

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtune.notices import search_command
-from flashtune.tuner.cli.output import plain, quantity
+from flashtune.tuner.cli.output import plain, print_heading, quantity
 from flashtune.tuner.explain import Explanation, Rival, Roofline, SramBudget, Traffic
 
 
 def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
     """Prints one explanation; `top` is how many rivals to list."""
-    out.rule(plain(f"{explanation.problem.key} on {explanation.target}"), align="left")
+    print_heading(out, f"{explanation.problem.key} on {explanation.target}")
     out.print(plain(f"{explanation.family}: {explanation.config.label()}"))
     out.print(plain(_origin(explanation)))
     out.print()

@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,19 @@ def shows_progress() -> bool:
 def terminal_width() -> int | None:
     """The columns of the terminal that standard output goes to, None where it goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def folded(text: str, width: int, indent: str = "") -> str:
+    """A text on lines of so many columns; later ones begin with the indent. Longer words are not divided."""
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def say(sentence: str) -> None:
+    """Writes a sentence to standard output; folded at words where that is a terminal."""
+    width = terminal_width()
+    click.echo(sentence if width is None else folded(sentence, width))
 
 
 def command_line() -> str:
@@ -138,6 +152,14 @@ def console(width: int | None = None) -> Console:
     return probe if probe.is_terminal else Console(width=PIPE_WIDTH)
 
 
+def print_heading(out: Console, title: str) -> None:
+    """Prints a title with a line behind it, or folded at words where it is too long for that."""
+    if len(title) + 2 <= out.width:
+        out.rule(plain(title), align="left")
+    else:
+        out.print(plain(title))
+
+
 def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """Prints rows under their heads; cells that are too long for the terminal are folded at words."""
     from rich.table import Table
@@ -167,7 +189,7 @@ def print_counts(counts: MergeCounts, as_json: bool) -> None:
     if as_json:
         print_json(counts)
         return
-    click.echo(
+    say(
         f"{counts.records_added} records are new and {counts.records_known} were known; "
         f"{counts.selections_added} selections are new, {counts.selections_replaced} took the place of "
         f"slower ones and {counts.selections_kept} gave way to the database's own"

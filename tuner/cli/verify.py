@@ -11,7 +11,7 @@ import click
 from flashtune.errors import UsageError, VerificationError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
-from flashtune.tuner.cli.output import print_json, progress_bars, write_result
+from flashtune.tuner.cli.output import print_json, progress_bars, say, write_result
 from flashtune.tuner.cli.verify_shown import counts_of, print_report
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def command(
         print_json({**counts, "results": report.results})
     else:
         print_report(report)
-        if sampled:
-            click.echo(f"{left_out} more kernels were left out: --sample checks one of each class")
+        if left_out:
+            say(f"{left_out} more kernels were left out: --sample checks one of each class")
     if report.failures:
         raise VerificationError(
             f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import click
-
-from flashtune.tuner.cli.output import is_set, note, printable
+from flashtune.tuner.cli.output import is_set, note, printable, say
 
 if TYPE_CHECKING:
     from flashtune.tuner.receipts import Receipt
@@ -41,25 +39,25 @@ def print_report(report: Report) -> None:
 
     counts = counts_of(report)
     total = counts["kernels"]
-    click.echo(
+    say(
         f"of {total} selected kernels {counts['gpu'] + counts['interpreter']} were checked here "
         f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
         f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
     )
     alone = sorted({result.family for result in report.results if result.means is Means.RECEIPT})
     if alone:
-        click.echo(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
+        say(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
     receipts = Counter(_source(result.receipt) for result in report.results if result.receipt)
     for source, count in sorted(receipts.items()):
-        click.echo(f"{count} of {total} have a receipt: {source}")
+        say(f"{count} of {total} have a receipt: {source}")
     if report.missed:
-        click.echo(f"{report.missed} more were not reached before the run ended")
+        say(f"{report.missed} more were not reached before the run ended")
     if report.baselines:
-        click.echo(f"{report.baselines} selections are torch's own and were not checked")
+        say(f"{report.baselines} selections are torch's own and were not checked")
     if is_set("verbose"):
         for result in report.results:
             note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.means.value})")
     for result in report.failures[:MOST_SHOWN]:
-        click.echo(f"failed: {result.problem} on {result.target}: {result.failed}")
+        say(f"failed: {result.problem} on {result.target}: {result.failed}")
     if len(report.failures) > MOST_SHOWN:
         note(f"{len(report.failures) - MOST_SHOWN} more failed: --json lists them all")
