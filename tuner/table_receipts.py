@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -10,10 +10,14 @@ from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.errors import FlashtuneError
 from flashtune.kernel import Specialization
-from flashtune.record import Measurement, Record
+from flashtune.record import Record
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
 from flashtune.tuner.admission import digest_of
+
+# A kernel under the versions that made it, and a problem with the kernel that was timed at it.
+_Proven = tuple[str, tuple[str, str, str, str]]
+_Timed = tuple[str, str]
 
 
 def sibling(record: Record) -> Specialization:
@@ -44,19 +48,19 @@ def with_receipts(
         times: Times of kernels of records under other versions than the records'.
     """
     times = tuple(times)
-    measured = {(one.problem, one.kernel): one.measurement for one in times}
-    renewed = {
-        record: _renewed(record, check, measured.get((record.problem.key, check.digest)))
-        for record, check in passed
-    }
-    records = tuple(renewed.get(record, record) for record in table.records)
+    proven = {(one.digest, one.versions.makers): one for one in table.receipts}
+    measured = {(one.problem, one.kernel): one for one in times}
+    checks = dict(passed)
+    records = tuple(
+        _renewed(record, checks.get(record) or _earlier_check(record, measured, proven), measured)
+        for record in table.records
+    )
     makers: dict[str | None, set[tuple[str, ...]]] = {}
     for record in records:
         makers.setdefault(record.kernel, set()).add(record.versions.makers)
-    proven = {(one.digest, one.versions.makers): one for one in table.receipts}
-    for check in receipts:
-        if makers.get(check.digest) != {check.versions.makers}:
-            proven[check.digest, check.versions.makers] = check
+    proven |= {(one.digest, one.versions.makers): one for one in receipts}
+    # Records that have the verdict themselves need no receipt.
+    proven = {place: one for place, one in proven.items() if makers.get(place[0]) != {place[1]}}
     timed = {
         (one.problem, one.kernel, one.versions.makers): one
         for listed in (table.times, times)
@@ -74,18 +78,32 @@ def with_receipts(
     )
 
 
-def _renewed(record: Record, check: Check, measurement: Measurement | None) -> Record:
+def _earlier_check(
+    record: Record, measured: Mapping[_Timed, Timing], proven: Mapping[_Proven, Check]
+) -> Check | None:
+    """Returns the receipt of a record's kernel as it renders now, where an earlier run left one."""
+    if all(problem != record.problem.key for problem, _ in measured):
+        return None
+    own = _kernels(record)[:1]
+    timing = measured.get((record.problem.key, own[0][0])) if own else None
+    return proven.get((timing.kernel, timing.versions.makers)) if timing else None
+
+
+def _renewed(record: Record, check: Check | None, measured: Mapping[_Timed, Timing]) -> Record:
     """Returns a record with the verdict of its kernel, if the record has a time under the same versions."""
+    if check is None:
+        return record
     if check.versions.makers == record.versions.makers:
         return msgspec.structs.replace(record, verdict=check.verdict)
-    if check.digest == record.kernel or measurement is None:
+    timing = measured.get((record.problem.key, check.digest))
+    if check.digest == record.kernel or timing is None:
         return record
     return msgspec.structs.replace(
         record,
         kernel=check.digest,
         versions=check.versions,
         verdict=check.verdict,
-        measurement=measurement,
+        measurement=timing.measurement,
     )
 
 

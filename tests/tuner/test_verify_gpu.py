@@ -236,6 +236,30 @@ def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
     assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
+def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    assert run("--table", path, "--write", written).exit_code == 0
+    machine.checked.clear()
+    done = run("--table", written, "--write", written, "--time", "--missing")
+    assert done.exit_code == 0, done.output
+    assert machine.checked == []
+    (found,) = load_table(written).records
+    assert (found.kernel, found.versions) == (kernel_of(record).digest, current_versions(record.family))
+    assert found.verdict is not None
+    assert found.verdict.passed
+    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    siblings = [kernel_of(record, of_sibling=True).digest]
+    assert [one.digest for one in load_table(written).receipts] == siblings
+    # Nothing is left to be done.
+    assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
+    assert (machine.checked, len(machine.timed)) == ([], 1)
+
+
 def test_a_record_of_the_versions_here_is_not_timed(machine: Machine, record: Record) -> None:
     here = msgspec.structs.replace(record, versions=current_versions(record.family))
     report = verify.verify_records([here], gpu=(0, TARGET), timed=True)
