@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtune.compilation import load_module
 from flashtune.features import Bias, KvDtype, KvScale
-from flashtune.kernel import Specialization, specialization_of
+from flashtune.kernel import Alignment, Specialization, specialization_of
 from flashtune.launch import bind
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.target import find_target
@@ -225,7 +225,8 @@ def test_the_rendered_file_works_alone(splits: int) -> None:
         page_size=16, softcap=True, sinks=True, alibi=True, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE
     )
     q, k, v, side, _ = call = a_call(problem)
-    kernel = render(FAMILY, problem, a_config("", splits=splits), Specialization(lse=True))
+    assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
+    kernel = render(FAMILY, problem, a_config("", splits=splits), assumed)
     names = [name for name, value in side._asdict().items() if value is not None]
     attention = load_module(kernel).attention
     for scale in (None, -0.5):

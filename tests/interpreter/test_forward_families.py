@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashtune.compilation import interpreting, load_module
 from flashtune.config import Axis, AxisValue, Config, Space
-from flashtune.kernel import Specialization
+from flashtune.kernel import Alignment, Specialization
 from flashtune.problem import Causal, Problem
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
@@ -143,7 +143,8 @@ def test_the_rendered_file_works_alone(family: Family) -> None:
     """`attention` of the rendered module, with its default scale, a negative one, and nothing to do."""
     torch.manual_seed(0)
     problem = make_problem((40, 24), (4, 2), (19, 35), Causal.TOP_LEFT)
-    kernel = render(family, problem, a_config(family, problem), Specialization(lse=True))
+    assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
+    kernel = render(family, problem, a_config(family, problem), assumed)
     attention = load_module(kernel).attention
     q, k, v = make_inputs(problem, "bshd")
     for scale in (None, -0.5):
