@@ -67,7 +67,7 @@ develop: $(DEVELOPS) ## Install it with what tests and checks need
 # ---- showing -----------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(RUNS) ## Search one shape on the GPU, or without one for an H100, and print the result
+demo: $(RUNS) ## Search one shape, for an H100 without a GPU, and show it
 	@scripts/demo.sh $(BIN)
 
 # ---- checking ----------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ imports: $(DEVELOPS) ## Check who may import whom
 quick: $(DEVELOPS) ## Run the tests that are fast
 	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not gpu and not slow' --sample --times $(TIMES)/quick.tsv tests
 
-unit: $(DEVELOPS) ## Run all tests but the interpreter's and the GPU's, the built wheel's among them
+unit: $(DEVELOPS) ## Run all tests but the interpreter's and the GPU's
 	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not gpu' $(CASES) --times $(TIMES)/unit.tsv tests
 
 interpreter: $(DEVELOPS) ## Run the kernels on the CPU

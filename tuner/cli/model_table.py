@@ -52,6 +52,7 @@ def print_overview(out: Console, overview: Overview) -> None:
     )
     for table in tables:
         out.print(table)
+        out.print()
     families = ", ".join(dict.fromkeys(family for point in overview.points for family in point.families))
     out.print(
         plain(
