@@ -31,6 +31,8 @@ COMPILE_SECONDS = 120.0
 GPU_SECONDS = 240.0
 INTERPRETER_SECONDS = 120.0
 BROKEN_CONTEXT = 70
+# A process that holds more of the GPU's memory than this gives back what it kept of earlier checks.
+MOST_KEPT_BYTES = 6 * 2**30
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -123,12 +125,17 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
 
     from flashtune.db.checks import Check
     from flashtune.proof.check import check_delayed, check_rendered, joined
+    from flashtune.proof.passes import forget
     from flashtune.target import device_target
     from flashtune.versions import current_versions
 
     assert record.config is not None
     target, device = device_target(index), torch.device("cuda", index)
     with _whole_context(device):
+        if torch.cuda.memory_reserved(device) > MOST_KEPT_BYTES:
+            # Other processes check kernels on the same GPU.
+            forget()
+            torch.cuda.empty_cache()
         verdict = check_rendered(kernel, record.problem, record.config, target, device)
         late = (
             check_delayed(kernel, record.problem, record.config, target, device) if verdict.passed else None

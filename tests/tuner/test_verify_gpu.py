@@ -17,7 +17,7 @@ from flashtune.db.checks import Check
 from flashtune.db.table import TunedTable, dump_table, load_table, shipped_table
 from flashtune.errors import KernelError
 from flashtune.kernel import Kernel
-from flashtune.proof import check
+from flashtune.proof import check, passes
 from flashtune.proof.cases import Level
 from flashtune.proof.check import full_probes
 from flashtune.record import Measurement, PeerTime, Record, Verdict
@@ -158,6 +158,25 @@ def test_a_sibling_is_checked_as_the_record_s_own_kernel(
     late = [(Level.FULL, True)] if delays else []
     assert [rest for lse, *rest in seen if not lse] == [[Level.FULL, False], *map(list, late)]
     assert [rest for lse, *rest in seen if lse] == [[Level.FULL, False], *map(list, late)]
+
+
+@pytest.mark.parametrize(("reserved", "dropped"), [(2**30, False), (2**33, True)])
+def test_a_process_gives_back_memory_before_its_next_check(
+    monkeypatch: pytest.MonkeyPatch, record: Record, reserved: int, dropped: bool
+) -> None:
+    steps: list[str] = []
+
+    def checked(*_: object, **__: object) -> Verdict:
+        steps.append("check")
+        return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
+
+    monkeypatch.setattr(check, "check_rendered", checked)
+    monkeypatch.setattr(passes, "forget", lambda: steps.append("forget"))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: reserved)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: steps.append("empty"))
+    monkeypatch.setattr("flashtune.target.device_target", lambda index: TARGET)
+    verify_jobs.check_on_gpu(kernel_of(record), record, 0)
+    assert steps == [*(["forget", "empty"] if dropped else []), "check"]
 
 
 def test_all_kernels_of_checks_are_compiled_on_all_cores(
