@@ -10,6 +10,9 @@ from flashtune.launches import LEAST_SCALE
 from flashtune.masked_sdpa import chosen_backend, unexpanded
 from flashtune.problem import Causal, Problem
 
+# Backends read so many bytes at once.
+ADDRESS_ALIGNMENT = 16
+
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
     """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
@@ -48,7 +51,8 @@ def usual_backend(
 ) -> str | None:
     """The peer that SDPA picks by itself, or None where it was not measured as it would serve.
 
-    That is its unfused path, and its causal masks of lengths that differ.
+    That is its unfused path, its causal masks of lengths that differ, and tensors at addresses that are no
+    multiples of 16 bytes. Backends of some versions of torch need such addresses and do not check them.
 
     Args:
         q: Queries as [batch, heads, seqlen, head_dim]; k and v alike.
@@ -59,5 +63,9 @@ def usual_backend(
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
+        return None
+    read = (q, k, v) if bias is None or bias.dtype is torch.bool else (q, k, v, bias)
+    # Tensors that a compiler traces with have no addresses. Torch allocates at multiples of 256.
+    if any(one.storage_offset() * one.element_size() % ADDRESS_ALIGNMENT for one in read):
         return None
     return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)

@@ -10,16 +10,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune import (
-    backward_ops,
-    backward_servers,
-    choices,
-    decision,
-    masked_sdpa,
-    pair_decision,
-    servers,
-    serving,
-)
+from flashtune import backward_servers, choices, decision, delegation, masked_sdpa, pair_decision, serving
 from flashtune.calls import forget_servers
 from flashtune.kernel import Specialization
 from flashtune.masked_sdpa import forget_refusals
@@ -127,9 +118,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (decision, pair_decision):
         monkeypatch.setattr(module, "device_target", lambda index: TARGET)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
-    for module in (decision, pair_decision, backward_ops, serving, servers):
-        monkeypatch.setattr(module, "usual_backend", lambda *_: fake.usual)
-    monkeypatch.setattr(masked_sdpa, "chosen_backend", lambda *_: fake.usual)
+    for module in (delegation, masked_sdpa):
+        monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(choices, "binary_of", fake.binary_of)
     monkeypatch.setattr(serving, "bind", fake.bind)

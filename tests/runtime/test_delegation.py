@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune.delegation import sdpa_attention, usual_backend
 from flashtune.problem import Causal
@@ -61,6 +64,19 @@ def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ca
         weights = (scale * q[:, :, row : row + 1] @ k[:, :, :seen].mT).softmax(-1)
         rows.append(weights @ v[:, :, :seen] + 0 * q[:, :, row : row + 1].sum(-1, keepdim=True))
     return torch.cat(rows, 2)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
+    def made(shape: tuple[int, ...], moved: bool) -> Tensor:
+        count = math.prod(shape)
+        return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
+
+    q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
+    problem = read_request(q, k, v, False, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k, v, problem, bias) is None
+    assert (usual_backend(q, k, v, problem) is None) == (index < 3)
+    assert usual_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
 
 
 def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:

@@ -322,35 +322,25 @@ def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
     assert flashtune.explain(*given, **options).server == "generated"
 
 
+@pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
-def test_a_refusal_holds_for_tensors_of_the_same_alignment_alone(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    first: int,
+def test_unaligned_biases_never_reach_sdpa(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, first: int
 ) -> None:
-    def refuses_unaligned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
-        if mask.data_ptr() % 16:
-            raise RuntimeError("attn_bias is not correctly aligned")
-        return scaled_dot_product_attention(q, k, v, mask, **options)
-
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_unaligned)
-    problem = msgspec.structs.replace(biased, bias=Bias.ADDITIVE)
+    problem = msgspec.structs.replace(biased, bias=kind)
     tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3))
     given, options = call_of(problem)
-    bias = options["attn_bias"]
+    ((name, bias),) = options.items()
     moved = torch.empty(bias.numel() + 1, dtype=bias.dtype)[1:].view_as(bias).copy_(bias)
     both = [bias, moved]
     served = {}
     for index in (first, 1 - first, first):
         before = len(launches)
-        flashtune.attention(*given, attn_bias=both[index])
-        served[index] = "kernel" if len(launches) > before else "sdpa"
-        assert flashtune.explain(*given, attn_bias=both[index]).server == ("generated" if index else "sdpa")
-    assert served == {0: "sdpa", 1: "kernel"}
+        flashtune.attention(*given, **{name: both[index]})
+        served[index] = "generated" if len(launches) > before else "sdpa"
+        assert flashtune.explain(*given, **{name: both[index]}).server == served[index]
+    # A boolean mask is made additive in memory of its own.
+    assert served == {0: "sdpa", 1: "sdpa" if kind is Bias.BOOLEAN else "generated"}
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
