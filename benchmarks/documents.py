@@ -26,11 +26,12 @@ from benchmarks import (
     saved,
     search_report,
     serving,
+    sram_audit,
     tables,
     training_report,
 )
 from benchmarks.figures import with_figures
-from benchmarks.numbers import WRITTEN
+from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
 from flashtune.errors import FlashtuneError, UsageError
 from flashtune.tuner.pages import with_tables
@@ -55,6 +56,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
+    sram_audit.SCRIPT: sram_audit.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }
@@ -89,7 +91,7 @@ def generated() -> dict[Path, str]:
     """
     texts: dict[str, Mapping[str, str]] = {}
     found = {}
-    for name in sorted(path.relative_to(ROOT).as_posix() for glob in WRITTEN for path in ROOT.glob(glob)):
+    for name in pages():
         path = ROOT / name
         page = path.read_text(encoding="utf-8")
         for table, script in TABLE.findall(page):

@@ -22,26 +22,7 @@ from flashtune.errors import TableError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXEMPTIONS = Path(__file__).with_name("exempt_numbers.toml")
-PAGES = (
-    "README.md",
-    "docs/axes.md",
-    "docs/benchmarks.md",
-    "docs/cli.md",
-    "docs/dispatch.md",
-    "docs/fp8.md",
-    "docs/prediction.md",
-    "docs/proof.md",
-    "docs/sanitizer.md",
-    "docs/search.md",
-    "docs/training.md",
-    "benchmarks/results/README.md",
-    "docs/design.md",
-    "docs/guide.md",
-    "docs/hopper.md",
-    "docs/serving.md",
-)
-
-WRITTEN = ("README.md", "docs/*.md", "benchmarks/results/README.md")
+PAGES = ("README.md", "docs/*.md", "benchmarks/results/README.md")
 
 # Not prose, or written by benchmarks/documents.py; in this order.
 SKIPPED = tuple(
@@ -142,9 +123,7 @@ def main() -> None:
 
 def pages() -> tuple[str, ...]:
     """The pages that are checked, relative to the repository."""
-    return tuple(
-        path.relative_to(ROOT).as_posix() for pattern in PAGES for path in sorted(ROOT.glob(pattern))
-    )
+    return tuple(sorted(path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)))
 
 
 def read_exemptions(path: Path) -> tuple[Exemption, ...]:

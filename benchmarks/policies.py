@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from flashtune.db.store import open_store
 from flashtune.errors import FlashtuneError
@@ -59,9 +59,11 @@ def summaries(
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.sqlite")
         open_store(str(empty)).close()
-        # Each replay has a core to itself: more threads would only get in each other's way.
+        # Each replay has a core to itself. torch and numpy read this when a worker imports them; with more
+        # threads numpy's linear algebra takes several times the CPU time.
+        os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
-        with context.Pool(workers, torch.set_num_threads, (1,)) as pool:
+        with context.Pool(workers) as pool:
             for table in tables:
                 experience = experience_without(table, tables)
                 for policy in policies:

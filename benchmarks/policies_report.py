@@ -25,7 +25,7 @@ from flashtune.tuner.replays import JUDGED_SHARE, NEAR, Summary
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/policies_report.py"
-SAVED = tuple(ROOT / f"benchmarks/results/nvidia-h200-policies{part}.json" for part in ("", "-cold"))
+SAVED = tuple(ROOT / f"benchmarks/results/nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
 # Told apart by those who see no colours too; the default stands out.
 COLORS = {
     "default": "#d55e00",

@@ -1,0 +1,35 @@
+"""The page of the SRAM audit is made from a saved run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks import sram_audit
+from flashtune.errors import TableError
+from flashtune.templates.registry import families
+from flashtune.tuner.audit import Audit, Row
+
+
+def test_the_saved_run_holds_every_family() -> None:
+    audit = msgspec.json.decode(sram_audit.SAVED.read_bytes(), type=Audit)
+    assert {row.family for row in audit.rows} == {family.name for family in families()}
+
+
+def test_a_gpu_that_misses_the_bar_is_named(tmp_path: Path) -> None:
+    row = Row("forward_q_outer", "nvidia-h100", "sm_90", 10, 5, 3, 4, 6, 0, 5, 0, 1.0, 0)
+    path = tmp_path / "audit.json"
+    path.write_bytes(msgspec.json.encode(Audit("3.7.1", 0, (row,))))
+    assert "- nvidia-h100: 5 of 6 that do not fit were caught" in sram_audit.texts(path)["sram-audit"]
+    passing = msgspec.structs.replace(row, caught=6)
+    path.write_bytes(msgspec.json.encode(Audit("3.7.1", 0, (passing,))))
+    assert sram_audit.texts(path)["sram-audit"].endswith("What misses the bar:\n\n- none")
+
+
+def test_a_file_without_an_audit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    path.write_bytes(b"{}")
+    with pytest.raises(TableError, match="holds no audit"):
+        sram_audit.texts(path)
