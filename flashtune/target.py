@@ -187,7 +187,7 @@ def device_target(index: int = 0) -> Target:
     import torch
 
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise TargetError("no GPU is visible here: pass --target NAME to work for one offline")
+        raise TargetError("no GPU is visible here: name one to work for it offline (--target NAME)")
     properties = torch.cuda.get_device_properties(index)
     name = canonical_name(properties.name)
     listed = {target.name: target.sm_count for target in TARGETS}
