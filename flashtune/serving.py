@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from flashtune.choices import (
     Asked,
     Choice,
@@ -65,6 +67,9 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
         if served is not None:
             return served
         decision = decide(request, q, k, v, side)
+        if decision.server is Server.SDPA:
+            # A trial that ran out of memory is not remembered.
+            decision = msgspec.structs.replace(decision, server=Server.GENERATED)
     if choice is not None and decision.server is Server.GENERATED:
         return bound_forward(choice, request, q, k, v, side)
     if decision.server in (Server.GENERATED, Server.INTERPRETER):

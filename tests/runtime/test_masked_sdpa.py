@@ -322,6 +322,26 @@ def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
     assert flashtune.explain(*given, **options).server == "generated"
 
 
+def test_a_kernel_with_the_mask_serves_where_sdpa_has_no_memory_for_it(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == biased.seqlen_q:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return scaled_dot_product_attention(q, *rest, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", without_memory)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
+        flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+
+
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("first", [0, 1])
 def test_unaligned_biases_never_reach_sdpa(
