@@ -24,7 +24,8 @@ SELECT name FROM sqlite_master AS object
 WHERE type = 'trigger'
    OR lower(tbl_name) IN ('alembic_version', 'records', 'selections', 'stand_ins', 'checks')
   AND CASE type
-      WHEN 'index' THEN sql LIKE '%(%(%' OR sql LIKE '%where%'
+      WHEN 'index' THEN sql LIKE '%where%'
+        OR EXISTS (SELECT 1 FROM pragma_index_xinfo(object.name) WHERE cid = -2)
       WHEN 'table' THEN sql NOT LIKE 'CREATE TABLE%' OR replace(lower(sql), 'checks', '') LIKE '%check%'
         OR EXISTS (SELECT 1 FROM pragma_table_xinfo(object.name) WHERE hidden OR dflt_value IS NOT NULL)
       ELSE 1 END
