@@ -33,6 +33,7 @@ def with_receipts(
     passed: Iterable[tuple[Record, Check]],
     receipts: Iterable[Check],
     times: Iterable[Timing] = (),
+    failed: Iterable[Check] = (),
 ) -> TunedTable:
     """Returns a table with the verdicts and times of its GPU.
 
@@ -46,9 +47,12 @@ def with_receipts(
         passed: Records of the table, each with the check of its own kernel.
         receipts: Passed checks of kernels of records and of their siblings.
         times: Times of kernels of records under other versions than the records'.
+        failed: Checks of kernels that failed. Their earlier receipts are left out.
     """
     times = tuple(times)
+    wrong = {(one.digest, one.versions.makers) for one in failed}
     proven = {(one.digest, one.versions.makers): one for one in table.receipts}
+    proven = {place: one for place, one in proven.items() if place not in wrong}
     measured = {(one.problem, one.kernel): one for one in times}
     checks = dict(passed)
     records = tuple(

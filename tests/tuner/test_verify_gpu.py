@@ -206,6 +206,16 @@ def test_a_failing_sibling_is_named(
     assert [one.digest for one in written.receipts] == [kernel_of(record).digest]
 
 
+def test_a_kernel_that_fails_loses_its_earlier_receipt(
+    machine: Machine, record: Record, paths: tuple[Path, Path]
+) -> None:
+    assert run("--table", paths[0], "--write", paths[1]).exit_code == 0
+    machine.failing[kernel_of(record).digest] = "needle 7"
+    assert run("--table", paths[1], "--write", paths[1]).exit_code == 1
+    siblings = [kernel_of(record, of_sibling=True).digest]
+    assert [one.digest for one in load_table(paths[1]).receipts] == siblings
+
+
 def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, record: Record) -> None:
     longer = msgspec.structs.replace(record.problem, batch=2 * record.problem.batch)
     other = msgspec.structs.replace(record, problem=longer)
@@ -305,6 +315,7 @@ def test_missing_skips_what_the_table_has_already(
     assert machine.timed == [record.problem.key]
     again = run("--table", written, "--write", written, "--missing", "--time")
     assert "1 by receipt alone" in again.output
+    assert "no interpreter runs" not in again.output
     assert machine.timed == [record.problem.key]
     receipts = load_table(written).receipts
     assert {one.digest for one in receipts} == {

@@ -130,7 +130,9 @@ def command(
             )
     done = report.on_gpu
     if written and whole:
-        write_result(written, dump_table(with_receipts(whole, done.passed, done.receipts, done.times)))
+        failed = [check for check in done.checks if not check.verdict.passed]
+        completed = with_receipts(whole, done.passed, done.receipts, done.times, failed)
+        write_result(written, dump_table(completed))
     if done.checks:
         remember(done.checks, db)
     targets = {record.target for record in found}

@@ -35,6 +35,7 @@ def _source(receipt: Receipt) -> str:
 
 def print_report(report: Report) -> None:
     """Prints the counts, the receipts and the failures."""
+    from flashtune.templates.registry import find_family
     from flashtune.tuner.verify_report import Means
 
     counts = counts_of(report)
@@ -44,7 +45,8 @@ def print_report(report: Report) -> None:
         f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
         f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
     )
-    alone = sorted({result.family for result in report.results if result.means is Means.RECEIPT})
+    by_receipt = {result.family for result in report.results if result.means is Means.RECEIPT}
+    alone = sorted(name for name in by_receipt if not find_family(name).interpreted)
     if alone:
         say(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
     receipts = Counter(_source(result.receipt) for result in report.results if result.receipt)
