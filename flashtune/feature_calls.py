@@ -31,7 +31,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     """All that a server depends on: of the tensors everything but their values and addresses.
 
     Of the lengths of packed sequences the longest counts, and of it only the next power of two.
-    What is no valid call may raise what `flashtune.arguments.checked` handles.
+    An invalid call may raise the errors that `flashtune.arguments.checked` handles.
     """
     q, k, v, _, options, side = call
     if options.max_seqlen_q or options.max_seqlen_k:

@@ -114,7 +114,7 @@ def check_interpreted(task: Interpretable) -> Verdict:
 
 
 def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
-    """Proves a kernel on a GPU at the shape of a record, whose own kernel or sibling it is.
+    """Proves a record's own kernel or its sibling on a GPU, at the record's shape.
 
     A kernel with barriers of its own is proven with injected delays too; its verdict then names `delays`.
 
@@ -148,7 +148,7 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
 
 
 def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
-    """Times a record's kernel on a GPU, and SDPA's backends in the same run where `with_peers` asks for them.
+    """Times a record's kernel on a GPU, with peers in the same run if `with_peers` is set.
 
     Raises:
         KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
