@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.launches import LEAST_SCALE
@@ -65,7 +66,15 @@ def usual_backend(
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
     read = (q, k, v) if bias is None or bias.dtype is torch.bool else (q, k, v, bias)
-    # Tensors that a compiler traces with have no addresses. Torch allocates at multiples of 256.
-    if any(one.storage_offset() * one.element_size() % ADDRESS_ALIGNMENT for one in read):
+    if any(_start(one) % ADDRESS_ALIGNMENT for one in read):
         return None
     return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)
+
+
+def _start(tensor: Tensor) -> int:
+    """Returns the address of a tensor, or its offset if it is one that a compiler traces with."""
+    if isinstance(tensor, FakeTensor):
+        # Torch allocates at multiples of 256.
+        return int(tensor.storage_offset()) * tensor.element_size()
+    # Memory of other libraries may begin anywhere, with an offset of zero.
+    return tensor.data_ptr()

@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.dlpack import from_dlpack
 
 from flashtune.delegation import sdpa_attention, usual_backend
+from flashtune.masked_sdpa import chosen_backend
 from flashtune.problem import Causal
 from flashtune.request import read_request
 
@@ -77,6 +80,24 @@ def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
     assert usual_backend(q, k, v, problem, bias) is None
     assert (usual_backend(q, k, v, problem) is None) == (index < 3)
     assert usual_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
+
+
+def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
+    base = torch.randn(2 * 16 * 16 + 1, dtype=torch.bfloat16)
+    q = from_dlpack(base[1:]).view(1, 2, 16, 16)
+    k = q.clone()
+    problem = read_request(q, k, k, False, "bhsd", False, "fastest").problem
+    assert q.storage_offset() == 0
+    assert usual_backend(q, k, k, problem) is None
+    assert usual_backend(k, k, k, problem) is not None
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_without_memory_are_not_asked_for_their_addresses() -> None:
+    with FakeTensorMode():
+        q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
+        problem = read_request(q, q, q, False, "bhsd", False, "fastest").problem
+        assert usual_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
 
 
 def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:
