@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.launches import LEAST_SCALE
@@ -72,9 +71,9 @@ def usual_backend(
 
 
 def _start(tensor: Tensor) -> int:
-    """Returns the address of a tensor, or its offset if it is one that a compiler traces with."""
-    if isinstance(tensor, FakeTensor):
-        # Torch allocates at multiples of 256.
-        return int(tensor.storage_offset()) * tensor.element_size()
-    # Memory of other libraries may begin anywhere, with an offset of zero.
-    return tensor.data_ptr()
+    """Returns the address of a tensor, or its offset if it is of another kind and may have no address."""
+    if type(tensor) is Tensor:
+        # Memory of other libraries may begin anywhere, with an offset of zero.
+        return tensor.data_ptr()
+    # Torch allocates at multiples of 256.
+    return int(tensor.storage_offset()) * tensor.element_size()
