@@ -20,7 +20,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.probing import fault_of, outside_fault, settle_after_probe, stopped
 from flashtune.tuner.processes import Lost, Workers, failure_of
-from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts
+from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts, read_sizes
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
@@ -57,8 +57,16 @@ class Compiler(Protocol):
 class CompilePool:
     """Compiles candidates in worker processes, of one search after the other."""
 
-    def __init__(self, workers: int, seconds: float = COMPILE_SECONDS) -> None:
+    def __init__(self, workers: int, seconds: float = COMPILE_SECONDS, *, sizes_only: bool = False) -> None:
+        """Starts no process yet.
+
+        Args:
+            workers: Worker processes.
+            seconds: Time limit of a candidate.
+            sizes_only: Whether to read shared and tensor memory alone, and to judge nothing.
+        """
         self._seconds = seconds
+        self._sizes_only = sizes_only
         self._workers = Workers(workers)
 
     def __enter__(self) -> Self:
@@ -91,8 +99,9 @@ class CompilePool:
                 _settle(job, lost, scope.target, settled)
 
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
+        compiling = compile_sizes if self._sizes_only else compile_candidate
         try:
-            job = self._workers.schedule(compile_candidate, arguments, self._seconds)
+            job = self._workers.schedule(compiling, arguments, self._seconds)
         except MachineError as error:
             settled.set_exception(stopped(str(error)))
             return
@@ -131,6 +140,23 @@ def compile_candidate(
     return compile_kernel(render(family, problem, candidate.config, specialization), target)
 
 
+def compile_sizes(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
+) -> Compiled:
+    """Renders and compiles a candidate here, and reads its shared and tensor memory alone.
+
+    Raises:
+        MachineError: As `compile_candidate`.
+    """
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    try:
+        return Compiled(Outcome.OK, kernel.digest, read_sizes(kernel, target))
+    except MachineError:
+        raise
+    except KernelError as error:
+        return _refused(kernel, error)
+
+
 def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
     """Compiles a rendered kernel here, and holds what it asks for against the target.
 
@@ -144,11 +170,15 @@ def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
     except MachineError:
         raise
     except KernelError as error:
-        message = str(error)[:MAX_MESSAGE]
-        return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=message, tool_failed=tool_failed(error))
+        return _refused(kernel, error)
     misfit = next(filter(None, (_misfit(part, target) for part in parts)), "")
     outcome = Outcome.INFEASIBLE if misfit else Outcome.OK
     return Compiled(outcome, kernel.digest, largest(parts), misfit)
+
+
+def _refused(kernel: Kernel, error: KernelError) -> Compiled:
+    message = str(error)[:MAX_MESSAGE]
+    return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=message, tool_failed=tool_failed(error))
 
 
 def _misfit(part: Part, target: Target) -> str:

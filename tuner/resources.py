@@ -93,6 +93,24 @@ def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
         return tuple(_read(part, target) for part in kernels)
 
 
+def read_sizes(kernel: Kernel, target: Target) -> Resources:
+    """Compiles a kernel likewise, and reads the shared and tensor memory that it takes at most.
+
+    Both are in the compiler's metadata. Registers, spills and serialisation would take a tool's run for each
+    kernel; they are left out.
+
+    Raises:
+        KernelError: As `read_resources`.
+    """
+    kernels = filter(None, (kernel, kernel.first, kernel.last))
+    with machine_errors():
+        found = [compile_kernel(part, target).metadata for part in kernels]
+    return Resources(
+        sram_bytes=max(one.shared for one in found),
+        tensor_memory_columns=max(getattr(one, "tmem_size", None) or 0 for one in found),
+    )
+
+
 def largest(parts: tuple[Part, ...]) -> Resources:
     """What several kernels take at most, one running after the other; their compile times add up.
 

@@ -79,20 +79,14 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
     Raises:
         MachineError: The machine cannot compile, as with a full disk.
     """
-    from flashtune.compilation import compile_kernel
-    from flashtune.record import Resources
-    from flashtune.tuner.resources import overflow
+    from flashtune.tuner.resources import overflow, read_sizes
 
     try:
-        steps = (compile_kernel(step, target) for step in (kernel, kernel.first, kernel.last) if step)
-        found = [step.metadata for step in steps]
+        return overflow(read_sizes(kernel, target), target) or ""
     except MachineError:
         raise
     except KernelError as error:
         return f"does not compile: {error}"
-    # Capacity is all that is asked here: registers would cost a tool's run for each kernel.
-    taken = (Resources(one.shared, getattr(one, "tmem_size", None) or 0) for one in found)
-    return next(filter(None, (overflow(one, target) for one in taken)), "")
 
 
 def check_interpreted(task: Interpretable) -> Verdict:

@@ -18,7 +18,15 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import compiler_tools
 from flashtune.tuner import resources as room
-from flashtune.tuner.resources import Part, largest, occupancy, overflow, read_parts, read_resources
+from flashtune.tuner.resources import (
+    Part,
+    largest,
+    occupancy,
+    overflow,
+    read_parts,
+    read_resources,
+    read_sizes,
+)
 from flashtune.tuner.shapes import parse_shape
 
 FAMILY = find_family("forward_q_outer")
@@ -59,6 +67,20 @@ def test_a_kernel_that_lacks_registers_spills_and_is_serialised() -> None:
 
 def test_a_blackwell_kernel_takes_tensor_memory() -> None:
     assert read_resources(a_kernel(block_m=128), find_target("b200")).tensor_memory_columns == 128
+
+
+@pytest.mark.parametrize("target", ["b200", "mi300x"])
+def test_sizes_alone_are_read_without_a_tool(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = a_kernel(128, block_m=128, block_n=128)
+    expected = read_resources(kernel, find_target(target))
+
+    def run(*arguments: object) -> None:
+        raise AssertionError(f"a tool was run: {arguments}")
+
+    monkeypatch.setattr("subprocess.run", run)
+    found = read_sizes(kernel, find_target(target))
+    assert found == Resources(expected.sram_bytes, expected.tensor_memory_columns)
+    assert found.sram_bytes > 0
 
 
 def test_an_amd_kernel() -> None:

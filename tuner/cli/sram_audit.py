@@ -80,7 +80,7 @@ def command(
 
     workers = jobs or usable_cores()
     request = Request(_targets(target_names), points, seed, in_flight=workers)
-    with CompilePool(workers, COMPILE_SECONDS) as pool, progress_bars() as watch:
+    with CompilePool(workers, COMPILE_SECONDS, sizes_only=True) as pool, progress_bars() as watch:
         audit = run_audit(request, pool, watch)
     if as_json:
         print_json(audit)
