@@ -153,18 +153,18 @@ def refusal(
         bias: The call's bias or mask.
     """
     kind = _kind(request, backend)
-    if kind not in _meanings:
-        _meanings[kind] = _misunderstanding(backend, q, k, v)
-    if _meanings[kind] is None:
-        try:
+    try:
+        if kind not in _meanings:
+            _meanings[kind] = _misunderstanding(backend, q, k, v)
+        if _meanings[kind] is None:
             masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
-        except torch.OutOfMemoryError as failure:
-            # The next call may find more memory: nothing is remembered.
-            return f"has no memory for its mask ({first_line(failure)})"
-        except RuntimeError as failure:
-            if len(_refusals) >= REFUSALS_LIMIT:
-                _refusals.clear()
-            _refusals[_call(request, backend, q, k, v, bias)] = f"refuses its mask ({first_line(failure)})"
+    except torch.OutOfMemoryError as failure:
+        # The next call may find more memory: nothing is remembered.
+        return f"has no memory for its mask ({first_line(failure)})"
+    except RuntimeError as failure:
+        if len(_refusals) >= REFUSALS_LIMIT:
+            _refusals.clear()
+        _refusals[_call(request, backend, q, k, v, bias)] = f"refuses its mask ({first_line(failure)})"
     return known_refusal(request, backend, q, k, v, bias)
 
 
@@ -211,6 +211,8 @@ def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> s
         if tried != backend:
             return f"picks {tried or 'its unfused path'} for the trial of a mask in place of {backend}"
         out = masked_attention(*given, scale, Causal.NONE)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as failure:
         return f"refuses masks ({first_line(failure)})"
     error = (out.cpu().double() - _by_definition(queries, keys, values, mask, scale)).abs().amax(-1)

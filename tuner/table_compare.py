@@ -150,6 +150,9 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
         faster, measurement = (change.old, before) if before.ms < after.ms else (change.new, after)
         if digest_of(faster) != faster.kernel or records.get(_place(faster)) != faster:
             continue
+        if faster.specialization != change.new.specialization:
+            # Both were timed as the new record's tensors ask for.
+            continue
         here = current_versions(faster.family)
         if faster.versions.makers == here.makers:
             records[_place(faster)] = msgspec.structs.replace(faster, measurement=measurement)

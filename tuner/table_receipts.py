@@ -10,7 +10,7 @@ from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.errors import FlashtuneError
 from flashtune.kernel import Specialization
-from flashtune.record import Record
+from flashtune.record import Record, Resources
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
 from flashtune.tuner.admission import digest_of
@@ -34,6 +34,7 @@ def with_receipts(
     receipts: Iterable[Check],
     times: Iterable[Timing] = (),
     failed: Iterable[Check] = (),
+    resources: Mapping[str, Resources] | None = None,
 ) -> TunedTable:
     """Returns a table with the verdicts and times of its GPU.
 
@@ -48,6 +49,7 @@ def with_receipts(
         receipts: Passed checks of kernels of records and of their siblings.
         times: Times of kernels of records under other versions than the records'.
         failed: Checks of kernels that failed. Their earlier receipts are left out.
+        resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
     """
     times = tuple(times)
     wrong = {(one.digest, one.versions.makers) for one in failed}
@@ -56,12 +58,15 @@ def with_receipts(
     measured = {(one.problem, one.kernel): one for one in times}
     checks = dict(passed)
     records = tuple(
-        _renewed(record, checks.get(record) or _earlier_check(record, measured, proven), measured)
+        _renewed(
+            record, checks.get(record) or _earlier_check(record, measured, proven), measured, resources or {}
+        )
         for record in table.records
     )
     makers: dict[str | None, set[tuple[str, ...]]] = {}
     for record in records:
-        makers.setdefault(record.kernel, set()).add(record.versions.makers)
+        if record.verdict is not None and record.verdict.passed:
+            makers.setdefault(record.kernel, set()).add(record.versions.makers)
     proven |= {(one.digest, one.versions.makers): one for one in receipts}
     # Records that have the verdict themselves need no receipt.
     proven = {place: one for place, one in proven.items() if makers.get(place[0]) != {place[1]}}
@@ -93,7 +98,12 @@ def _earlier_check(
     return proven.get((timing.kernel, timing.versions.makers)) if timing else None
 
 
-def _renewed(record: Record, check: Check | None, measured: Mapping[_Timed, Timing]) -> Record:
+def _renewed(
+    record: Record,
+    check: Check | None,
+    measured: Mapping[_Timed, Timing],
+    resources: Mapping[str, Resources],
+) -> Record:
     """Returns a record with the verdict of its kernel, if the record has a time under the same versions."""
     if check is None:
         return record
@@ -108,6 +118,7 @@ def _renewed(record: Record, check: Check | None, measured: Mapping[_Timed, Timi
         versions=check.versions,
         verdict=check.verdict,
         measurement=timing.measurement,
+        resources=resources.get(check.digest),
     )
 
 
@@ -138,11 +149,11 @@ def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
 
 def without_strays(table: TunedTable) -> TunedTable:
     """Returns a table without stray receipts, and without times of kernels that no record names."""
-    strays = stray_receipts(table)
+    strays = {(one.digest, one.versions.makers) for one in stray_receipts(table)}
     named = {(record.problem.key, record.kernel) for record in table.records}
     return msgspec.structs.replace(
         table,
-        receipts=tuple(one for one in table.receipts if one not in strays),
+        receipts=tuple(one for one in table.receipts if (one.digest, one.versions.makers) not in strays),
         times=tuple(one for one in table.times if (one.problem, one.kernel) in named),
     )
 

@@ -1,9 +1,9 @@
 """Verifies a table: every selected kernel compiles, fits, and computes what it should.
 
-On the GPU that a record is of, its kernel runs there. Elsewhere it runs under the interpreter, which
-proves its source, in float32; that its binary is right is then a matter of the record's receipt: the
-verdict of a GPU, bound to the kernel's digest, the template and the versions that made it. Of families
-that no interpreter runs the receipt is all there is without their GPU.
+A kernel runs on the GPU of its record where that GPU is here. Elsewhere it runs under the interpreter, in
+float32. That proves its source. Its binary is proven by the record's receipt: the verdict of a GPU, bound to
+the kernel's digest, the template and the versions. No interpreter runs kernels in Gluon. Without their GPU
+they have their receipts alone.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flashtune.db.table import Timing, TunedTable
 from flashtune.kernel import Kernel
 from flashtune.proof.check import full_probes, joined
 from flashtune.proof.delays import delayed
-from flashtune.record import Measurement, Record, Verdict
+from flashtune.record import Measurement, Record, Resources, Verdict
 from flashtune.target import names_gpu
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -46,6 +46,7 @@ class OnGpu(msgspec.Struct, frozen=True):
         passed: Records whose own kernel passed, each with the check.
         receipts: A check for each kernel that passed at the shapes of all records that have it.
         times: Times of the kernels of records under the versions here.
+        resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
     """
 
     outcomes: Mapping[int, Outcome] = {}
@@ -53,6 +54,7 @@ class OnGpu(msgspec.Struct, frozen=True):
     passed: tuple[tuple[Record, Check], ...] = ()
     receipts: tuple[Check, ...] = ()
     times: tuple[Timing, ...] = ()
+    resources: Mapping[str, Resources] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -106,7 +108,7 @@ def check_on_gpu(
     own = {id(one.task.subject.record): one.failed for one in done if not one.task.sibling}
     right = [one for one in subjects if own.get(id(one.record), "") == ""]
     wanted = [one for one in right if timed and _wants_time(one, known)]
-    times = _time(wanted, index, runs)
+    times, resources = _time(wanted, index, runs)
     told: dict[int, list[str | None]] = {id(one.record): [] for one in subjects}
     for one in done:
         told[id(one.task.subject.record)].append(one.failed)
@@ -129,6 +131,7 @@ def check_on_gpu(
             for one in wanted
             if times.get(id(one.record), ("lost", None))[0] == ""
         ),
+        resources=resources,
     )
 
 
@@ -229,15 +232,40 @@ def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
     return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
 
 
-def _time(subjects: list[Subject], index: int, runs: Runs) -> dict[int, tuple[str, Any]]:
-    """Times the kernels of records one after another, while nothing else runs on the GPU."""
-    return runs.run(
+def _time(
+    subjects: list[Subject], index: int, runs: Runs
+) -> tuple[dict[int, tuple[str, Any]], dict[str, Resources]]:
+    """Times the kernels of records one after another, while nothing else runs on the GPU.
+
+    Kernels that render differently than their records say are first compiled as a search compiles them, and
+    are timed only if a search would launch them.
+
+    Returns:
+        By the id of the record, why its kernel was not timed, empty if it was, and the measurement; and the
+        compiler's figures of the changed kernels, by digest.
+    """
+    changed = [one for one in subjects if one.renders_differently]
+    read = runs.run(
+        "reading resources",
+        lambda: start_pool(usable_cores()),
+        verify_jobs.read_compiled,
+        {one.kernel.digest: (one.kernel, one.target) for one in changed},
+        verify_jobs.COMPILE_SECONDS,
+    )
+    lost = {id(one.record): read.get(one.kernel.digest, (None, None))[0] for one in changed}
+    timed = runs.run(
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
-        {id(one.record): (one.record, index, one.kernel.digest != one.record.kernel) for one in subjects},
+        {
+            id(one.record): (one.record, index, one.renders_differently)
+            for one in subjects
+            if lost.get(id(one.record), "") == ""
+        },
         verify_jobs.GPU_SECONDS,
     )
+    unfit = {key: (why, None) for key, why in lost.items() if why}
+    return unfit | timed, {digest: found for digest, (why, found) in read.items() if not why}
 
 
 def _timing(subject: Subject, measurement: Measurement) -> Timing:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from flashtune.db.checks import Check
     from flashtune.kernel import Kernel, Specialization
     from flashtune.problem import Problem
-    from flashtune.record import Measurement, Record, Verdict
+    from flashtune.record import Measurement, Record, Resources, Verdict
     from flashtune.target import Target
 
 COMPILE_SECONDS = 120.0
-GPU_SECONDS = 240.0
+# Several processes share the GPU.
+GPU_SECONDS = 900.0
 # Against a hang alone: the widest kernels take minutes, and several times that on a busy machine.
 INTERPRETER_SECONDS = 1800.0
 BROKEN_CONTEXT = 70
@@ -42,6 +43,11 @@ class Subject(msgspec.Struct, frozen=True):
     record: Record
     target: Target
     kernel: Kernel
+
+    @property
+    def renders_differently(self) -> bool:
+        """Whether the record names another kernel."""
+        return self.kernel.digest != self.record.kernel
 
 
 class Interpretable(msgspec.Struct, frozen=True):
@@ -134,7 +140,13 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
             # Other processes check kernels on the same GPU.
             forget()
             torch.cuda.empty_cache()
-        verdict = check_rendered(kernel, record.problem, record.config, target, device)
+        try:
+            verdict = check_rendered(kernel, record.problem, record.config, target, device)
+        except torch.OutOfMemoryError:
+            # What this process kept of other checks may be all that is missing.
+            forget()
+            torch.cuda.empty_cache()
+            verdict = check_rendered(kernel, record.problem, record.config, target, device)
         late = (
             check_delayed(kernel, record.problem, record.config, target, device) if verdict.passed else None
         )
@@ -143,6 +155,21 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     return Check(
         digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
     )
+
+
+def read_compiled(kernel: Kernel, target: Target) -> Resources:
+    """Returns the compiler's figures of a kernel that a search would launch.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+        KernelError: A search would not launch it: its matrix instructions are serialised, for instance.
+    """
+    from flashtune.tuner.compile_pool import compile_kernel
+
+    compiled = compile_kernel(kernel, target)
+    if compiled.resources is None or compiled.message:
+        raise KernelError(compiled.message)
+    return compiled.resources
 
 
 def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:

@@ -26,20 +26,29 @@ class Runs:
 
     Attributes:
         stopped: Whether `stop` was called.
+        error: The error that ended the run, where errors are held.
     """
 
     def __init__(
-        self, seconds: float | None = None, progress: Progress = lambda phase, done, total: None
+        self,
+        seconds: float | None = None,
+        progress: Progress = lambda phase, done, total: None,
+        *,
+        hold_errors: bool = False,
     ) -> None:
         """Sets the limit.
 
         Args:
             seconds: Seconds from now on after which no job is waited for, None without a limit.
             progress: Called with the phase, the number of finished jobs and the total.
+            hold_errors: Whether an error that is no result of a job ends the run and becomes `error`, so that
+                the caller can keep the results so far. It must raise it then.
         """
         self._end = None if seconds is None else time.monotonic() + seconds
         self._progress = progress
+        self._holds_errors = hold_errors
         self.stopped = False
+        self.error: Exception | None = None
 
     def stop(self) -> None:
         """Ends the run: jobs that have not finished are dropped."""
@@ -47,8 +56,9 @@ class Runs:
 
     @property
     def ended(self) -> bool:
-        """Whether the time limit is over or `stop` was called."""
-        return self.stopped or (self._end is not None and time.monotonic() >= self._end)
+        """Whether the time limit is over, `stop` was called or an error is held."""
+        late = self._end is not None and time.monotonic() >= self._end
+        return late or self.stopped or self.error is not None
 
     def run(
         self,
@@ -72,7 +82,7 @@ class Runs:
             not finished when the run ended are left out.
 
         Raises:
-            MachineError: The machine failed, as with a full disk.
+            MachineError: The machine failed, as with a full disk, and errors are not held.
         """
         if not jobs or self.ended:
             return {}
@@ -81,13 +91,25 @@ class Runs:
             futures = {key: pool.schedule(function, args=job, timeout=seconds) for key, job in jobs.items()}
             pending: set[Future[Any]] = set(futures.values())
             while pending and not self.ended:
-                _, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                finished, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for one in finished:
+                    self._result(one)
                 self._progress(phase, len(futures) - len(pending), len(futures))
-            finished = {key: future for key, future in futures.items() if future.done()}
-            lost = {key: failure(future) for key, future in finished.items()}
-            return {key: (lost[key], None if lost[key] else one.result()) for key, one in finished.items()}
+            results = {key: self._result(one) for key, one in futures.items() if one.done()}
+            return {key: result for key, result in results.items() if result is not None}
         finally:
             stop_pool(pool)
+
+    def _result(self, job: Future[Any]) -> tuple[str, Any] | None:
+        """Returns why a job gave no result, or its result; None after an error that is held."""
+        try:
+            lost = failure(job)
+        except Exception as error:
+            if not self._holds_errors:
+                raise
+            self.error = self.error or error
+            return None
+        return lost, None if lost else job.result()
 
 
 @contextlib.contextmanager

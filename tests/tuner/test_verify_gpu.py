@@ -15,13 +15,13 @@ from click.testing import CliRunner, Result
 
 from flashtune.db.checks import Check
 from flashtune.db.table import TunedTable, dump_table, load_table, shipped_table
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Kernel
 from flashtune.proof import check, passes
 from flashtune.proof.cases import Level
 from flashtune.proof.check import full_probes
-from flashtune.record import Measurement, PeerTime, Record, Verdict
-from flashtune.target import find_target
+from flashtune.record import Measurement, PeerTime, Record, Resources, Verdict
+from flashtune.target import Target, find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify, verify_gpu, verify_jobs, verify_runs
@@ -35,6 +35,7 @@ from flashtune.versions import current_versions
 TARGET = find_target("h200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 25)
 PEER = PeerTime("sdpa-cudnn", 0.3)
+READ = Resources(sram_bytes=1024, registers=99)
 
 
 def record_of(family: str) -> Record:
@@ -58,6 +59,7 @@ class Machine:
         timed: The records that were timed.
         failing: A kernel's digest, and why it fails.
         at_check: Called at each check.
+        unfit: Why a search would not launch changed kernels, empty if it would.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,7 @@ class Machine:
         self.timed: list[str] = []
         self.failing: dict[str, str] = {}
         self.at_check: Callable[[], None] = lambda: None
+        self.unfit = ""
 
     def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
         assert timeout > 0
@@ -90,6 +93,11 @@ class Machine:
         versions = current_versions(record.family)
         return Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=verdict)
 
+    def read(self, kernel: Kernel, target: Target) -> Resources:
+        if self.unfit:
+            raise KernelError(self.unfit)
+        return READ
+
     def time(self, record: Record, index: int, with_peers: bool) -> Measurement:
         assert index == 0
         self.timed.append(record.problem.key)
@@ -106,6 +114,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(verify_jobs, "why_not_compiled", lambda kernel, target: "")
     monkeypatch.setattr(verify_jobs, "check_on_gpu", made.check)
     monkeypatch.setattr(verify_jobs, "time_on_gpu", made.time)
+    monkeypatch.setattr(verify_jobs, "read_compiled", made.read)
     monkeypatch.setattr(command, "_gpu", lambda: (0, TARGET))
     monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
     return made
@@ -261,6 +270,7 @@ def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
     assert found.verdict is not None
     assert found.verdict.passed
     assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    assert found.resources == READ
     assert table.times == ()
     assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
@@ -287,6 +297,40 @@ def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
     # Nothing is left to be done.
     assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
     assert (machine.checked, len(machine.timed)) == ([], 1)
+
+
+def test_a_changed_kernel_that_a_search_would_not_launch_is_not_timed(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    machine.unfit = "ptxas serialised the matrix instructions"
+
+    result = run("--table", path, "--write", written, "--time")
+
+    assert result.exit_code == 1
+    assert "cannot be timed: ptxas serialised the matrix instructions" in result.output
+    assert machine.timed == []
+    assert load_table(written).records == (earlier,)
+
+
+def test_an_error_of_the_machine_ends_the_run_after_the_results_are_written(
+    machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(record: Record, index: int, with_peers: bool) -> Measurement:
+        raise MachineError("the disk is full: free some space")
+
+    monkeypatch.setattr(verify_jobs, "time_on_gpu", fail)
+
+    result = run("--table", paths[0], "--write", paths[1], "--time")
+
+    assert result.exit_code == 1
+    assert "the disk is full: free some space" in result.output
+    assert {one.digest for one in load_table(paths[1]).receipts} == {
+        kernel_of(record, of_sibling=lse).digest for lse in (False, True)
+    }
 
 
 def test_a_record_of_the_versions_here_is_not_timed(machine: Machine, record: Record) -> None:

@@ -116,7 +116,7 @@ def command(
     records = sample(found) if sampled else found
     left_out = len(found) - len(records)
     with progress_bars() as progress:
-        runs = Runs(seconds, progress)
+        runs = Runs(seconds, progress, hold_errors=written is not None)
         with stopped_by_signals(runs) if written else contextlib.nullcontext():
             report = verify_records(
                 records,
@@ -131,10 +131,12 @@ def command(
     done = report.on_gpu
     if written and whole:
         failed = [check for check in done.checks if not check.verdict.passed]
-        completed = with_receipts(whole, done.passed, done.receipts, done.times, failed)
+        completed = with_receipts(whole, done.passed, done.receipts, done.times, failed, done.resources)
         write_result(written, dump_table(completed))
     if done.checks:
         remember(done.checks, db)
+    if runs.error is not None:
+        raise runs.error
     targets = {record.target for record in found}
     # A table that is written leaves them out.
     strays = (
