@@ -144,7 +144,7 @@ def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
     elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
-        what = f"no head dim of {problem.key} is tuned for this GPU, so a config of {near.key} serves"
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
     elif selection.source == "nearest" and is_far(near, problem):
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
     else:
