@@ -25,6 +25,7 @@ MUTANTS = gpu_mutants()
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("mutant", [*MUTANTS, *interpreted_mutants()], ids=lambda mutant: mutant.id)
 def test_a_mutant_is_another_program(mutant: Mutant) -> None:
     source = broken(mutant).source
