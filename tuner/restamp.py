@@ -7,7 +7,7 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,7 +206,9 @@ def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Pr
         return {}
     pool = start_pool(usable_cores())
     try:
-        futures = {key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()}
+        futures: dict[_Key, Future[str]] = {
+            key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()
+        }
         for done, _ in enumerate(as_completed(futures.values()), start=1):
             progress("comparing", done, len(futures))
         lost = {key: failure_of(future) for key, future in futures.items()}

@@ -148,7 +148,11 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
         if before.ms < after.ms:
             _put_back(change.old, change.new, records)
         faster, measurement = (change.old, before) if before.ms < after.ms else (change.new, after)
-        if digest_of(faster) != faster.kernel or records.get(_place(faster)) != faster:
+        if (
+            faster.kernel is None
+            or digest_of(faster) != faster.kernel
+            or records.get(_place(faster)) != faster
+        ):
             continue
         if faster.specialization != change.new.specialization:
             # Both were timed as the new record's tensors ask for.
