@@ -22,6 +22,7 @@ from flashtune.tuner.admission import digest_of
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.cli import main
 from flashtune.tuner.table_compare import Change, Retimed, compare, losses, retime_losses
+from flashtune.tuner.table_receipts import sibling
 from flashtune.versions import current_versions
 
 # Records for any tensors that the shipped table did not take over: their verdicts name no probes.
@@ -255,6 +256,19 @@ def test_a_kernel_that_is_not_the_record_s_gives_it_no_time(on_gpu: Callable[...
     _, raw = retime_losses([Change(fast.problem.key, stale, new)], table_of(new, other))
     table = parse_table(raw, "here")
     assert set(table.records) == {stale, other}
+    assert table.times == ()
+
+
+def test_a_kernel_timed_with_another_specialization_gets_no_time(
+    on_gpu: Callable[..., Finals],
+) -> None:
+    on_gpu(0.8, 0.9)
+    fast, other = pair()
+    old = msgspec.structs.replace(fast, specialization=sibling(fast))
+    old = msgspec.structs.replace(old, kernel=digest_of(old))
+    _, raw = retime_losses([Change(fast.problem.key, old, fast)], table_of(fast, other))
+    table = parse_table(raw, "here")
+    assert set(table.records) == {old, other}
     assert table.times == ()
 
 
