@@ -48,7 +48,7 @@ def command() -> None:
     """Locate, upgrade and merge databases."""
 
 
-@command.command("path")
+@command.command("path", examples=("flashtune db path",))
 @database_option
 @json_option
 def path(db: str | None, as_json: bool) -> None:
@@ -64,7 +64,7 @@ def path(db: str | None, as_json: bool) -> None:
         click.echo(location.database)
 
 
-@command.command("upgrade")
+@command.command("upgrade", examples=("flashtune db upgrade --db results.sqlite",))
 @database_option
 @json_option
 def upgrade(db: str | None, as_json: bool) -> None:
@@ -208,7 +208,7 @@ def _agreed(count: int, selections: int) -> bool:
         return False
 
 
-@command.command("restamp")
+@command.command("restamp", examples=("flashtune db restamp", "flashtune db restamp --table h200.json"))
 @click.option(
     "--table",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -257,7 +257,13 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
         click.echo(f"  {printable(reason)}")
 
 
-@command.command("compare")
+@command.command(
+    "compare",
+    examples=(
+        "flashtune db compare old.json new.json",
+        "flashtune db compare old.json new.json --retime kept.json",
+    ),
+)
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
