@@ -22,7 +22,7 @@ class UnreadableRecord(UserWarning):
 
 
 def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
-    """What an SQLite error means for the person whose database it is.
+    """Returns the error to raise for an SQLite error, with a sentence for the user.
 
     The driver raises a `UnicodeError` where SQLite's own message quotes a damaged schema, and where a
     statement is given text from a damaged row.

@@ -48,7 +48,7 @@ class Deadline:
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        # SQLite calls nobody while it waits for a lock, which has a limit of its own.
+        # SQLite makes no call while it waits for a lock, which has a limit of its own.
         self._spent += min(now - self._seen, MOST_BETWEEN)
         self._seen = now
         return self._spent > self._seconds

@@ -84,7 +84,7 @@ def merge_tables(
 ) -> MergeCounts:
     """Takes the records of tables and, by the rule of `merge`, their selections; receipts become self-checks.
 
-    `progress` is told how many more records were taken.
+    `progress` is called with the number of further records taken.
     """
     written = now()
     news: Counter[bool] = Counter()

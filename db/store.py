@@ -193,8 +193,8 @@ class Store:
     ) -> MergeCounts:
         """Brings the records and selections of tuned tables into the database, all of them or none.
 
-        Selections that both have are settled as by `merge_from`. `progress` is told how many more
-        records were taken.
+        Selections that both have are settled as by `merge_from`. `progress` is called with the
+        number of further records taken.
 
         Raises:
             TableError: A table holds what may not serve.

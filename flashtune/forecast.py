@@ -69,7 +69,7 @@ def forecast(
     record without a verdict, as a default has.
 
     Args:
-        problem: A shape that nobody tuned.
+        problem: A shape that is not tuned.
         records: Selected records of the GPU, each with a config.
         target: The GPU.
         serves: Whether a record's kernel can serve the call.

@@ -173,7 +173,7 @@ def writing_error(folder: Path) -> OSError | None:
         space = os.statvfs(folder)
     except OSError as error:
         return error
-    # A virtual file system that counts no blocks tells nothing of its space.
+    # A virtual file system that counts no blocks does not report its free space.
     if space.f_blocks and space.f_bavail * space.f_frsize < LEAST_FREE_BYTES:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None

@@ -1,4 +1,4 @@
-"""Expected times of SDPA's backends at shapes where nobody timed them.
+"""Expected times of SDPA's backends at shapes where they were not timed.
 
 A backend takes what a schedule of programs of one tile each takes (`portable_span`), times what it took over
 that schedule at the tuned shapes: all of them on average, the near ones most, as `flashtune.forecast` does
@@ -30,7 +30,7 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
     """What each of SDPA's backends is expected to take at a shape, in ms; empty where none was timed.
 
     Args:
-        problem: A shape that nobody tuned.
+        problem: A shape that is not tuned.
         records: Tuned records of the same computation at other shapes.
         target: The GPU.
     """

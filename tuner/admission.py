@@ -153,7 +153,7 @@ def _impossible_time(record: Record, target: Target) -> str:
 
 
 def _unfit_baseline(record: Record, target: Target) -> str:
-    """Why nobody can have searched a baseline's problem on a GPU."""
+    """Why a baseline's problem cannot have been searched on a GPU."""
     problem, reasons = record.problem, []
     for family in families():
         reason = why_not(family, problem, target, record.specialization)

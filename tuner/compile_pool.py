@@ -80,7 +80,8 @@ class CompilePool:
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling; a crash or a hang of the compiler is an outcome like any other.
 
-        After one of them, and after a tool that failed, a probe of the machine tells whose fault it is.
+        After one of them, and after a tool that failed, a probe decides whether the machine or
+        the candidate failed.
         """
         settled: Future[Compiled] = Future()
         self._start(scope, candidate, settled, again=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def compilers(target: Target, watch: Callable[[str], None] = lambda step: None) -> Iterator[Finding]:
     """Compiles a small kernel of each pass, in Triton and in Gluon, for a target.
 
-    `watch` is told of each kernel before it is compiled.
+    `watch` is called with each kernel before it is compiled.
     """
     from flashtune.compilation import interpreting
 

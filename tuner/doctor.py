@@ -28,7 +28,7 @@ def examine(
     Args:
         target: The GPU to work for; None for this machine's, or a stand-in where it has none.
         db: The database, as the user names it.
-        watch: Told of each step before it begins.
+        watch: Called with each step before it begins.
     """
     yield Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
     watch("importing torch and triton")

@@ -61,14 +61,14 @@ def _checked(path: Path, watch: Watch) -> TunedTable:
     if strays:
         position = table.receipts.index(strays[0]) + 1
         raise TableError(f"{path}, receipt {position} cannot be used: no record has its kernel")
-    # Another template version's kernels do not render here, so that nothing tells whether records have them.
+    # Another template version's kernels do not render here, so that they cannot be matched with records.
     known = {template_hash(record.family) for record in table.records if record.config is not None}
     receipts = tuple(one for one in table.receipts if one.versions.template in known)
     return msgspec.structs.replace(table, receipts=receipts)
 
 
 def _counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:
-    """The records one after another; now and then `watch` is told how many there were."""
+    """The records one after another; `watch` is called now and then with their number so far."""
     for number, record in enumerate(records):
         if number % COUNTED == 0:
             watch(phase, number, len(records))

@@ -1,6 +1,6 @@
 """Probes of this machine: its folders are written, then a kernel that is known to be good is compiled.
 
-A crash, a time-out or a tool that failed may be a candidate's fault or the machine's. A probe tells which.
+A crash, a time-out or a tool that failed may be a candidate's fault or the machine's. A probe decides which.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def fault_of(lost: Lost, probe: Probe, process: str) -> str:
     """A sentence for a machine that lost a process, empty where the fault is the candidate's.
 
     Args:
-        lost: What became of the process.
+        lost: How the process was lost.
         probe: What a probe found after it.
         process: What sentences call it.
     """

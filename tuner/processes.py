@@ -151,7 +151,7 @@ def _start_guard() -> None:
     group, server = os.getpgid(0), os.getppid()
     reading, writing = os.pipe()
     if os.fork():
-        # Held open, never written: its end of file tells the guard that this process ended.
+        # Held open, never written: the guard reads its end of file when this process ended.
         os.close(reading)
         return
     os.setpgid(0, 0)
@@ -177,11 +177,11 @@ def _wait_for_end(program: int, pipe: int) -> bool:
 
 
 class Lost(NamedTuple):
-    """What became of a job whose process was lost.
+    """How a job's process was lost.
 
     Attributes:
         timed_out: Whether it met its time limit.
-        words: What became of it, in words.
+        words: How it was lost, for a sentence.
         signal: The signal that ended its process, 0 if none is known.
         taken: Whether a process had taken the job.
     """
@@ -193,7 +193,7 @@ class Lost(NamedTuple):
 
 
 def failure_of(job: Future[Any]) -> Lost | None:
-    """What became of a finished job's process; None if the job's code returned or raised.
+    """Returns how a finished job's process was lost; None if the job's code returned or raised.
 
     A job that was cancelled counts as one whose process is gone.
     """

@@ -138,7 +138,7 @@ def warm(
         needs: The kernels.
         target: The GPU.
         device: Its index on this machine, None to compile alone.
-        watch: Told of progress.
+        watch: Called with the progress.
     """
     compiled = compile_needs(needs, target, watch)
     results = []

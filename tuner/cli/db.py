@@ -200,7 +200,7 @@ def forget(
 
 
 def _agreed(count: int, selections: int) -> bool:
-    """Whether the user wants records deleted; no where nobody can answer."""
+    """Whether the user wants records deleted; False without a terminal to ask on."""
     question = f"Delete {count} records and take back {selections} selections?"
     try:
         return click.confirm(question, err=True)
