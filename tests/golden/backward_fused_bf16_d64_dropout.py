@@ -6,7 +6,7 @@ With         dropout
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
              turned False, decomposed False, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 581e4968d862
+Template     backward_fused 6ba567ae8169
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
              turned False, decomposed False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 581e4968d862
+Template     backward_fused 6ba567ae8169
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,
@@ -159,7 +159,8 @@ def backward_fused(
 
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
     dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh

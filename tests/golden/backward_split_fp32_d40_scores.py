@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              two_phases True, decomposed False, long_first False, heads_inner True, register cap 0, products ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 4684c266a9a9
+Template     backward_split 39775b95bcac
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
@@ -154,7 +154,8 @@ def backward_split(
 
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
     dv_base = dv + sequence * stride_dvb + kv_head * stride_dvh
@@ -351,7 +352,8 @@ def gradient_of_queries(
     row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     # [BLOCK_M, 64]
     q_tile = tl.load(

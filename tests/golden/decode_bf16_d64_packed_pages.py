@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 03ec5e8acd1e
+Template     decode_split_kv 1df9a709616a
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -127,7 +127,8 @@ def decode_split_kv(
     k_base = k + kv_head * stride_kh
     v_base = v + kv_head * stride_vh
     pages = block_table + sequence.to(tl.int64) * stride_table
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     k_scale_base = k_scale + kv_head * stride_k_scale_h
     v_scale_base = v_scale + kv_head * stride_v_scale_h
     tokens = first_row + queries

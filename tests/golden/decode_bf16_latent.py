@@ -4,7 +4,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right, value
              and pages of 64
 Config       block_m 64, block_n 64, 8 warps, 2 stages, 1 splits, decomposed False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 03ec5e8acd1e
+Template     decode_split_kv 1df9a709616a
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -82,7 +82,8 @@ def decode_split_kv(
     k_base = k + kv_head * stride_kh
     v_base = v + kv_head * stride_vh
     pages = block_table + sequence.to(tl.int64) * stride_table
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
     # [BLOCK_M, 512]
     q_tile_0 = tl.load(

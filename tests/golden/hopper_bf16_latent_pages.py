@@ -4,7 +4,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right
 Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
 Config       1 queries and 64 heads a tile, 2 stages, 1 parts, late_values True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper 6996c676fa92
+Template     decode_latent_hopper ccb9efa3dd4f
 
 All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
 copied in once, as the left and the right half of the values and the rest, and serves both products.
@@ -84,7 +84,8 @@ def locate(tiles, heads, seqlen_q, seqlen_kv, seqlens_kv):
     head_tiles = (heads + HEADS - 1) // HEADS
     head = tile % head_tiles * HEADS
     position = tile // head_tiles * POSITIONS
-    seqlen_kv = gl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says; a negative count of blocks would never end.
+    seqlen_kv = gl.maximum(gl.minimum(gl.load(seqlens_kv + sequence), seqlen_kv), 0)
     diagonal = seqlen_kv - seqlen_q
     last_key = gl.minimum(gl.minimum(position + POSITIONS, seqlen_q) + diagonal, seqlen_kv)
     blocks = (gl.maximum(last_key, 0) + BLOCK_N - 1) // BLOCK_N

@@ -6,7 +6,7 @@ With         packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 64, block_n 64, 4 warps, 1 stages, two_phases True, decomposed False,
              long_first True, heads_inner False, register cap 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 8fbcbdc089fe
+Template     forward_masked 75ecf23042ea
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -106,7 +106,8 @@ def forward_masked(
     k_base = k + kv_head * stride_kh
     v_base = v + kv_head * stride_vh
     pages = block_table + sequence.to(tl.int64) * stride_table
-    seqlen_kv = tl.load(seqlens_kv + sequence)
+    # Not behind the end of the tensors, whatever the length says.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     k_scale_base = k_scale + kv_head * stride_k_scale_h
     v_scale_base = v_scale + kv_head * stride_v_scale_h
     # [BLOCK_M, 128]
@@ -215,7 +216,7 @@ def forward_masked(
 def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
-    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
     # Room for the tiles of each sequence, wherever the sequences begin.
     sequences = cu_seqlens_q.shape[0] - 1
     grid = ((seqlen_q // 64 + sequences) * heads,)

@@ -10,7 +10,7 @@ from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Change, Si
 
 LOOPS = 2
 SEEN = "seen = (keys < seqlen_kv)[None, :]"
-LENGTH = "seqlen_kv = tl.load(seqlens_kv + sequence)"
+LENGTH = "seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)"
 KEYS_END = "tl.load(cu_seqlens_kv + sequence + 1) - first_key"
 PACKED_LSE = "lse + head.to(tl.int64) * all_queries + first_row + queries"
 TABLE = "block_table + sequence.to(tl.int64) * stride_table"

@@ -60,8 +60,18 @@ def combined(parts: torch.Tensor, logs: torch.Tensor) -> tuple[torch.Tensor, tor
     return (weights[..., None] * parts.masked_fill(unseen, 0.0)).sum(0), lse
 
 
-def worst_error(kernel: Kernel, problem: Problem, lengths: tuple[int, ...] = (), splits: int = 1) -> float:
-    """Between what a kernel makes of random tensors and plain attention; what no sequence has is NaN."""
+def worst_error(
+    kernel: Kernel,
+    problem: Problem,
+    lengths: tuple[int, ...] = (),
+    splits: int = 1,
+    passed: tuple[int, ...] = (),
+) -> float:
+    """Returns the largest difference between a kernel's results and plain attention.
+
+    Inputs are random, and NaN where no sequence has a key. `passed` are the lengths that the kernel is given
+    where these are not the right ones.
+    """
     chance = torch.Generator().manual_seed(1)
     side, page = NO_SIDE, problem.page_size
     batch, keys = problem.batch, problem.seqlen_kv
@@ -100,7 +110,8 @@ def worst_error(kernel: Kernel, problem: Problem, lengths: tuple[int, ...] = (),
     config = LatentConfig(num_warps=4, num_stages=2, splits=splits, queries=queries_of(kernel))
     programs = FAMILY.programs(problem, config)
     workspaces = parts if splits > 1 else ()
-    beside = tuple(one.numpy() for one in side.tensors)
+    given = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
+    beside = tuple(one.numpy() for one in given.tensors)
     play(kernel, like, flat, beside, lse.reshape(-1), scale, programs, workspaces)
     got = out, torch.from_numpy(lse)
     if splits > 1:
@@ -195,3 +206,19 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
     with pytest.raises(Stuck):
         worst_error(broken(kernel, "mbarrier.arrive(rest_empty.index(0))", "pass"), problem, LENGTHS)
+
+
+@pytest.mark.parametrize("config", [EARLY, SPLIT], ids=["early", "split"])
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_lengths_beyond_the_room_or_below_zero_are_clamped(
+    config: dict[str, Any], causal: Causal, page: int
+) -> None:
+    problem = a_problem(
+        batch=4, heads=32, seqlen_kv=192, page_size=page, lengths=not page, latent=True, causal=causal
+    )
+    splits = config.get("splits", 1)
+    error = worst_error(
+        kernel_of(problem, **config), problem, (192, 192, 0, 70), splits, passed=(193, 5000, -1000, 70)
+    )
+    assert error < 1e-12
