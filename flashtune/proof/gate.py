@@ -10,7 +10,8 @@ over the row's elements:
             principles: each weight p of a value v is rounded once, independently, so that the sum
             is off by about u·sqrt(Σ p²v²), where u is the unit roundoff of the weights. Float32
             steps (scores, exponentials, sums) add the same with their own, much smaller, unit.
-`rounding`  half a unit in the last place of the row's largest element: output may be rounded once.
+`rounding`  half a unit in the last place of the row's largest element: output may be rounded once. Weights
+            below the smallest normal number of float32 may be zero.
 `lost`      what matrix units cut off that keep fewer bits of a sum than float32 has. Hopper's do so with
             8-bit inputs, and with these alone; the plain computation takes its products exactly.
 
@@ -42,6 +43,10 @@ UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24
 FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
 # Half of the smallest positive number, for rows whose largest element is next to nothing.
 LEAST_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
+# What lies below may be zero: float32's smallest normal number.
+LEAST_NORMAL = 2.0**-126
+# A weight that may be zero takes a value with it, and the values of a check are smaller than this.
+LARGEST_VALUE = 64.0
 # Weights lie between 0 and this when they are rounded: e4m3 has no small numbers to spare, and is used up
 # to the largest power of two that it holds, as FlashAttention-3 does. Larger types are used up to 1.
 WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.E4M3: 256.0}
@@ -102,9 +107,9 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     typical = scale.spread * (_weight_roundoff(scale, problem) + FLOAT32_ROUNDOFF * steps)
     # The weights' sum is in float32 as well, and its error is common to the row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
-    rounding = (
-        scale.largest * (UNIT_ROUNDOFF[problem.out_dtype] + summing) + LEAST_ROUNDING[problem.out_dtype]
-    )
+    # Beside a large sink all weights of a row may lie below the normal numbers.
+    least = LEAST_ROUNDING[problem.out_dtype] + LEAST_NORMAL * LARGEST_VALUE
+    rounding = scale.largest * (UNIT_ROUNDOFF[problem.out_dtype] + summing) + least
     if problem.dtype.is_quantized:
         # A weight is off as its score is, less what all scores of the row are off by.
         typical += scale.spread * scale.score * TRUNCATED_UNIT / 2 * problem.head_dim / PRODUCTS_AT_ONCE

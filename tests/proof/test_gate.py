@@ -212,6 +212,20 @@ def test_nan_and_infinity_are_never_within_bounds() -> None:
     assert worst_ratio(exact.float() + 1e-30, exact, torch.zeros(1, 2, dtype=torch.float64)).item() > 1
 
 
+@pytest.mark.parametrize(("power", "right"), [(-127, True), (-100, False)])
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
+def test_rows_of_weights_below_the_normal_numbers_may_be_zero(dtype: Dtype, power: int, right: bool) -> None:
+    one = make_problem(dtype, Causal.NONE, 1, 1)
+    problem = msgspec.structs.replace(one, sinks=True)
+    q, k, v = (torch.ones(1, heads, 1, 64).to(TORCH_DTYPES[dtype]) for heads in (4, 2, 2))
+    # The score is 8, and the sink's weight is that of the key times 2 to the power of -power.
+    side = Side(sinks=torch.full((4,), 8.0 - power / LOG2_E))
+    expected = expect(problem, q, k, v, 0.125, sample(problem, torch.Generator()), side)
+    assert (expected.out.log2() - power).abs().max() < 0.01
+    zeros = torch.zeros(expected.out.shape)
+    assert (worst_ratio(zeros, expected.out, expected.allowed).item() <= 1) is right
+
+
 def test_minus_infinity_is_met_by_itself_alone() -> None:
     exact = torch.full((1, 1, 1), -torch.inf, dtype=torch.float64)
     allowed = torch.full((1, 1), 1e20, dtype=torch.float64)

@@ -52,6 +52,7 @@ from flashtune.proof.gate import (
     ADDING_STEPS,
     FLOAT32_ROUNDOFF,
     FUNCTION_STEPS,
+    LEAST_NORMAL,
     LEAST_ROUNDING,
     LEAST_SCORE_STEPS,
     PRODUCTS_OF_A_STEP,
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 BF16_KEYS_FACTOR = 3.0
-# What lies below may be zero: float32's smallest normal number.
-LEAST_NORMAL = 2.0**-126
 # Roundoffs of a log-sum-exp's magnitude: it is rounded, made powers of two, and taken off.
 LSE_STEPS = 4.0
 # Of what a row of a 16-bit gradient may be off by, the part that the order of float32 sums may change.
