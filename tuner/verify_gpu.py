@@ -182,14 +182,20 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
 
 
 def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
-    found = runs.run(
-        "on the GPU",
-        lambda: start_pool(_workers(index)),
-        verify_jobs.check_on_gpu,
-        {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)},
-        verify_jobs.GPU_SECONDS,
-    )
+    jobs = {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)}
+    found = _checked("on the GPU", jobs, _workers(index), runs)
+    # A check that found too little memory beside others is no result of its kernel.
+    crowded = {place: jobs[place] for place, (lost, _) in found.items() if verify_jobs.lacked_memory(lost)}
+    for place in crowded:
+        del found[place]
+    found |= _checked("alone on the GPU", crowded, 1, runs)
     return [_done(task, found.get(place)) for place, task in enumerate(tasks)]
+
+
+def _checked(
+    phase: str, jobs: Mapping[int, tuple[Kernel, Record, int]], workers: int, runs: Runs
+) -> dict[int, tuple[str, Any]]:
+    return runs.run(phase, lambda: start_pool(workers), verify_jobs.check_on_gpu, jobs, verify_jobs.GPU_SECONDS)
 
 
 def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Done:

@@ -142,7 +142,9 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
             torch.cuda.empty_cache()
         try:
             verdict = check_rendered(kernel, record.problem, record.config, target, device)
-        except torch.OutOfMemoryError:
+        except KernelError as error:
+            if not lacked_memory(str(error)):
+                raise
             # What this process kept of other checks may be all that is missing.
             forget()
             torch.cuda.empty_cache()
@@ -221,6 +223,11 @@ def _whole_context(device: torch.device) -> Iterator[None]:
         if isinstance(error, KernelError):
             raise
         raise KernelError(first_line(error)) from error
+
+
+def lacked_memory(message: str) -> bool:
+    """Whether an error says that the GPU's memory did not suffice."""
+    return "out of memory" in message.lower()
 
 
 def failure(job: Future[Any]) -> str:

@@ -215,6 +215,39 @@ def test_a_failing_sibling_is_named(
     assert [one.digest for one in written.receipts] == [kernel_of(record).digest]
 
 
+def test_a_check_that_lacked_memory_beside_others_runs_again_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    workers: list[int] = []
+
+    def start(count: int) -> Machine:
+        workers.append(count)
+        return machine
+
+    monkeypatch.setattr(verify_gpu, "start_pool", start)
+    monkeypatch.setattr(verify_gpu, "_workers", lambda index: 8)
+    full = iter([True, False])
+
+    def lack() -> None:
+        if workers[-1] > 1 and next(full):
+            raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    machine.at_check = lack
+    report = verify.verify_records([record], gpu=(0, TARGET))
+    assert not report.failures
+    assert len(report.on_gpu.receipts) == 2
+    assert workers[-2:] == [8, 1]
+
+
+def test_a_check_that_lacks_memory_alone_fails(machine: Machine, record: Record) -> None:
+    def lack() -> None:
+        raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    machine.at_check = lack
+    (result,) = verify.verify_records([record], gpu=(0, TARGET)).results
+    assert "out of memory" in result.failed
+
+
 def test_a_kernel_that_fails_loses_its_earlier_receipt(
     machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
