@@ -5,7 +5,6 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  0.7833 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b32_q512_k512_bottom_right  0.0965 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b4_q4096_k4096_bottom_right  0.4148 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.0783 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_bottom_right  0.2333 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x16_b1_q4096_k4096_bottom_right  0.2087 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x4_b1_q4096_k4096_bottom_right  0.2089 ms measured

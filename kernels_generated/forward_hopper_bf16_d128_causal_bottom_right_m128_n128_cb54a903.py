@@ -1,6 +1,5 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_bottom_right  0.0766 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b8_q768_k768_bottom_right  0.0320 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.

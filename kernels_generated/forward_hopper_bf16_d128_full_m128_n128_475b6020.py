@@ -8,7 +8,6 @@
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.4132 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q1024_k1024_none  0.0348 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.2300 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b4_q256_k256_none  0.0181 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_none  0.1448 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b4_q8192_k8192_none  13.0315 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b4_q2048_k2048_none  0.1093 ms measured

@@ -1,6 +1,5 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_none  0.0753 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b1_q16384_k16384_none  3.0229 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q16384_k16384_none  6.4126 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_none  3.1990 ms measured
@@ -10,7 +9,6 @@
 #   nvidia-h200  forward_bf16_d128_h64x8_b8_q4096_k4096_none  6.3618 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b1_q2048_k2048_none  0.0332 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b1_q4096_k4096_none  0.1038 ms measured
-#   nvidia-h200  forward_bf16_d128_h8x8_b2_q1024_k1024_none  0.0227 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k4096_none  0.0567 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_none  0.0168 ms measured
 

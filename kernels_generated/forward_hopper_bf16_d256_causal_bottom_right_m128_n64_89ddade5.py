@@ -12,7 +12,6 @@
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_bottom_right  0.0933 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_bottom_right  0.1134 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q4096_k4096_bottom_right  0.3738 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_bottom_right  0.0803 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q1024_k1024_bottom_right  0.0715 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q2048_k2048_bottom_right  0.2141 ms measured
 

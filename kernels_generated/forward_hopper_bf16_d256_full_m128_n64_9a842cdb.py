@@ -8,7 +8,6 @@
 #   nvidia-h200  forward_bf16_d256_h32x8_b4_q256_k256_none  0.0272 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_none  0.2760 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_none  0.1989 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b16_q128_k128_none  0.0184 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q4096_k4096_none  0.1780 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_none  0.1210 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b4_q2048_k2048_none  0.1851 ms measured

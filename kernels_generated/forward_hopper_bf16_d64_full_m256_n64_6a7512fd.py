@@ -4,8 +4,6 @@
 #   nvidia-h200  forward_bf16_d64_h32x32_b64_q256_k256_none  0.1010 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_none  0.1741 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_none  0.0999 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b1_q4096_k4096_none  0.0831 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b8_q1024_k1024_none  0.0481 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

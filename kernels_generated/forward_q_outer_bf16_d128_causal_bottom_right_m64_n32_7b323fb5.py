@@ -1,7 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_bottom_right  0.0818 ms measured
-#   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.0996 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b128_q128_k128_bottom_right  0.0815 ms measured
+#   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_bottom_right  0.1000 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_bottom_right  0.1400 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_bottom_right  0.1803 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q64_k64_bottom_right  0.0391 ms measured

@@ -12,6 +12,7 @@
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q2048_k2048_none  0.2720 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b2_q8192_k8192_none  4.0388 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.3520 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b4_q256_k256_none  0.0208 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b4_q4096_k4096_none  1.9493 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b8_q2048_k2048_none  1.0411 ms measured
 #   nvidia-h200  forward_bf16_d128_h64x8_b16_q2048_k2048_none  4.4653 ms measured

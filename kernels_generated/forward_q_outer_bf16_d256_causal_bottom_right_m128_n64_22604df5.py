@@ -3,7 +3,6 @@
 #   nvidia-h200  forward_bf16_d256_h32x8_b32_q512_k512_bottom_right  0.5153 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b64_q256_k256_bottom_right  0.4036 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b32_q512_k512_bottom_right  0.1521 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b64_q256_k256_bottom_right  0.1198 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -2,8 +2,8 @@
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_none  4.9759 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b2_q2048_k2048_none  0.1671 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b1_q4096_k4096_none  0.0846 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b4_q2048_k2048_none  0.0881 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b1_q4096_k4096_none  0.0855 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b4_q2048_k2048_none  0.0886 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

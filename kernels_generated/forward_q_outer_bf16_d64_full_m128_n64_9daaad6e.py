@@ -1,6 +1,5 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x32_b128_q128_k128_none  0.0979 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x32_b64_q256_k256_none  0.1330 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_none  0.2016 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_none  0.1297 ms measured

@@ -11,7 +11,7 @@
 #   nvidia-h200  forward_bf16_d64_h32x8_b4_q4096_k4096_none  1.2045 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_none  0.6275 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b2_q1024_k1024_none  0.0187 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b8_q1024_k1024_none  0.0503 ms measured
+#   nvidia-h200  forward_bf16_d64_h8x8_b8_q1024_k1024_none  0.0510 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b8_q768_k768_none  0.0332 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
