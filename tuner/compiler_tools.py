@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from flashtune.errors import KernelError
+from flashtune.errors import KernelError, MachineError
 
 TOOL_SECONDS = 120
 
@@ -16,6 +16,7 @@ def dump(cubin: bytes, what: str) -> str:
 
     Raises:
         KernelError: It cannot be run, or failed.
+        MachineError: This installation of Triton lacks it.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -24,10 +25,17 @@ def dump(cubin: bytes, what: str) -> str:
 
 
 def tool_path(name: str) -> str:
-    """Where one of the tools that Triton brings along lies."""
+    """Where one of the tools that Triton brings along lies.
+
+    Raises:
+        MachineError: This installation of Triton lacks it.
+    """
     from triton import knobs
 
-    return str(getattr(knobs.nvidia, name).path)
+    try:
+        return str(getattr(knobs.nvidia, name).path)
+    except RuntimeError as error:
+        raise MachineError(f"this installation of Triton has no {name}: reinstall triton") from error
 
 
 def run_tool(*command: str) -> str:

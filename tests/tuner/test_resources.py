@@ -96,6 +96,19 @@ def test_a_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) 
         read_resources(a_kernel(), find_target("a100"))
 
 
+def test_a_tool_that_triton_lacks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    class Lacking:
+        @property
+        def cuobjdump(self) -> None:
+            raise RuntimeError("Cannot find cuobjdump")
+
+    monkeypatch.setattr(knobs, "nvidia", Lacking())
+    with pytest.raises(MachineError, match="this installation of Triton has no cuobjdump: reinstall triton"):
+        compiler_tools.dump(b"", "--dump-sass")
+
+
 @pytest.mark.parametrize(
     ("target", "resources", "warps", "blocks", "limit"),
     [
