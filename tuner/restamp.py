@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import ast
 import enum
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from flashtune.canonical_source import canonical_source
 from flashtune.compilation import first_line, kernel_folder
 from flashtune.db.codec import fingerprint
 from flashtune.errors import FlashtuneError, KernelError
-from flashtune.files import read_bounded
-from flashtune.kernel import Argument, Kernel, Step
+from flashtune.kernel import Kernel
 from flashtune.record import Record
 from flashtune.target import Target
-from flashtune.templates.family import kernel_of_source
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.admission import facts_of
+from flashtune.tuner.earlier_sources import EarlierSources
 from flashtune.tuner.equivalence import difference
 from flashtune.tuner.processes import failure_of, start_pool, stop_pool, usable_cores
 from flashtune.versions import current_versions
 
 # Two kernels, each with its prologue and epilogue.
 SECONDS = 600.0
-# Many times the size of any kernel's source.
-MAX_SOURCE_BYTES = 4 * 1024 * 1024
-FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,6 +37,7 @@ def quiet(phase: str, done: int, total: int) -> None:
 
 
 _Key = tuple[str, str, str, str, str]
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 class Fate(enum.StrEnum):
@@ -98,7 +92,7 @@ def restamp(
         progress: Called after each comparison with the phase, the number done and the total.
     """
     listed = list(records)
-    sources = _sources([kernel_folder(), *folders])
+    sources = EarlierSources([kernel_folder(), *folders])
     pairs = [_pair(record, sources) for record in listed]
     compared = _compare(listed, pairs, progress)
     return tuple(_judged(record, pair, compared) for record, pair in zip(listed, pairs, strict=True))
@@ -110,18 +104,7 @@ def fates(restamped: Iterable[Restamped]) -> dict[str, int]:
     return {fate.value: counts[fate] for fate in Fate}
 
 
-def _sources(folders: Iterable[Path]) -> dict[str, list[Path]]:
-    """The rendered files of folders, by the first eight digits of the digest in their names."""
-    found: dict[str, list[Path]] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*.py")) if folder.is_dir() else ():
-            name = FILE_NAME.search(path.name)
-            if name:
-                found.setdefault(name[1][:8], []).append(path)
-    return found
-
-
-def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restamped:
+def _pair(record: Record, sources: EarlierSources) -> _Pair | Restamped:
     if record.config is None or record.kernel is None:
         return Restamped(record, Fate.CURRENT)
     target = facts_of(record)
@@ -138,61 +121,8 @@ def _pair(record: Record, sources: Mapping[str, list[Path]]) -> _Pair | Restampe
     if record.versions.compilers != here.compilers:
         # Equal code of one compiler proves nothing of another's.
         return Restamped(record, Fate.OTHER_TRITON)
-    for path in sources.get(record.kernel[:8], ()):
-        for old in _candidates(record, _text(path)):
-            # The digest authenticates the canonical form: only that is run.
-            plain = msgspec.structs.replace(old, source=canonical_source(old.source))
-            if record.kernel == old.digest == plain.digest:
-                return _Pair(plain, new, target)
-    return Restamped(record, Fate.NO_SOURCE)
-
-
-def _text(path: Path) -> str:
-    """The text of a file, empty where it is unreadable, no regular file or too large for a source."""
-    try:
-        raw = read_bounded(path, MAX_SOURCE_BYTES + 1)
-        return raw.decode() if len(raw) <= MAX_SOURCE_BYTES else ""
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _candidates(record: Record, source: str) -> Iterator[Kernel]:
-    """The kernels that an earlier source may be of: with today's arguments, then with its names for them."""
-    assert record.config is not None
-    family = find_family(record.family)
-    kernel = kernel_of_source(family, record.problem, record.config, record.specialization, source)
-    yield kernel
-    parameters = _parameters(source)
-    steps = {name: getattr(kernel, name) for name in ("prologue", "epilogue")}
-    renamed = {
-        name: msgspec.structs.replace(step, arguments=_renamed(step, parameters))
-        for name, step in steps.items()
-        if step is not None
-    }
-    arguments = _renamed(kernel, parameters)
-    yield msgspec.structs.replace(kernel, arguments=arguments, **renamed)
-
-
-def _parameters(source: str) -> dict[str, tuple[str, ...]]:
-    """The parameters of each function at the top of a source."""
-    try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    return {
-        node.name: tuple(argument.arg for argument in node.args.args)
-        for node in body
-        if isinstance(node, ast.FunctionDef)
-    }
-
-
-def _renamed(kernel: Kernel | Step, parameters: Mapping[str, tuple[str, ...]]) -> tuple[Argument, ...]:
-    """The arguments of a kernel under its function's own names, where it has as many parameters."""
-    names = parameters.get(kernel.entry, ())
-    if len(names) != len(kernel.arguments):
-        return kernel.arguments
-    pairs = zip(kernel.arguments, names, strict=True)
-    return tuple(msgspec.structs.replace(argument, name=name) for argument, name in pairs)
+    old = sources.kernel(record.kernel, new)
+    return _Pair(old, new, target) if old else Restamped(record, Fate.NO_SOURCE)
 
 
 def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Progress) -> dict[_Key, str]:
@@ -202,15 +132,26 @@ def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Pr
         for record, pair in zip(records, pairs, strict=True)
         if isinstance(pair, _Pair) and pair.old is not pair.new
     }
+    return differences("comparing", jobs, progress)
+
+
+def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: Progress) -> dict[_Name, str]:
+    """Returns the first difference of each pair of kernels, empty where there is none.
+
+    Args:
+        phase: The name of these comparisons.
+        jobs: The arguments of `equivalence.difference`, by any key.
+        progress: As that of `restamp`.
+    """
     if not jobs:
         return {}
     pool = start_pool(usable_cores())
     try:
-        futures: dict[_Key, Future[str]] = {
+        futures: dict[_Name, Future[str]] = {
             key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()
         }
         for done, _ in enumerate(as_completed(futures.values()), start=1):
-            progress("comparing", done, len(futures))
+            progress(phase, done, len(futures))
         lost = {key: failure_of(future) for key, future in futures.items()}
         return {key: why[1] if (why := lost[key]) else future.result() for key, future in futures.items()}
     finally:

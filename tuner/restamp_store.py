@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,36 +15,61 @@ from flashtune.record import Record, Versions
 from flashtune.tuner.admission import digest_of
 from flashtune.tuner.export import write_file
 from flashtune.tuner.restamp import Fate, Progress, Restamped, quiet, restamp
+from flashtune.tuner.restamp_receipts import successors
 from flashtune.tuner.table_receipts import sibling
 
 
-def restamp_table(
-    path: Path, folders: Iterable[Path] = (), progress: Progress = quiet
-) -> tuple[Restamped, ...]:
-    """Restamps the records of a table file in place.
+class RestampedTable(NamedTuple):
+    """The result of a table.
+
+    Attributes:
+        records: Its records after the comparison.
+        receipts: The number of its receipts that were carried over.
+    """
+
+    records: tuple[Restamped, ...]
+    receipts: int
+
+
+def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress = quiet) -> RestampedTable:
+    """Restamps the records of a table file in place, and its receipts of their kernels and siblings.
 
     Raises:
         TableError: The file is no table.
         FlashtuneError: It cannot be written.
     """
     table = load_table(path)
+    folders = tuple(folders)
     done = restamp(table.records, folders, progress)
-    if any(one.fate is Fate.CARRIED for one in done):
-        write_file(path, dump_table(_restamped(table, done)))
-    return done
+    carried = {
+        str(before.kernel)
+        for before, one in zip(table.records, done, strict=True)
+        if one.fate is Fate.CARRIED
+    }
+    current = [one.record for one in done if one.fate in (Fate.CARRIED, Fate.CURRENT)]
+    others = [one for one in table.receipts if one.digest not in carried]
+    after = _restamped(table, done, successors(others, current, folders, progress))
+    if after != table:
+        write_file(path, dump_table(after))
+    return RestampedTable(done, len({*after.receipts} - {*table.receipts}))
 
 
-def _restamped(table: TunedTable, done: tuple[Restamped, ...]) -> TunedTable:
+def _restamped(
+    table: TunedTable, done: tuple[Restamped, ...], successors: Mapping[str, Record]
+) -> TunedTable:
     """The table with its restamped records. Receipts and times of their kernels follow them as `_moved` says.
 
-    A receipt also stays with a record that still names its kernel. A time that cannot follow is left out. Of
-    siblings, which were not compared, those follow whose digest is still the same.
+    A receipt also stays with a record that still names its kernel. A time that cannot follow is left out.
     """
     pairs = zip(table.records, done, strict=True)
     carried = [(before, one.record) for before, one in pairs if one.fate is Fate.CARRIED]
     siblings = [msgspec.structs.replace(after, specialization=sibling(after)) for _, after in carried]
     same = [msgspec.structs.replace(one, kernel=digest_of(one)) for one in siblings]
-    kernels = {one.kernel: one for one in same} | {before.kernel: after for before, after in carried}
+    kernels = {
+        **{str(one.kernel): one for one in same},
+        **{str(before.kernel): after for before, after in carried},
+        **successors,
+    }
     places = {(before.problem.key, before.kernel): after for before, after in carried}
     records = tuple(one.record for one in done)
     kept = {one.record.kernel for one in done if one.fate is not Fate.CARRIED}

@@ -56,12 +56,12 @@ def changed(*pairs: tuple[str, str], kernel: Kernel = TODAY) -> Kernel:
     return msgspec.structs.replace(kernel, source=source)
 
 
-def renamed() -> Kernel:
+def renamed(kernel: Kernel = TODAY) -> Kernel:
     """Other names of variables and of an argument: the same machine code."""
-    arguments = [*TODAY.arguments]
+    arguments = [*kernel.arguments]
     place = [argument.name for argument in arguments].index("group_size")
     arguments[place] = msgspec.structs.replace(arguments[place], name="heads_per_kv")
-    kernel = msgspec.structs.replace(TODAY, arguments=tuple(arguments))
+    kernel = msgspec.structs.replace(kernel, arguments=tuple(arguments))
     return changed(("running_max", "row_max"), ("group_size", "heads_per_kv"), kernel=kernel)
 
 

@@ -233,6 +233,10 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     grids, arguments and descriptors on the verifier's cases. Where all are equal, the record takes today's
     digest and keeps its receipt and time, and those of other drivers. Evidence of another Triton does not
     follow to another digest. Other records stay as they are and count as unproven.
+
+    Receipts of a table move likewise from earlier kernels to today's. This covers siblings, which have the
+    other setting of the log-sum-exp. To move receipts of another Triton too, run the command again under it.
+    Times of another Triton are left out once their record takes another digest.
     """
     from flashtune.tuner.restamp import fates
     from flashtune.tuner.restamp_store import restamp_database, restamp_table
@@ -241,18 +245,20 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
         raise UsageError("--table and --db each name what to restamp: give one of the two")
     with progress_bars() as progress:
         if table is not None:
-            done = restamp_table(table, folders, progress)
+            done, receipts = restamp_table(table, folders, progress)
         else:
-            done = restamp_database(db, folders, progress)
+            done, receipts = restamp_database(db, folders, progress), None
     counts = fates(done)
     if as_json:
-        print_json(counts)
+        print_json(counts if receipts is None else {**counts, "receipts": receipts})
         return
     click.echo(
         f"{counts['carried']} records were carried over and {counts['current']} were current; "
         f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
         f"{counts['other_triton']} are of another Triton"
     )
+    if receipts is not None:
+        click.echo(f"{receipts} further receipts were carried over")
     for reason in sorted({one.reason for one in done if one.reason}):
         click.echo(f"  {printable(reason)}")
 
