@@ -195,7 +195,9 @@ def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
 def _checked(
     phase: str, jobs: Mapping[int, tuple[Kernel, Record, int]], workers: int, runs: Runs
 ) -> dict[int, tuple[str, Any]]:
-    return runs.run(phase, lambda: start_pool(workers), verify_jobs.check_on_gpu, jobs, verify_jobs.GPU_SECONDS)
+    return runs.run(
+        phase, lambda: start_pool(workers), verify_jobs.check_on_gpu, jobs, verify_jobs.GPU_SECONDS
+    )
 
 
 def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Done:

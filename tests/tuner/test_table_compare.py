@@ -105,9 +105,13 @@ def test_shipped_selections_keep_the_speed_of_their_predecessors(path: Path) -> 
 
 
 def _keeps_its_config(change: Change, again: dict[tuple[str, str], Retimed]) -> bool:
-    """Whether a record without common peers has its old config, and its kernel was timed beside the old one."""
+    """Whether a record without common peers keeps its config, and its kernel was timed beside the old one."""
     old, new = change.old, change.new
-    if change.words != "not comparable" or new is None or (old.family, old.config) != (new.family, new.config):
+    if (
+        change.words != "not comparable"
+        or new is None
+        or (old.family, old.config) != (new.family, new.config)
+    ):
         return False
     return (change.problem, str(new.kernel)) in again
 
