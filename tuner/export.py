@@ -40,9 +40,17 @@ def json_table(target: str, records: Iterable[Record]) -> bytes:
     Raises:
         TableError: Two records serve the same tensors of one problem, or verification would refuse one.
     """
-    records = tuple(records)
-    require_admissible(records, EXPORTED)
-    return dump_table(TunedTable(target=target, records=tuple(records)))
+    return table_file(TunedTable(target=target, records=tuple(records)))
+
+
+def table_file(table: TunedTable) -> bytes:
+    """A table as `flashtune import` reads it, with its receipts and times.
+
+    Raises:
+        TableError: As `json_table`.
+    """
+    require_admissible(table.records, EXPORTED)
+    return dump_table(table)
 
 
 def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:

@@ -39,7 +39,13 @@ def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
         record = entry.record
         place = entry.source, record.target, record.problem.key
         listed.append(
-            Listed(entry, tflops(record), best_sdpa_ms(record), standing(record), stands_in=place in seen)
+            Listed(
+                entry,
+                tflops(record),
+                best_sdpa_ms(record),
+                standing(record, entry.has_receipt is True),
+                place in seen,
+            )
         )
         seen.add(place)
     return tuple(listed)
@@ -61,10 +67,14 @@ def best_sdpa_ms(record: Record) -> float | None:
     return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
 
 
-def standing(record: Record) -> Standing:
+def standing(record: Record, has_receipt: bool = False) -> Standing:
     """What a record is worth at its own shape, under the versions installed here.
 
     Where the machine has no GPU driver, its version is not compared.
+
+    Args:
+        record: The record.
+        has_receipt: Whether a table has a receipt of its kernel under the versions here.
     """
     if record.config is None:
         return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
@@ -72,7 +82,7 @@ def standing(record: Record) -> Standing:
     if here.driver == NO_DRIVER:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
     if not is_proven(record, here):
-        return Standing.UNPROVEN
+        return Standing.VERIFIED if has_receipt else Standing.UNPROVEN
     return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
 
 

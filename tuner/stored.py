@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.errors import TargetError
-from flashtune.record import Outcome, Record
+from flashtune.record import Outcome, Record, Versions
 from flashtune.tables import Tables
 from flashtune.target import TARGETS, find_target
-from flashtune.versions import current_versions
+from flashtune.versions import NO_DRIVER, current_versions
 
 if TYPE_CHECKING:
     from flashtune.db.store import Store
@@ -32,12 +33,15 @@ class Found(msgspec.Struct, frozen=True):
         source: `database` or `shipped`.
         id: Its row in the database, 0 in a table.
         created_at: When it was stored, ISO 8601; empty in a table.
+        has_receipt: Whether its table has a receipt of its kernel under the versions here; left out in a
+            database.
     """
 
     record: Record
     source: str
     id: int = 0
     created_at: str = ""
+    has_receipt: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 @contextmanager
@@ -101,12 +105,33 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
 
 
 def shipped_selections() -> tuple[Found, ...]:
-    """Every record of the tables that ship with flashtune.
+    """Every record of the tables that ship with flashtune, with their evidence for the versions here.
+
+    Dispatch uses the same evidence. Where the machine has no GPU driver, its version is not compared.
 
     Raises:
         TableError: A shipped table is damaged.
     """
-    return tuple(Found(record, "shipped") for table in shipped_tables() for record in table.records)
+    return tuple(found for table in shipped_tables() for found in _with_evidence(table))
+
+
+def _with_evidence(table: TunedTable) -> Iterator[Found]:
+    drivers = sorted({one.versions.driver for one in table.receipts})
+    places = [functools.partial(_versions_here, driver) for driver in drivers]
+    for versions_of in places:
+        table = msgspec.structs.replace(table, records=under(table, versions_of))
+    receipts = {(one.digest, one.versions.makers) for one in table.receipts}
+    for record in table.records:
+        has_receipt = record.kernel is not None and any(
+            (record.kernel, versions_of(record.family).makers) in receipts for versions_of in places
+        )
+        yield Found(record, "shipped", has_receipt=has_receipt)
+
+
+def _versions_here(driver: str, family: str) -> Versions:
+    """The versions here, with another's driver where the machine has none."""
+    here = current_versions(family)
+    return msgspec.structs.replace(here, driver=driver) if here.driver == NO_DRIVER else here
 
 
 def shipped_tables() -> tuple[TunedTable, ...]:

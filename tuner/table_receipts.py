@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -10,6 +10,7 @@ from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.errors import FlashtuneError
 from flashtune.kernel import Specialization
+from flashtune.problem import Problem
 from flashtune.record import Record, Resources
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
@@ -155,6 +156,20 @@ def without_strays(table: TunedTable) -> TunedTable:
         table,
         receipts=tuple(one for one in table.receipts if (one.digest, one.versions.makers) not in strays),
         times=tuple(one for one in table.times if (one.problem, one.kernel) in named),
+    )
+
+
+def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
+    """Returns a table of the records of some problems, with the receipts and times of their kernels."""
+    records = tuple(record for record in table.records if record.problem in problems)
+    kernels = {kernel for record in records for kernel, _ in _kernels(record)}
+    kernels |= {record.kernel for record in records if record.kernel is not None}
+    keys = {problem.key for problem in problems}
+    return msgspec.structs.replace(
+        table,
+        records=records,
+        receipts=tuple(one for one in table.receipts if one.digest in kernels),
+        times=tuple(one for one in table.times if one.problem in keys),
     )
 
 

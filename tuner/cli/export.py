@@ -43,7 +43,11 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     metavar="PATH",
     help="A file, or a folder for several kernels or GPUs. Standard output where left out, or where it is -.",
 )
-@click.option("--shipped", is_flag=True, help="Export the tables that ship, in place of the database.")
+@click.option(
+    "--shipped",
+    is_flag=True,
+    help="Export the tables that ship, in place of the database, with their receipts in JSON.",
+)
 @database_option
 def command(
     problems: tuple[Problem, ...],
@@ -62,16 +66,18 @@ def command(
         raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
     if str(out) == "-":
         out = None
-    write = {"json": _json, "python": _python, "triton-config": _triton_configs}[kind]
-    write(records, out)
+    if kind == "json":
+        _json(records, out, shipped)
+    elif kind == "python":
+        _python(records, out)
+    else:
+        _triton_configs(records, out)
 
 
-def _json(records: tuple[Record, ...], out: Path | None) -> None:
-    from flashtune.tuner.export import json_table
-
+def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
     targets = sorted({record.target for record in records})
     tables = {
-        target: json_table(target, (record for record in records if record.target == target))
+        target: _table(target, [record for record in records if record.target == target], shipped)
         for target in targets
     }
     if len(tables) == 1 and (out is None or not out.is_dir()):
@@ -85,6 +91,19 @@ def _json(records: tuple[Record, ...], out: Path | None) -> None:
         if not FILE_STEM.fullmatch(target):
             raise UsageError(f"the target {target[:60]!r} is no file name: export it alone, to --out FILE")
         write_result(out / f"{target}.json", table)
+
+
+def _table(target: str, records: list[Record], shipped: bool) -> bytes:
+    """The records as a table. A part of a shipped one has all its evidence, that for other versions too."""
+    from flashtune.tuner.export import json_table, table_file
+
+    if not shipped:
+        return json_table(target, records)
+    from flashtune.tuner.stored import shipped_tables
+    from flashtune.tuner.table_receipts import part_of
+
+    table = next(one for one in shipped_tables() if one.target == target)
+    return table_file(part_of(table, {record.problem for record in records}))
 
 
 def _python(records: tuple[Record, ...], out: Path | None) -> None:

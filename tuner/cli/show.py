@@ -71,9 +71,9 @@ def command(
     dim 128, 4096 queries and keys, batch 1, in bf16.
 
     The last column says how dispatch treats the selection here. `timed` was verified and measured
-    under the installed versions. `verified` is right and was not timed at this shape. `unproven` must
-    pass a self-check before it serves. "other strides" is the kernel for tensors that the selection
-    above it cannot address.
+    under the installed versions. `verified` passed under them and was not timed under them at this
+    shape. `unproven` must pass a self-check before it serves. "other strides" is the kernel for tensors
+    that the selection above it cannot address.
     """
     from flashtune.tuner.stored import database_selections, narrowed, place, records_of, shipped_selections
 

@@ -14,14 +14,16 @@ from click.testing import Result
 from flashtune import tables
 from flashtune.db import table as module
 from flashtune.db.checks import Check
-from flashtune.db.table import Timing, TunedTable, dump_table
+from flashtune.db.table import Timing, TunedTable, dump_table, load_table
 from flashtune.record import Measurement, Record, Verdict
-from flashtune.tuner import stored, verify
+from flashtune.tuner import listing, stored, verify
 from flashtune.tuner.admission import digest_of
 from flashtune.tuner.listing import standing
+from flashtune.tuner.shapes import parse_shape
 from flashtune.tuner.stored import tables_of
 from flashtune.tuner.table_receipts import sibling, without_strays
-from flashtune.versions import current_versions
+from flashtune.versions import NO_DRIVER, current_versions
+from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
@@ -139,6 +141,70 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     tables.tuned_records.cache_clear()
     yield table
     tables.tuned_records.cache_clear()
+
+
+def test_a_shipped_receipt_without_a_time_counts(
+    run: Run, monkeypatch: pytest.MonkeyPatch, shipped: TunedTable
+) -> None:
+    def standings() -> list[str]:
+        return [row["standing"] for row in json.loads(run("show", "--shipped", "--json").stdout)]
+
+    def ship(table: TunedTable) -> None:
+        monkeypatch.setattr(stored, "shipped_table", lambda name: table if name == table.target else None)
+
+    # The table's receipt and time are of the driver here, and the record is of another one.
+    monkeypatch.setattr(listing, "NO_DRIVER", "nothing")
+    assert standings() == ["timed"]
+    ship(msgspec.structs.replace(shipped, times=()))
+    assert standings() == ["verified"]
+    ship(msgspec.structs.replace(shipped, times=(), receipts=()))
+    assert standings() == ["unproven"]
+
+
+def test_without_a_driver_shipped_receipts_of_all_drivers_count(
+    run: Run, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    other = msgspec.structs.replace(record.versions, triton="99.0")
+    table = TunedTable(
+        target=record.target,
+        records=(msgspec.structs.replace(record, versions=other),),
+        receipts=(receipt(record, str(record.kernel)),),
+    )
+    monkeypatch.setattr(stored, "shipped_table", lambda name: table if name == table.target else None)
+    found = {}
+    for driver in (NO_DRIVER, "999.1", "999.2"):
+        here = msgspec.structs.replace(record.versions, driver=driver)
+        for module_ in (stored, listing):
+            monkeypatch.setattr(module_, "current_versions", lambda family, here=here: here)
+        (row,) = json.loads(run("show", "--shipped", "--json").stdout)
+        found[driver] = row["standing"]
+    assert found == {NO_DRIVER: "verified", "999.1": "verified", "999.2": "unproven"}
+
+
+def test_an_exported_part_of_a_shipped_table_has_its_evidence(
+    run: Run, monkeypatch: pytest.MonkeyPatch, record: Record, make_record: MakeRecord, tmp_path: Path
+) -> None:
+    (wider,) = parse_shape("heads=8,kv_heads=2,seqlen=1024,head_dim=128,dtype=bf16,causal,batch=2")
+    other = make_record(of=wider)
+    part = tuple(receipt(record, digest) for digest in (str(record.kernel), sibling_digest(record)))
+    time = Timing(
+        problem=record.problem.key,
+        kernel=str(record.kernel),
+        versions=part[0].versions,
+        measurement=Measurement(0.3, 0.3, 0.3, 9),
+    )
+    table = TunedTable(
+        target=record.target,
+        records=(record, other),
+        receipts=(*part, receipt(other, str(other.kernel))),
+        times=(time,),
+    )
+    monkeypatch.setattr(stored, "shipped_table", lambda name: table if name == table.target else None)
+    path = tmp_path / "part.json"
+    done = run("export", "--shipped", "--shape", SHAPE, "--out", path)
+    assert done.exit_code == 0, done.output
+    found = load_table(path)
+    assert (found.records, set(found.receipts), found.times) == ((record,), set(part), (time,))
 
 
 def test_commands_see_a_shipped_table_as_dispatch_does(shipped: TunedTable, tmp_path: Path) -> None:
