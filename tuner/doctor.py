@@ -12,7 +12,7 @@ from flashtune.machine import WRITTEN_FOLDERS, folder_fault
 from flashtune.target import TARGETS, Target, device_target, find_target
 from flashtune.tuner.compilers import compilers
 from flashtune.tuner.finding import Finding, Level
-from flashtune.tuner.table_receipts import tritons
+from flashtune.tuner.table_receipts import verified_kernels
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
@@ -193,9 +193,13 @@ def shipped(target: Target) -> Finding:
     import triton
 
     shapes = {record.problem for record in table.records}
-    known = tritons(table)
-    found = f"{len(shapes)} shapes for {target.name}, verified under Triton {', '.join(known)}"
-    if triton.__version__ in known:
+    kernels = {record.kernel for record in table.records if record.kernel is not None}
+    verified = verified_kernels(table)
+    found = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
+    for version, passed in verified.items():
+        found += f", {len(passed) if passed < kernels else 'all'} verified under Triton {version}"
+    left = len(kernels - verified.get(triton.__version__, frozenset()))
+    if not left:
         return Finding(name, Level.OK, found)
-    advice = f"under Triton {triton.__version__} each kernel is checked before its first use"
-    return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check all of them now")
+    advice = f"under Triton {triton.__version__}, {left} of the kernels are checked before their first use"
+    return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check them now")

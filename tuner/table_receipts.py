@@ -15,6 +15,7 @@ from flashtune.record import Record, Resources
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
 from flashtune.tuner.admission import digest_of
+from flashtune.versions import is_proven
 
 # A kernel under the versions that made it, and a problem with the kernel that was timed at it.
 _Proven = tuple[str, tuple[str, str, str, str]]
@@ -173,10 +174,14 @@ def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
     )
 
 
-def tritons(table: TunedTable) -> tuple[str, ...]:
-    """The Triton versions under which kernels of a table were verified, in order."""
-    proven = (one.versions.triton for one in table.receipts)
-    measured = (
-        one.versions.triton for one in table.records if one.verdict is not None and one.verdict.passed
-    )
-    return tuple(sorted({*proven, *measured}))
+def verified_kernels(table: TunedTable) -> dict[str, frozenset[str]]:
+    """The kernels of records that passed on the table's GPU, by the Triton version, in order."""
+    own = {record.kernel for record in table.records}
+    passed: dict[str, set[str]] = {}
+    for receipt in table.receipts:
+        if receipt.digest in own:
+            passed.setdefault(receipt.versions.triton, set()).add(receipt.digest)
+    for record in table.records:
+        if record.kernel is not None and is_proven(record, record.versions):
+            passed.setdefault(record.versions.triton, set()).add(record.kernel)
+    return {triton: frozenset(passed[triton]) for triton in sorted(passed)}

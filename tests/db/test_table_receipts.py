@@ -16,7 +16,7 @@ from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.errors import TableError
 from flashtune.record import Measurement, PeerTime, Record, Verdict, Versions
-from flashtune.tuner.table_receipts import tritons, with_receipts
+from flashtune.tuner.table_receipts import verified_kernels, with_receipts
 from flashtune.versions import current_versions, is_proven
 
 TARGET = "nvidia-h200"
@@ -189,7 +189,8 @@ def test_verdicts_under_other_versions_become_receipts(record: Record) -> None:
     done = with_receipts(table, [(record, check)], [check])
     assert done.records == (record,)
     assert done.receipts == (check,)
-    assert tritons(done) == (record.versions.triton, "3.9.0")
+    kernel = frozenset({str(record.kernel)})
+    assert verified_kernels(done) == {record.versions.triton: kernel, "3.9.0": kernel}
 
 
 def test_newer_receipts_and_times_take_the_place_of_earlier_ones(table: TunedTable, record: Record) -> None:

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from click.testing import Result
 
+from flashtune.db.checks import Check
+from flashtune.db.table import TunedTable
 from flashtune.errors import KernelError
-from flashtune.record import Resources
+from flashtune.record import Record, Resources
 from flashtune.target import find_target
-from flashtune.tuner.doctor import examine, gpu, interpreter, library
+from flashtune.tuner.doctor import examine, gpu, interpreter, library, shipped
 from flashtune.tuner.finding import Level
 
 Run = Callable[..., Result]
@@ -132,6 +134,31 @@ def test_a_gpu_is_compared_with_the_table() -> None:
     slice_of_one = msgspec.structs.replace(h100, sm_count=60)
     assert "sm_count 60 instead of 132" in gpu(0, slice_of_one).said
     assert gpu(0, msgspec.structs.replace(h100, name="nvidia-h800")).level is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "left"),
+    [("3.6.0", Level.OK, 0), ("3.9.0", Level.WARN, 1), ("3.7.1", Level.WARN, 2)],
+)
+def test_the_shipped_kernels_are_counted_by_triton(
+    make_record: Callable[..., Record], monkeypatch: pytest.MonkeyPatch, version: str, level: Level, left: int
+) -> None:
+    made = [make_record(config) for config in ("block_m=64", "block_m=128")]
+    versions = msgspec.structs.replace(made[0].versions, triton="3.6.0")
+    records = tuple(msgspec.structs.replace(one, versions=versions) for one in made)
+    newer = msgspec.structs.replace(versions, triton="3.9.0")
+    assert records[0].verdict is not None
+    receipts = tuple(
+        Check(digest=digest, target=records[0].target, versions=newer, verdict=records[0].verdict)
+        for digest in (str(records[0].kernel), "e" * 32)
+    )
+    table = TunedTable(target=records[0].target, records=records, receipts=receipts)
+    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: table)
+    monkeypatch.setattr("triton.__version__", version)
+    found = shipped(find_target("h200"))
+    kernels = "2 kernels, all verified under Triton 3.6.0, 1 verified under Triton 3.9.0"
+    assert (found.level, found.said) == (level, f"1 shapes for nvidia-h200 with {kernels}")
+    assert (f"{left} of the kernels" in found.advice) == bool(left)
 
 
 def test_the_interpreter_wants_an_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
