@@ -31,8 +31,7 @@ from flashtune.errors import FlashtuneError, UsageError
 from flashtune.problem import Causal, Problem
 from flashtune.standard import standard_attention
 from flashtune.target import Target, device_target
-from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.finals import kernel_run
 from flashtune.tuner.fitting import NOTHING
 from flashtune.tuner.measurement import measure_interleaved

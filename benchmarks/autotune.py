@@ -34,8 +34,7 @@ from flashtune.kernel import Kernel
 from flashtune.problem import Problem
 from flashtune.target import Target, device_target
 from flashtune.templates.rendering import render
-from flashtune.tuner.candidates import Candidate, Scope, demand, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.finals import run_finals
 from flashtune.tuner.fitting import NOTHING, shipped_fit
 from flashtune.tuner.request import Budget, Experience, SearchRequest

@@ -24,7 +24,7 @@ from flashtune.errors import FlashtuneError, UsageError
 from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.target import Target, device_target
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.finals import kernel_run
 from flashtune.tuner.measurement import measure_interleaved
 from flashtune.tuner.pages import table

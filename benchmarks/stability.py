@@ -28,8 +28,7 @@ from flashtune.errors import FlashtuneError
 from flashtune.problem import Problem
 from flashtune.record import Record
 from flashtune.target import Target, device_target
-from flashtune.tuner.candidates import Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.closing import FINALISTS, FINALS_WITHIN
 from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.finals import run_finals

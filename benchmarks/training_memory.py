@@ -33,8 +33,8 @@ from flashtune.standard import standard_attention
 from flashtune.target import Target, device_target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families
-from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.chosen import choose, contiguous_specialization
+from flashtune.tuner.candidates import Candidate, contiguous_specialization
+from flashtune.tuner.chosen import choose
 from flashtune.tuner.finals import BACKENDS, kernel_run
 from flashtune.tuner.tensors import make_tensors
 from flashtune.versions import current_versions

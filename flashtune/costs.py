@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Bytes of an element of the log-sum-exp.
 LSE_BYTES = 4
+# Scores and weights are float32 until the weights meet the values.
+SCORE_BYTES = 4
 
 
 def product_widths(problem: Problem) -> int:
@@ -89,3 +91,8 @@ def _tensor_bytes(problem: Problem) -> tuple[int, int]:
     queries = rows * problem.head_dim * problem.dtype.itemsize
     keys = problem.kv_heads * keys_read(problem) * width * problem.kv_itemsize
     return queries + keys, rows * problem.value_head_dim * problem.out_dtype.itemsize
+
+
+def score_bytes(problem: Problem) -> int:
+    """Bytes of all scores of a problem; `standard_attention` holds two and a half times as many at once."""
+    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * SCORE_BYTES

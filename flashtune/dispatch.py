@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flashtune.compilation import interpreting
+from flashtune.costs import score_bytes
 from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
@@ -20,7 +21,6 @@ from flashtune.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Provenance, Record, Selection, Standing
 from flashtune.related import forecast_related
-from flashtune.standard import score_bytes
 from flashtune.tables import Tables
 from flashtune.target import Target
 from flashtune.templates.family import Family, why_not

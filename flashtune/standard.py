@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flashtune.costs import SCORE_BYTES
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.templates.family import TrafficItem
-
-# Scores and weights are float32 until the weights meet the values.
-SCORE_BYTES = 4
 
 
 def standard_attention(
@@ -85,11 +83,6 @@ def _widens(q: Tensor, k: Tensor) -> bool:
     """Whether torch multiplies 16-bit matrices into float32: on CUDA, and outside of autograd."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
-
-
-def score_bytes(problem: Problem) -> int:
-    """Bytes of all scores of a problem; `standard_attention` holds two and a half times as many at once."""
-    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * SCORE_BYTES
 
 
 def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:

@@ -29,7 +29,7 @@ from flashtune.target import Target
 from flashtune.tuner.bench_admission import Bind, Judge
 from flashtune.tuner.bench_peers import FLASH_ATTN_4, FLEX, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench_records import OURS
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.gradients import differentiable, gradient_run
 from flashtune.tuner.passes import forward_of
 from flashtune.tuner.tensors import Tensors

@@ -14,10 +14,10 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from flashtune.costs import score_bytes
 from flashtune.errors import UsageError
 from flashtune.masked_sdpa import is_masked
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.standard import score_bytes
 from flashtune.tuner.finals import (
     BACKENDS,
     GRADIENT_SCORE_COPIES,

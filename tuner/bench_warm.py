@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flashtune.problem import Problem
 from flashtune.tables import tuned_records
 from flashtune.target import Target
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.warming import compile_needs, needs_of
 

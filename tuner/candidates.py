@@ -13,7 +13,6 @@ from flashtune.problem import Problem
 from flashtune.target import Target
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import family_names, find_family
-from flashtune.tuner.chosen import contiguous_specialization
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -127,3 +126,25 @@ def open_spaces(
     if not spaces:
         raise ProblemError(f"no family computes {problem.key} on {target.name}: {'; '.join(reasons)}")
     return tuple(spaces)
+
+
+def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
+    """What holds of contiguous tensors of a problem; gradients lie as what they are gradients of.
+
+    Args:
+        problem: Of which pass it ever is.
+        lse: Whether a forward pass gives the log-sum-exp, or its gradient comes into a backward pass.
+    """
+    import torch
+
+    from flashtune.kernel import specialization_of
+
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    sizes = (
+        (*rows, problem.head_dim),
+        (*keys, problem.head_dim),
+        (*keys, problem.value_head_dim),
+        (*rows, problem.value_head_dim),
+    )
+    return specialization_of(tuple(torch.empty(size, device="meta") for size in sizes), lse=lse)

@@ -14,6 +14,7 @@ from flashtune.record import Record
 from flashtune.target import Target
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.config_text import change_config
 from flashtune.tuner.stored import best_generated, records_of, tables_of
 
@@ -120,25 +121,3 @@ def _from_record(problem: Problem, target: Target, record: Record, source: str) 
         source,
         tuned_for,
     )
-
-
-def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
-    """What holds of contiguous tensors of a problem; gradients lie as what they are gradients of.
-
-    Args:
-        problem: Of which pass it ever is.
-        lse: Whether a forward pass gives the log-sum-exp, or its gradient comes into a backward pass.
-    """
-    import torch
-
-    from flashtune.kernel import specialization_of
-
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    sizes = (
-        (*rows, problem.head_dim),
-        (*keys, problem.head_dim),
-        (*keys, problem.value_head_dim),
-        (*rows, problem.value_head_dim),
-    )
-    return specialization_of(tuple(torch.empty(size, device="meta") for size in sizes), lse=lse)

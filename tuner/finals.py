@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.backward import bind_backward
+from flashtune.costs import score_bytes
 from flashtune.features import Bias, Feature
 from flashtune.kernel import Specialization
 from flashtune.launch import bind
@@ -21,7 +22,7 @@ from flashtune.problem import Causal, Problem
 from flashtune.proof.lengths import usual_lengths
 from flashtune.proof.visible import places, visible_keys
 from flashtune.record import Measurement, PeerTime
-from flashtune.standard import score_bytes, standard_attention
+from flashtune.standard import standard_attention
 from flashtune.standard_features import standard_features
 from flashtune.target import Target
 from flashtune.templates.registry import find_family

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from flashtune.costs import score_bytes
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.standard import score_bytes, standard_hbm_items
+from flashtune.standard import standard_hbm_items
 from flashtune.target import Target
 from flashtune.templates.rendering import render
 from flashtune.tuner.chosen import Chosen, choose

@@ -22,8 +22,7 @@ from flashtune.errors import TableError
 from flashtune.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.target import Target, find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, FamilySpace, Scope
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, contiguous_specialization
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import Evaluation

@@ -11,8 +11,7 @@ from flashtune.db.rules import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.errors import MachineError, ProblemError
 from flashtune.record import Outcome, Provenance, Record
-from flashtune.tuner.candidates import Candidate, Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.closing import prove_choice, run_finals, selected
 from flashtune.tuner.equipment import Equipment, open_equipment
 from flashtune.tuner.evaluation import DeviceLostError

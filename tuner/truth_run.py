@@ -15,8 +15,7 @@ import msgspec
 from flashtune.problem import Problem
 from flashtune.record import Measurement, Outcome
 from flashtune.target import Target
-from flashtune.tuner.candidates import Candidate, Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.jobs import fatal_error, time_finalists

@@ -17,8 +17,7 @@ from flashtune.record import Outcome, Selection
 from flashtune.rendered import kernel_of
 from flashtune.tables import Tables, tuned_records
 from flashtune.target import Target
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization
 from flashtune.tuner.compile_pool import Compiled, CompilePool
 from flashtune.tuner.passes import saving_lse
 from flashtune.tuner.processes import usable_cores

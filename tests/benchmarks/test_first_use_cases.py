@@ -12,7 +12,7 @@ from flashtune.problem import Direction
 from flashtune.tables import tuned_records
 from flashtune.target import find_target
 from flashtune.templates.registry import family_names
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import contiguous_specialization
 
 
 @pytest.fixture(autouse=True)

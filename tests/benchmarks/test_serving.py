@@ -9,7 +9,7 @@ from flashtune.db.table import shipped_table
 from flashtune.target import find_target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.regret import dispatched
 from flashtune.tuner.shapes import parse_shape
 

@@ -8,8 +8,7 @@ import torch
 from flashtune.proof.check import check_delayed
 from flashtune.record import Outcome
 from flashtune.target import device_target
-from flashtune.tuner.candidates import Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.worker import GpuWorker
 from tests.gpu.marks import ON_HOPPER
 from tests.mutants.catalogue import gpu_mutants

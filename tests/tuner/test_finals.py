@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from flashtune.costs import score_bytes
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Measurement
-from flashtune.standard import score_bytes
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner import finals

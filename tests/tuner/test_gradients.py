@@ -10,10 +10,10 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from flashtune.backward import BackwardTensors
+from flashtune.costs import score_bytes
 from flashtune.features import Bias
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.standard import score_bytes
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner import finals

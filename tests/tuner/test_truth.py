@@ -10,8 +10,7 @@ import pytest
 
 from flashtune.errors import TableError
 from flashtune.target import find_target
-from flashtune.tuner.candidates import Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.truth import Sampled, TruthTable, draw, fastest, read_table, read_tables, write_table
 from tests.tuner.truth_fakes import SHAPE, a_problem, a_table
 

@@ -8,8 +8,7 @@ from typing import Any
 from flashtune.problem import Problem
 from flashtune.record import Outcome, Resources, Versions
 from flashtune.target import find_target
-from flashtune.tuner.candidates import Scope, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
 from flashtune.tuner.shapes import parse_shape
 from flashtune.tuner.truth import Row, Sampled, TruthTable, draw, rounded, values_of
 

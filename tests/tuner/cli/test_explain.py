@@ -14,7 +14,8 @@ from flashtune.record import Outcome, Provenance, Record, Resources
 from flashtune.standard import standard_hbm_items
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.chosen import choose, contiguous_specialization, default_kernel
+from flashtune.tuner.candidates import contiguous_specialization
+from flashtune.tuner.chosen import choose, default_kernel
 from flashtune.tuner.config_text import change_config
 from flashtune.tuner.explain import explain, rank, roofline
 from flashtune.tuner.shapes import parse_shape

@@ -14,8 +14,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.bench import run_bench
 from flashtune.tuner.bench_peers import FLEX, STANDARD
 from flashtune.tuner.bench_records import OURS
-from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.finals import kernel_run, peer_runs
 from flashtune.tuner.passes import backward_of, forward_of
 from flashtune.tuner.request import Budget, SearchRequest

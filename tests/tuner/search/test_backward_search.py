@@ -12,8 +12,7 @@ from flashtune.record import Outcome, Provenance, Resources
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.candidates import Candidate, open_spaces
-from flashtune.tuner.chosen import contiguous_specialization
+from flashtune.tuner.candidates import Candidate, contiguous_specialization, open_spaces
 from flashtune.tuner.compile_pool import Compiled, compile_candidate
 from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import Evaluation
