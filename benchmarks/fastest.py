@@ -36,6 +36,7 @@ from benchmarks.saved import RESULTS, load, save
 from flashtune.compilation import first_line
 from flashtune.errors import FlashtuneError, UsageError
 from flashtune.features import Bias, Feature
+from flashtune.mask_sharing import MaskSharing, distinct_ways, narrowed
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import Record
 from flashtune.tables import tuned_records
@@ -51,8 +52,7 @@ HOPELESS = 1.5
 WORST = 15
 # Features of the problems that are timed: SDPA computes them by a mask.
 BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW})
-# By which dimensions a mask is shared: 1 in place of the extent of [batch, heads, seqlen_q, seqlen_kv].
-SHARED = {"heads": (1,), "batch": (0,), "heads and rows": (1, 2), "batch and heads": (0, 1)}
+# A mask of its own for each head, sequence and row.
 OWN = "own"
 TUNED, MASKS, UNTUNED = "tuned", "shared masks", "untuned"
 # Of random shapes.
@@ -141,19 +141,13 @@ def cases(records: Iterable[Record], untuned: int, seed: int) -> list[Case]:
     plain = [problem for problem in tuned if problem.bias is Bias.NONE]
     found = [Case(TUNED, problem) for problem in masked]
     found += [Case(TUNED, problem) for problem in sorted(plain, key=lambda one: one.flops())]
-    found += [Case(MASKS, problem, way) for problem in masked for way in _ways(problem)]
+    found += [Case(MASKS, problem, way) for problem in masked for way in distinct_ways(problem)]
     return found + [Case(UNTUNED, problem) for problem in drawn(untuned, seed, tuned)]
 
 
 def _by_sdpa(problem: Problem) -> bool:
     forward = not problem.is_backward and not problem.dtype.is_quantized
     return forward and problem.features <= BY_MASK
-
-
-def _ways(problem: Problem) -> Iterator[str]:
-    """The ways of sharing a mask that are not one another at these extents."""
-    extents = (problem.batch, problem.heads, problem.seqlen_q)
-    return (way for way, places in SHARED.items() if all(extents[place] > 1 for place in places))
 
 
 def drawn(count: int, seed: int, tuned: Iterable[Problem]) -> Iterator[Problem]:
@@ -241,8 +235,8 @@ def _row(case: Case, device: Any) -> Row:
     import flashtune
     from flashtune.tuner.bench import side_options
     from flashtune.tuner.bench_admission import capture
-    from flashtune.tuner.finals import BACKENDS
     from flashtune.tuner.measurement import measure_interleaved, once
+    from flashtune.tuner.sdpa import BACKENDS
     from flashtune.tuner.tensors import make_tensors
 
     problem = case.problem
@@ -307,9 +301,8 @@ def _sharing(tensors: Any, way: str) -> Any:
     bias = tensors.side.bias
     if way == OWN or bias is None:
         return tensors
-    for place in SHARED[way]:
-        bias = bias.narrow(place, 0, 1)
-    return msgspec.structs.replace(tensors, side=tensors.side._replace(bias=bias.contiguous()))
+    shared = narrowed(bias, MaskSharing(way))
+    return msgspec.structs.replace(tensors, side=tensors.side._replace(bias=shared))
 
 
 def _capture_peer(problem: Problem, tensors: Any, backend: Any) -> tuple[Callable[[], object], Any] | None:
@@ -337,7 +330,7 @@ def _sdpa(problem: Problem, tensors: Any) -> Callable[[], Any] | None:
     from torch.nn.functional import scaled_dot_product_attention
 
     from flashtune.masked_sdpa import is_masked
-    from flashtune.tuner.finals import sdpa_call
+    from flashtune.tuner.sdpa import sdpa_call
 
     if not is_masked(problem) or problem.is_causal:
         return sdpa_call(problem, tensors)

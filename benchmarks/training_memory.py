@@ -35,7 +35,8 @@ from flashtune.templates.family import why_not
 from flashtune.templates.registry import families
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.chosen import choose
-from flashtune.tuner.finals import BACKENDS, kernel_run
+from flashtune.tuner.finals import kernel_run
+from flashtune.tuner.sdpa import BACKENDS
 from flashtune.tuner.tensors import make_tensors
 from flashtune.versions import current_versions
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from flashtune.compilation import interpreting
 from flashtune.delegation import usual_backend
-from flashtune.dispatch import STANDARD, default_selection, faster_peer, select
+from flashtune.dispatch import default_selection, select
 from flashtune.errors import ProblemError
+from flashtune.faster_peers import STANDARD, faster_peer, shared_time
 from flashtune.kernel import Specialization, specialization_of
-from flashtune.masked_sdpa import known_refusal, may_serve
+from flashtune.mask_sharing import MaskSharing
+from flashtune.masked_sdpa import known_refusal, may_serve, sharing_of
 from flashtune.record import Selection
 from flashtune.request import Prefer, Request
 from flashtune.side import NO_SIDE, Side
@@ -131,10 +133,14 @@ def _of_selection(
     passed_over: str,
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
-        peer = _faster_peer(request, selection, *given)
+        bias = given[-1].bias
+        sharing = None if bias is None else sharing_of(request.problem, bias)
+        peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
             server = Server.STANDARD if peer == STANDARD else Server.SDPA
-            return Decision(server, why_a_peer_serves(peer, selection), target, selection)
+            timed = server is Server.SDPA and shared_time(selection.measured, sharing) is not None
+            reason = why_a_peer_serves(peer, selection, sharing=sharing if timed else None)
+            return Decision(server, reason, target, selection)
     return Decision(Server.GENERATED, passed_over + where_found(selection), target, selection)
 
 
@@ -149,16 +155,27 @@ def where_found(selection: Selection) -> str:
     return where[selection.source]
 
 
-def why_a_peer_serves(peer: str, *passes: Selection) -> str:
-    """One clause that says why a baseline serves, of one pass or of both."""
-    together = ", both passes together" if len(passes) > 1 else ""
+def why_a_peer_serves(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+    """One clause that says why a baseline serves, of one pass or of both.
+
+    `sharing` says how the mask is shared, if times with such a mask decided.
+    """
+    condition = ", both passes together" if len(passes) > 1 else ""
+    if sharing is not None:
+        condition = f" with a mask shared over {sharing}"
     if all(selection.forecast is None for selection in passes):
-        return f"{peer} was measured as faster beyond noise{together}"
-    return f"{peer} is expected to be faster{together}"
+        return f"{peer} was measured as faster beyond noise{condition}"
+    return f"{peer} is expected to be faster{condition}"
 
 
 def _faster_peer(
-    request: Request, selection: Selection, q: Tensor, k: Tensor, v: Tensor, side: Side
+    request: Request,
+    selection: Selection,
+    sharing: MaskSharing | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: Side,
 ) -> str | None:
     """The baseline that is faster and may serve in place of a generated kernel, or None."""
     problem = request.problem
@@ -173,7 +190,7 @@ def _faster_peer(
         usual = usual_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
-    return faster_peer(selection, problem, usual)
+    return faster_peer(selection, problem, usual, sharing)
 
 
 def _forecast_in_words(selection: Selection) -> str:

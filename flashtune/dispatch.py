@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from flashtune.compilation import interpreting
-from flashtune.costs import score_bytes
 from flashtune.errors import ProblemError
 from flashtune.forecast import forecast
 from flashtune.kernel import Specialization
@@ -42,12 +40,6 @@ DECODING_FAMILY = "decode_split_kv"
 # DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
-
-# SDPA must win by more than two runs of one measurement differ.
-NOISE = 0.02
-# Where both times are expected and not measured, it must win by more.
-FORECAST_NOISE = 0.05
-STANDARD = "standard"
 
 
 def select(
@@ -176,77 +168,6 @@ def _why_not(family: Family, problem: Problem, target: Target, specialization: S
     if interpreting() and not family.interpreted:
         return f"{family.name} does not run under Triton's interpreter"
     return why_not(family, problem, target, specialization)
-
-
-def faster_peer(selection: Selection, problem: Problem, usual_sdpa: str | None) -> str | None:
-    """Returns the name of a baseline that is faster than a selection beyond noise, or None.
-
-    At a tuned shape both were measured in one run. At other shapes both times are forecasts.
-    The standard computation counts only where the problem has no more scores than the shape that was
-    measured, because scores are held in memory.
-
-    Args:
-        selection: The selection for the problem.
-        problem: The problem.
-        usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
-            `sdpa-cudnn`; None where SDPA would serve in a way that was not measured.
-    """
-    if selection.record.config is None:
-        return selection.record.family
-    return _fastest_baseline((_times(selection),), problem, usual_sdpa)
-
-
-def faster_peer_of_pair(
-    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
-) -> str | None:
-    """Returns the name of a baseline whose passes together are faster than both selections, or None.
-
-    It was timed beside each of them, so that each pass is compared within one run. The arguments are those
-    of `faster_peer` for the forward problem.
-    """
-    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
-
-
-class _Times(NamedTuple):
-    """Times of one pass, in ms.
-
-    Attributes:
-        limit: A faster baseline takes less than this.
-        peers: Times of the baselines by name.
-        scores: Bytes of all scores of the shape that was measured.
-    """
-
-    limit: float
-    peers: dict[str, float]
-    scores: int
-
-
-def _times(selection: Selection) -> _Times | None:
-    """Returns the times of a selection and its peers, or None without a measurement."""
-    why, measurement = selection.forecast, selection.measured.measurement
-    if measurement is None:
-        return None
-    peers = {peer.name: peer.ms for peer in measurement.peers}
-    scores = score_bytes(selection.measured.problem)
-    if why is None:
-        return _Times(min(measurement.p20, measurement.ms * (1 - NOISE)), peers, scores)
-    # The ratio of the standard computation's time to that of the nearest shape's config is assumed constant.
-    expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in peers.items() if name == STANDARD}
-    expected |= {peer.name: peer.ms for peer in why.peers}
-    return _Times(why.ms * (1 - FORECAST_NOISE), expected, scores)
-
-
-def _fastest_baseline(
-    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None
-) -> str | None:
-    known = [times for times in passes if times is not None]
-    if len(known) < len(passes):
-        return None
-    names = [usual_sdpa or ""]
-    if score_bytes(problem) <= min(times.scores for times in known):
-        names.append(STANDARD)
-    ms, name = min((sum(times.peers.get(name, math.inf) for times in known), name) for name in names)
-    return name if ms < sum(times.limit for times in known) else None
 
 
 def proven_by(selection: Selection, digest: str) -> bool:

@@ -235,6 +235,9 @@ def _record_lines(selection: Selection) -> list[str]:
     ]
     if record.measurement is not None:
         lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
+        for shared in record.measurement.shared or ():
+            times = _times_in_words(shared.ms, shared.peers)
+            lines.append(f"  with a mask shared over {shared.sharing}: {times}")
     if selection.forecast is not None:
         why = selection.forecast
         lines.append(f"  expected here: {_times_in_words(why.ms, why.peers)}")

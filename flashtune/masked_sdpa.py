@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashtune.compilation import first_line
 from flashtune.features import Feature
 from flashtune.launches import LEAST_SCALE
+from flashtune.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.problem import Causal, Problem
 from flashtune.request import Prefer, Request
 
@@ -40,6 +41,19 @@ _meanings: dict[tuple[object, ...], str | None] = {}
 def is_masked(problem: Problem) -> bool:
     """Whether SDPA computes the features of a problem by its `attn_mask`."""
     return problem.features == FEATURES
+
+
+def timed_ways(problem: Problem) -> tuple[MaskSharing, ...]:
+    """Returns the ways of sharing a mask for which a search times a problem beside SDPA."""
+    if not is_masked(problem) or problem.is_backward or problem.dtype.is_quantized:
+        return ()
+    return tuple(distinct_ways(problem))
+
+
+def sharing_of(problem: Problem, bias: Tensor) -> MaskSharing | None:
+    """Returns the way nearest to that in which a call's bias is shared, or None."""
+    shape = unexpanded(bias).shape
+    return nearest_way(problem, (place for place in range(3) if shape[place] == 1))
 
 
 def may_serve(request: Request) -> bool:

@@ -21,8 +21,9 @@ from flashtune.decision import (
     why_a_peer_serves,
 )
 from flashtune.delegation import usual_backend
-from flashtune.dispatch import STANDARD, default_selection, faster_peer_of_pair, select
+from flashtune.dispatch import default_selection, select
 from flashtune.errors import ProblemError
+from flashtune.faster_peers import STANDARD, faster_peer_of_pair
 from flashtune.kernel import Specialization, specialization_of
 from flashtune.request import Prefer, Request
 from flashtune.side import NO_SIDE, TENSORS, Side

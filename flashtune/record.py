@@ -10,6 +10,7 @@ import msgspec
 from flashtune.config import Config
 from flashtune.errors import TableError
 from flashtune.kernel import Specialization
+from flashtune.mask_sharing import MaskSharing
 from flashtune.problem import Problem
 from flashtune.target import Target, TargetName
 
@@ -115,6 +116,14 @@ class PeerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ms: Milliseconds
 
 
+class SharedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Median times of a kernel and of SDPA's backends in one run with a shared mask, in ms."""
+
+    sharing: MaskSharing
+    ms: Milliseconds
+    peers: tuple[PeerTime, ...] = ()
+
+
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GPU time of one kernel at one problem, cold L2, in ms.
 
@@ -125,9 +134,11 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         samples: How many samples.
         throttled: Whether the clock was held down while sampling.
         peers: Other implementations timed in the same run.
+        shared: Times with a shared mask, of a problem that SDPA computes by a mask. The other times are those
+            with a mask of its own for each sequence, head and row.
 
     Raises:
-        TableError: The median lies outside of the percentiles.
+        TableError: The median lies outside of the percentiles, or one way of sharing is there twice.
     """
 
     ms: Milliseconds
@@ -136,12 +147,17 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: NonNegative
     throttled: bool = False
     peers: tuple[PeerTime, ...] = ()
+    # Left out of stored records where it says nothing, as `Resources.warps`.
+    shared: tuple[SharedTime, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.p20 <= self.ms <= self.p80:
             raise TableError(
                 f"a median of {self.ms:g} ms is not between percentiles of {self.p20:g} and {self.p80:g} ms"
             )
+        ways = [one.sharing for one in self.shared or ()]
+        if len(set(ways)) < len(ways):
+            raise TableError("a measurement has two times for one way of sharing a mask")
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

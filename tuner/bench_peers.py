@@ -18,15 +18,8 @@ from flashtune.costs import score_bytes
 from flashtune.errors import UsageError
 from flashtune.masked_sdpa import is_masked
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.finals import (
-    BACKENDS,
-    GRADIENT_SCORE_COPIES,
-    MEMORY_SHARE,
-    SCORE_COPIES,
-    sdpa_call,
-    sdpa_run,
-    standard_run,
-)
+from flashtune.tuner.finals import GRADIENT_SCORE_COPIES, MEMORY_SHARE, SCORE_COPIES, standard_run
+from flashtune.tuner.sdpa import BACKENDS, sdpa_call, sdpa_run
 from flashtune.tuner.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -32,19 +32,17 @@ def select(records: Iterable[Record]) -> Record | None:
     kernels a little differently then choose alike.
     """
     eligible = [record for record in records if may_be_selected(record)]
-    fastest = min(eligible, key=_milliseconds, default=None)
+    fastest = min(map(_time, eligible), key=lambda time: time.ms, default=None)
     if fastest is None:
         return None
-    return min((record for record in eligible if is_level(record, fastest)), key=_preference)
+    return min((record for record in eligible if is_level(_time(record), fastest)), key=_preference)
 
 
-def is_level(record: Record, fastest: Record) -> bool:
-    """Whether a record's time cannot be told from the fastest one's."""
-    assert record.measurement is not None
-    assert fastest.measurement is not None
-    noise = math.hypot(standard_error(record.measurement), standard_error(fastest.measurement))
-    margin = TIMER_STEP + CONFIDENCE * noise if fastest.measurement.samples else 0.0
-    return record.measurement.ms - fastest.measurement.ms <= margin
+def is_level(time: Measurement, fastest: Measurement) -> bool:
+    """Whether a time cannot be told from the fastest one."""
+    noise = math.hypot(standard_error(time), standard_error(fastest))
+    margin = TIMER_STEP + CONFIDENCE * noise if fastest.samples else 0.0
+    return time.ms - fastest.ms <= margin
 
 
 def standard_error(measurement: Measurement) -> float:
@@ -67,9 +65,13 @@ def candidate_of(record: Record) -> Candidate:
     return Candidate(record.family, record.config)
 
 
-def _milliseconds(record: Record) -> float:
+def _time(record: Record) -> Measurement:
     assert record.measurement is not None
-    return record.measurement.ms
+    return record.measurement
+
+
+def _milliseconds(record: Record) -> float:
+    return _time(record).ms
 
 
 def _preference(record: Record) -> tuple[float, float, tuple[str, tuple[object, ...]]]:

@@ -14,6 +14,7 @@ from benchmarks.fastest import MASKS, TUNED, UNTUNED, Case, Report, Row, cases, 
 from benchmarks.saved import ROOT, save
 from flashtune.db.table import shipped_table
 from flashtune.features import Bias, Feature
+from flashtune.mask_sharing import MaskSharing
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.tuner.shapes_file import read_shapes_file
 from flashtune.tuner.tensors import make_tensors
@@ -69,10 +70,17 @@ def test_masks_come_first_and_are_shared_in_every_way_that_differs() -> None:
     records = (record, msgspec.structs.replace(record, problem=masked))
     found = cases(records, 2, 0)
     assert found[0] == Case(TUNED, masked)
-    assert [case.mask for case in found if case.group == MASKS] == list(fastest.SHARED)
+    ways = ["heads", "batch", "heads and rows", "batch and heads"]
+    assert [case.mask for case in found if case.group == MASKS] == ways
     assert len([case for case in found if case.group == UNTUNED]) == 2
     alone = msgspec.structs.replace(record, problem=a_problem(batch=1))
     assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
+
+
+def test_saved_rows_name_the_way_of_sharing(tmp_path: Path) -> None:
+    path = tmp_path / "fastest.json"
+    save(path, Report((a_row(group=MASKS, mask=MaskSharing.HEADS_AND_ROWS),), 0, 9.0, ""))
+    assert '"mask": "heads and rows"' in path.read_text()
 
 
 def test_random_shapes_are_the_same_for_a_seed_and_none_is_tuned() -> None:
@@ -132,12 +140,12 @@ def test_the_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
     assert "forward_a (untuned, own): RuntimeError: no" in text
 
 
-@pytest.mark.parametrize("way", list(fastest.SHARED))
+@pytest.mark.parametrize("way", list(MaskSharing))
 @pytest.mark.parametrize("kind", [Bias.ADDITIVE, Bias.BOOLEAN])
-def test_sdpa_is_given_the_mask_as_it_is(way: str, kind: Bias) -> None:
+def test_sdpa_is_given_the_mask_as_it_is(way: MaskSharing, kind: Bias) -> None:
     problem = a_problem(bias=kind)
     tensors = fastest._sharing(make_tensors(problem, torch.device("cpu")), way)
-    expected = [1 if place in fastest.SHARED[way] else size for place, size in enumerate((2, 4, 40, 40))]
+    expected = [1 if place in way.dimensions else size for place, size in enumerate((2, 4, 40, 40))]
     assert list(tensors.side.bias.shape) == expected
     attend = fastest._sdpa(problem, tensors)
     assert attend is not None

@@ -14,6 +14,7 @@ from flashtune.db import codec
 from flashtune.db.codec import decode_record, encode_record
 from flashtune.errors import TableError
 from flashtune.kernel import Alignment, Specialization
+from flashtune.mask_sharing import MaskSharing
 from flashtune.problem import Causal, Dtype, Problem
 from flashtune.record import (
     Measurement,
@@ -22,6 +23,7 @@ from flashtune.record import (
     Provenance,
     Record,
     Resources,
+    SharedTime,
     Verdict,
     Versions,
 )
@@ -77,8 +79,13 @@ def verdicts(draw: st.DrawFn) -> Verdict:
 def measurements(draw: st.DrawFn) -> Measurement:
     """A measurement with its percentiles in order."""
     p20, ms, p80 = sorted(draw(st.tuples(MILLISECONDS, MILLISECONDS, MILLISECONDS)))
-    peers = draw(st.lists(st.builds(PeerTime, TEXT, MILLISECONDS), max_size=3).map(tuple))
-    return Measurement(ms, p20, p80, draw(st.integers(1, 2**31 - 1)), draw(st.booleans()), peers)
+    peers = st.lists(st.builds(PeerTime, TEXT, MILLISECONDS), max_size=3).map(tuple)
+    shared = st.lists(
+        st.builds(SharedTime, st.sampled_from(MaskSharing), MILLISECONDS, peers),
+        unique_by=lambda one: one.sharing,
+    ).map(tuple)
+    samples, throttled = draw(st.integers(1, 2**31 - 1)), draw(st.booleans())
+    return Measurement(ms, p20, p80, samples, throttled, draw(peers), draw(st.just(msgspec.UNSET) | shared))
 
 
 @st.composite
@@ -174,6 +181,37 @@ def test_a_kernel_that_returned_nan_can_be_stored(make_record: MakeRecord) -> No
 def test_what_could_not_be_read_again_is_not_stored(make_record: MakeRecord, changes: dict[str, Any]) -> None:
     with pytest.raises(TableError):
         encode_record(make_record(**changes))
+
+
+def test_a_measurement_without_shared_masks_is_stored_as_before_there_were_any(
+    make_record: MakeRecord,
+) -> None:
+    fields = msgspec.json.decode(encode_record(make_record()))
+    assert set(fields["measurement"]) == {"ms", "p20", "p80", "samples", "throttled", "peers"}
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        [{"sharing": "heads", "ms": 0.0}],
+        [{"sharing": "heads", "ms": -1.0}],
+        [{"sharing": "heads", "ms": 1.0, "peers": [{"name": "sdpa-cudnn", "ms": 0.0}]}],
+        [{"sharing": "keys", "ms": 1.0}],
+        [{"sharing": "heads"}],
+        [{"sharing": "heads", "ms": 1.0, "p20": 1.0}],
+        [{"sharing": "heads", "ms": 1.0}, {"sharing": "heads", "ms": 2.0}],
+        None,
+    ],
+)
+def test_hostile_times_with_shared_masks_are_refused(make_record: MakeRecord, shared: object) -> None:
+    fields = msgspec.json.decode(encode_record(make_record()))
+    fields["measurement"]["shared"] = shared
+    with pytest.raises(TableError):
+        decode_record(msgspec.json.encode(fields))
+    fields["measurement"]["shared"] = [{"sharing": "heads", "ms": 1.0}]
+    decoded = decode_record(msgspec.json.encode(fields))
+    assert decoded.measurement is not None
+    assert decoded.measurement.shared == (SharedTime(MaskSharing.HEADS, 1.0),)
 
 
 def hostile(record: Record, **changes: Any) -> bytes:

@@ -15,7 +15,8 @@ from flashtune.db.evidence import under
 from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.errors import TableError
-from flashtune.record import Measurement, PeerTime, Record, Verdict, Versions
+from flashtune.mask_sharing import MaskSharing
+from flashtune.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
 from flashtune.tuner.table_receipts import verified_kernels, with_receipts
 from flashtune.versions import current_versions, is_proven
 
@@ -133,6 +134,17 @@ def test_a_time_without_peers_keeps_those_of_the_record(table: TunedTable, recor
     )
     (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
     assert known.measurement == msgspec.structs.replace(MEASURED, peers=peers)
+
+
+def test_times_with_shared_masks_follow_the_time_of_the_kernel(table: TunedTable, record: Record) -> None:
+    peers = (PeerTime("sdpa-cudnn", 0.3),)
+    shared = (SharedTime(MaskSharing.HEADS, 0.4, peers),)
+    earlier = Measurement(0.5, 0.4, 0.6, 50, shared=shared)
+    timed = msgspec.structs.replace(record, measurement=earlier)
+    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
+    # The kernel takes half of its earlier time, and the peers' times are kept.
+    kept = (SharedTime(MaskSharing.HEADS, 0.2, peers),)
+    assert known.measurement == msgspec.structs.replace(MEASURED, shared=kept)
 
 
 def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record: Record) -> None:

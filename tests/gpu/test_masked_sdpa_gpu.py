@@ -18,7 +18,7 @@ from flashtune.request import read_request
 from flashtune.side import Side
 from flashtune.side_inputs import side_views
 from flashtune.standard_features import standard_features
-from flashtune.tuner.finals import BACKENDS
+from flashtune.tuner.sdpa import BACKENDS
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from flashtune.db.rules import by_problem
-from flashtune.dispatch import default_selection, faster_peer, proven_by
+from flashtune.dispatch import default_selection, proven_by
 from flashtune.dispatch import select as select_for
+from flashtune.faster_peers import faster_peer
 from flashtune.kernel import Specialization
 from flashtune.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.problem import Causal, Dtype, Problem

@@ -16,7 +16,8 @@ from flashtune.choices import Asked, first_that_serves
 from flashtune.db.rules import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.decision import Decision, Server
-from flashtune.dispatch import faster_peer, of_nearest, select
+from flashtune.dispatch import of_nearest, select
+from flashtune.faster_peers import faster_peer
 from flashtune.kernel import Specialization
 from flashtune.nearest import tuned_alike
 from flashtune.notices import search_command

@@ -28,7 +28,8 @@ from flashtune.tuner.bench_peers import (
     installed_peers,
 )
 from flashtune.tuner.cli.bench import PEERS as NAMED_PEERS
-from flashtune.tuner.finals import BACKENDS, sdpa_call, standard_run
+from flashtune.tuner.finals import standard_run
+from flashtune.tuner.sdpa import BACKENDS, sdpa_call
 from flashtune.tuner.tensors import make_tensors
 from tests.plain_masks import plain_attention
 from tests.tuner.bench_problems import CPU, a_problem

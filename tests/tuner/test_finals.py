@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from flashtune.costs import score_bytes
 from flashtune.features import Bias, KvDtype, KvScale
 from flashtune.kernel import Specialization
+from flashtune.mask_sharing import MaskSharing
+from flashtune.masked_sdpa import sharing_of
 from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Measurement
+from flashtune.record import Measurement, PeerTime, SharedTime
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner import finals
+from flashtune.tuner import finals, sdpa
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.tensors import make_tensors
 from tests.plain_masks import plain_attention
@@ -114,6 +118,95 @@ def test_who_is_alone_in_front_or_takes_long_does_not_run_on(monkeypatch: pytest
     assert [one.samples for one in timed(monkeypatch, [30.0, 30.0], [30.0, 30.0])] == [50, 50]
 
 
+MASKED = msgspec.structs.replace(
+    PROBLEM, batch=3, heads=4, kv_heads=2, seqlen_q=8, seqlen_kv=16, bias=Bias.BOOLEAN
+)
+
+
+class SharedFinals:
+    """Finals whose times are chosen, of which the masks of each run are kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, own: list[float]) -> None:
+        """Of candidates that take so long each with an unshared mask, and half of that with others."""
+        self.own = own
+        self.masks: list[list[torch.Tensor]] = []
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+        monkeypatch.setattr(finals, "measure_interleaved", self.measure)
+        monkeypatch.setattr(finals, "kernel_run", self.kernel_run)
+        monkeypatch.setattr(finals, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
+
+    def kernel_run(self, *given: Any) -> Any:
+        *_, candidate, _, _, tensors = given
+        return candidate, tensors.side.bias
+
+    def measure(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+        kernels = [run for run in runs if isinstance(run, tuple)]
+        first = not self.masks
+        self.masks.append([bias for _, bias in kernels])
+        times = [self.own[candidate.config] * (1.0 if first else 0.5) for candidate, _ in kernels]
+        times += [9.0 if first else 2.0 + len(self.masks)] * (len(runs) - len(kernels))
+        return tuple(Measurement(ms, ms, ms, rounds) for ms in times)
+
+    def run(self, problem: Problem) -> tuple[Measurement, ...]:
+        candidates = tuple(Candidate("forward_masked", number) for number in range(len(self.own)))  # type: ignore[arg-type]
+        target, cpu = find_target("h200"), torch.device("cpu")
+        return finals.run_finals(problem, candidates, Specialization(), target, cpu)
+
+
+def test_what_may_be_selected_is_timed_with_shared_masks_beside_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SharedFinals(monkeypatch, [1.1, 1.0, 1.5, 1.0])
+    monkeypatch.setattr(finals, "MORE_MS", 0.0)
+    found = made.run(MASKED)
+    # Times of the first and the third can be told from the fastest ones.
+    assert [bool(one.shared) for one in found] == [False, True, False, True]
+    for one in (found[1], found[3]):
+        assert one.ms == 1.0
+        assert [peer.name for peer in one.peers] == ["sdpa-math", "standard"]
+        # The peer's times are numbered by run.
+        assert one.shared == tuple(
+            SharedTime(way, 0.5, (PeerTime("sdpa-math", 4.0 + number),))
+            for number, way in enumerate(MaskSharing)
+        )
+    assert [len(run) for run in made.masks] == [4, 2, 2, 2, 2]
+    for run, way in zip(made.masks[1:], MaskSharing, strict=True):
+        for mask in run:
+            assert mask.shape == (3, 4, 8, 16), "as kernels are launched by dispatch"
+            assert sharing_of(MASKED, mask) is way
+            assert mask.untyped_storage().nbytes() <= 3 * 4 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({"batch": 1}, [MaskSharing.HEADS, MaskSharing.HEADS_AND_ROWS]),
+        ({"alibi": True}, []),
+        ({"bias": Bias.NONE}, []),
+    ],
+)
+def test_ways_that_do_not_differ_and_other_problems_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ways: list[MaskSharing]
+) -> None:
+    made = SharedFinals(monkeypatch, [1.0])
+    (found,) = made.run(msgspec.structs.replace(MASKED, **changes))
+    assert [one.sharing for one in found.shared or ()] == ways
+    assert len(made.masks) == 1 + len(ways)
+
+
+def test_a_backend_that_refuses_a_shared_mask_has_no_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *_: Any) -> Any:
+        if bias.stride(2) == 0:
+            raise RuntimeError("no such mask")
+        return q
+
+    monkeypatch.setattr(sdpa, "masked_attention", refuses_rows)
+    (found,) = SharedFinals(monkeypatch, [1.0]).run(MASKED)
+    assert found.shared
+    for one in found.shared:
+        assert bool(one.peers) == (one.sharing is not MaskSharing.HEADS_AND_ROWS)
+
+
 FEATURES: dict[str, dict[str, object]] = {
     "window": {"window_left": 9},
     "window and first tokens": {
@@ -153,11 +246,11 @@ def test_tensors_with_features_are_what_kernels_and_peers_take(name: str) -> Non
     out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
     assert out.shape == tensors.out.shape
     assert out.isfinite().all(), "a row of no sequence, or a key that is no number"
-    call = finals.sdpa_call(problem, tensors)
+    call = sdpa.sdpa_call(problem, tensors)
     assert (call is None) == (name in NOT_BY_SDPA)
     if call is not None:
         torch.testing.assert_close(call().nan_to_num(0.0).double(), out, rtol=1e-4, atol=1e-5)
-    if not problem.features & finals.LAID_OUT:
+    if not problem.features & sdpa.LAID_OUT:
         standard = finals.standard_run(problem, tensors)()
         assert isinstance(standard, tuple)
         torch.testing.assert_close(standard[0].double(), out, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Direction, Dtype, Problem
 from flashtune.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner import finals
+from flashtune.tuner import finals, sdpa
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.passes import backward_of, forward_of, saving_lse, training_passes
 from flashtune.tuner.shapes import parse_shape
@@ -134,7 +134,7 @@ def test_gradients_of_dropout_are_of_the_weights_that_the_seed_keeps() -> None:
 def test_sdpa_drops_as_many_weights() -> None:
     problem = msgspec.structs.replace(forward_of(PROBLEM), dropout=True, seqlen_kv=40)
     tensors = make_tensors(problem, CPU)
-    call = finals.sdpa_call(problem, tensors)
+    call = sdpa.sdpa_call(problem, tensors)
     assert isinstance(call, functools.partial)
     assert call.keywords["dropout_p"] == tensors.side.dropout == 0.1
     assert call.keywords["attn_mask"] is None

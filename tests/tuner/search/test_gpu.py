@@ -11,7 +11,9 @@ import torch
 
 from flashtune.config import Axis, Space
 from flashtune.db.store import Store
+from flashtune.features import Bias
 from flashtune.kernel import Specialization
+from flashtune.mask_sharing import MaskSharing
 from flashtune.problem import Causal, Dtype
 from flashtune.proof.cases import Level
 from flashtune.proof.check import check_kernel
@@ -188,3 +190,13 @@ def test_finals_time_every_candidate_beside_the_peers(device: torch.device) -> N
     assert [measurement.samples for measurement in measured] in ([5, 5], [5 * MORE_ROUNDS] * 2)
     assert measured[0].peers == measured[1].peers
     assert {"standard", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}
+
+
+def test_finals_time_shared_masks_beside_sdpa(device: torch.device) -> None:
+    problem = a_problem(batch=2, bias=Bias.BOOLEAN)
+    family, target = find_family("forward_masked"), device_target(0)
+    candidate = Candidate(family.name, family.default(problem, target))
+    (measured,) = run_finals(problem, (candidate,), Specialization(), target, device, rounds=5)
+    assert measured.shared
+    assert [one.sharing for one in measured.shared] == list(MaskSharing)
+    assert all(one.ms > 0 and one.peers for one in measured.shared)

@@ -14,7 +14,15 @@ from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.prediction import Predictor
 from flashtune.tuner.request import Budget, Stop
-from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, by_tile, right
+from tests.tuner.search.fakes import (
+    KERNEL,
+    FakeCompiler,
+    FakeMeasurer,
+    a_measurement,
+    a_problem,
+    by_tile,
+    right,
+)
 from tests.tuner.search.small_search import SIZE, search
 
 
@@ -31,6 +39,24 @@ def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> 
     third = FakeMeasurer(by_tile)
     assert search(store, third).tally.reused == SIZE
     assert third.seen == []
+
+
+def test_a_search_without_trials_times_what_is_known_again_and_selects_that(store: Store) -> None:
+    one = search(store, FakeMeasurer(by_tile))
+    assert one.best is not None
+    assert one.best.measurement is not None
+    slower = one.best.measurement.ms * 2
+
+    def in_twice_the_time(candidate: Candidate) -> Evaluation:
+        return right(2 * (by_tile(candidate).measurement or a_measurement(1.0)).ms)
+
+    measurer = FakeMeasurer(in_twice_the_time)
+    two = search(store, measurer, budget=Budget(None, 0.0, None))
+    assert two.stop is Stop.SECONDS
+    assert measurer.seen == []
+    (selected,) = store.selections()
+    assert selected.record.config == one.best.config
+    assert selected.record.ms == slower
 
 
 @pytest.mark.parametrize("changed", ["triton", "template", "ptxas", "driver"])

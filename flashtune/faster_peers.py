@@ -1,0 +1,113 @@
+"""Compares the times of selections with those of the baselines, which were measured or are forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flashtune.costs import score_bytes
+from flashtune.mask_sharing import MaskSharing, nearest_way
+from flashtune.problem import Problem
+from flashtune.record import Record, Selection, SharedTime
+
+# SDPA must win by more than two runs of one measurement differ.
+NOISE = 0.02
+# Where both times are expected and not measured, it must win by more.
+FORECAST_NOISE = 0.05
+STANDARD = "standard"
+
+
+def faster_peer(
+    selection: Selection, problem: Problem, usual_sdpa: str | None, sharing: MaskSharing | None = None
+) -> str | None:
+    """Returns the name of a baseline that is faster than a selection beyond noise, or None.
+
+    At a tuned shape both were measured in one run. At other shapes both times are forecasts.
+    The standard computation counts only where the problem has no more scores than the shape that was
+    measured, because scores are held in memory.
+
+    Args:
+        selection: The selection for the problem.
+        problem: The problem.
+        usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
+            `sdpa-cudnn`; None where SDPA would serve in a way that was not measured.
+        sharing: How the call's mask is shared.
+    """
+    if selection.record.config is None:
+        return selection.record.family
+    return _fastest_baseline((_times(selection, sharing),), problem, usual_sdpa)
+
+
+def faster_peer_of_pair(
+    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
+) -> str | None:
+    """Returns the name of a baseline whose passes together are faster than both selections, or None.
+
+    It was timed beside each of them, so that each pass is compared within one run. The arguments are those
+    of `faster_peer` for the forward problem.
+    """
+    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
+
+
+def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | None:
+    """Returns a record's times with a mask that is shared in a way, or in the nearest way at its shape."""
+    if sharing is None or record.measurement is None:
+        return None
+    way = nearest_way(record.problem, sharing.dimensions)
+    return next((one for one in record.measurement.shared or () if one.sharing is way), None)
+
+
+class _Times(NamedTuple):
+    """Times of one pass, in ms.
+
+    Attributes:
+        limit: A faster baseline takes less than this.
+        peers: Times of the baselines by name.
+        scores: Bytes of all scores of the shape that was measured.
+    """
+
+    limit: float
+    peers: dict[str, float]
+    scores: int
+
+
+def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times | None:
+    """Returns the times of a selection and its peers, or None without a measurement."""
+    why, measurement = selection.forecast, selection.measured.measurement
+    if measurement is None:
+        return None
+    peers = {peer.name: peer.ms for peer in measurement.peers}
+    scores = score_bytes(selection.measured.problem)
+    shared = shared_time(selection.measured, sharing)
+    # The standard computation is not timed with shared masks. It takes no longer with these.
+    standard = {name: ms for name, ms in peers.items() if name == STANDARD}
+    if why is None:
+        if shared is None:
+            return _Times(min(measurement.p20, measurement.ms * (1 - NOISE)), peers, scores)
+        return _Times(
+            shared.ms * (1 - NOISE), standard | {peer.name: peer.ms for peer in shared.peers}, scores
+        )
+    # The ratio of the standard computation's time to that of the nearest shape's config is assumed constant.
+    expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in standard.items()}
+    expected |= {peer.name: peer.ms for peer in why.peers}
+    limit = why.ms * (1 - FORECAST_NOISE)
+    if shared is not None:
+        # Forecasts are of unshared masks. Sharing is assumed to change times by the same ratio here.
+        limit *= shared.ms / measurement.ms
+        gains = {peer.name: peer.ms / peers[peer.name] for peer in shared.peers if peer.name in peers}
+        expected = {name: ms * gains.get(name, 1.0) for name, ms in expected.items()}
+    return _Times(limit, expected, scores)
+
+
+def _fastest_baseline(
+    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None
+) -> str | None:
+    known = [times for times in passes if times is not None]
+    if len(known) < len(passes):
+        return None
+    names = [usual_sdpa or ""]
+    if score_bytes(problem) <= min(times.scores for times in known):
+        names.append(STANDARD)
+    ms, name = min((sum(times.peers.get(name, math.inf) for times in known), name) for name in names)
+    return name if ms < sum(times.limit for times in known) else None
