@@ -40,7 +40,8 @@ def with_receipts(
 ) -> TunedTable:
     """Returns a table with the verdicts and times of its GPU.
 
-    A record that was measured under the same versions takes the verdict of its own kernel as its own.
+    A record that was measured under the same versions takes the verdict of its own kernel as its own. It
+    keeps its time and takes the times with shared masks.
     A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
     that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
     receipts are left out.
@@ -49,7 +50,7 @@ def with_receipts(
         table: The table.
         passed: Records of the table, each with the check of its own kernel.
         receipts: Passed checks of kernels of records and of their siblings.
-        times: Times of kernels of records under other versions than the records'.
+        times: Times of kernels of records under the versions here.
         failed: Checks of kernels that failed. Their earlier receipts are left out.
         resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
     """
@@ -107,6 +108,7 @@ def _renewed(
     resources: Mapping[str, Resources],
 ) -> Record:
     """Returns a record with the verdict of its kernel, if the record has a time under the same versions."""
+    record = _with_shared_times(record, measured)
     if check is None:
         return record
     if check.versions.makers == record.versions.makers:
@@ -121,6 +123,17 @@ def _renewed(
         verdict=check.verdict,
         measurement=timing.measurement,
         resources=resources.get(check.digest),
+    )
+
+
+def _with_shared_times(record: Record, measured: Mapping[_Timed, Timing]) -> Record:
+    """Returns a record with the times with shared masks that were measured under its versions, if any."""
+    again = measured.get((record.problem.key, record.kernel or ""))
+    if again is None or again.versions.makers != record.versions.makers or record.measurement is None:
+        return record
+    shared = again.measurement.shared or record.measurement.shared
+    return msgspec.structs.replace(
+        record, measurement=msgspec.structs.replace(record.measurement, shared=shared)
     )
 
 

@@ -55,7 +55,8 @@ def verify_records(
         same_triton: Whether receipts of another Triton than the one installed here fail.
         allow_unproven: Whether what compiles and fits passes where no GPU ever verified it.
         known: A table whose receipts and times under the versions here are not made again on the GPU.
-        timed: Whether the GPU here times kernels whose records were made under other versions.
+        timed: Whether the GPU here times kernels whose records were made under other versions, or lack times
+            with shared masks.
         runs: Where the jobs run; without a limit and silent if left out.
     """
     runs = runs or Runs()

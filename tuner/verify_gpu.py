@@ -14,6 +14,7 @@ import msgspec
 from flashtune.db.checks import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.kernel import Kernel
+from flashtune.masked_sdpa import timed_ways
 from flashtune.proof.check import full_probes, joined
 from flashtune.proof.delays import delayed
 from flashtune.record import Measurement, Record, Resources, Verdict
@@ -97,7 +98,8 @@ def check_on_gpu(
         index: The GPU's index on this machine.
         runs: Where the jobs run.
         known: A table whose receipts and times under the versions here are not made again.
-        timed: Whether to time kernels whose records were made under other versions than are here.
+        timed: Whether to time kernels whose records were made under other versions than are here, or lack
+            times with shared masks.
     """
     tasks = _tasks(subjects)
     if known is not None:
@@ -231,13 +233,18 @@ def _receipts(done: list[_Done]) -> tuple[Check, ...]:
 
 
 def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
-    """Whether a record's kernel has no measurement under the versions here."""
+    """Whether a record's kernel has no measurement under the versions here, or none with shared masks."""
     record, here = subject.record, current_versions(subject.record.family).makers
     if record.versions.makers == here:
-        return False
+        return _lacks_shared_times(record)
     place = record.problem.key, subject.kernel.digest, here
     times = known.times if known is not None else ()
     return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
+
+
+def _lacks_shared_times(record: Record) -> bool:
+    timed = record.measurement
+    return timed is not None and not timed.shared and bool(timed_ways(record.problem))
 
 
 def _time(
@@ -266,7 +273,7 @@ def _time(
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
         {
-            id(one.record): (one.record, index, one.renders_differently)
+            id(one.record): (one.record, index, one.renders_differently or _lacks_shared_times(one.record))
             for one in subjects
             if lost.get(id(one.record), "") == ""
         },

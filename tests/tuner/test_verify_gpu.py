@@ -17,10 +17,12 @@ from flashtune.db.checks import Check
 from flashtune.db.table import TunedTable, dump_table, load_table, shipped_table
 from flashtune.errors import KernelError, MachineError
 from flashtune.kernel import Kernel
+from flashtune.mask_sharing import MaskSharing
+from flashtune.masked_sdpa import timed_ways
 from flashtune.proof import check, passes
 from flashtune.proof.cases import Level
 from flashtune.proof.check import full_probes
-from flashtune.record import Measurement, PeerTime, Record, Resources, Verdict
+from flashtune.record import Measurement, PeerTime, Record, Resources, SharedTime, Verdict
 from flashtune.target import Target, find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -35,6 +37,7 @@ from flashtune.versions import current_versions
 TARGET = find_target("h200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 25)
 PEER = PeerTime("sdpa-cudnn", 0.3)
+SHARED = (SharedTime(MaskSharing.HEADS, 0.2, (PEER,)),)
 READ = Resources(sram_bytes=1024, registers=99)
 
 
@@ -101,7 +104,10 @@ class Machine:
     def time(self, record: Record, index: int, with_peers: bool) -> Measurement:
         assert index == 0
         self.timed.append(record.problem.key)
-        return msgspec.structs.replace(MEASURED, peers=(PEER,)) if with_peers else MEASURED
+        if not with_peers:
+            return MEASURED
+        shared = SHARED if timed_ways(record.problem) else msgspec.UNSET
+        return msgspec.structs.replace(MEASURED, peers=(PEER,), shared=shared)
 
 
 @pytest.fixture
@@ -330,6 +336,38 @@ def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
     # Nothing is left to be done.
     assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
     assert (machine.checked, len(machine.timed)) == ([], 1)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it_lacks(
+    machine: Machine, tmp_path: Path, timed: bool
+) -> None:
+    table = shipped_table(TARGET.name)
+    assert table is not None
+    masked = next(one for one in table.records if timed_ways(one.problem))
+    assert masked.measurement is not None
+    measurement = msgspec.structs.replace(masked.measurement, shared=msgspec.UNSET)
+    masked, plain = (
+        msgspec.structs.replace(one, versions=current_versions(one.family))
+        for one in (msgspec.structs.replace(masked, measurement=measurement), record_of("forward_hopper"))
+    )
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(masked, plain))))
+
+    done = run("--table", path, "--write", written, *(["--time"] if timed else []))
+
+    assert done.exit_code == 0, done.output
+    assert machine.timed == ([masked.problem.key] if timed else [])
+    found = {one.problem: one.measurement for one in load_table(written).records}
+    # The time beside the peers stays.
+    kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
+    assert found == {masked.problem: kept, plain.problem: plain.measurement}
+    assert load_table(written).times == ()
+    if timed:
+        machine.checked.clear()
+        assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
+        assert (machine.checked, len(machine.timed)) == ([], 1)
+        assert {one.problem: one.measurement for one in load_table(written).records} == found
 
 
 def test_a_changed_kernel_that_a_search_would_not_launch_is_not_timed(

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     "--time",
     "timed",
     is_flag=True,
-    help="With --write: time the kernels that passed and whose records are of other versions. A record whose "
-    "kernel renders differently now takes the new kernel and its time.",
+    help="With --write: time the kernels that passed and whose records are of other versions or lack times "
+    "with shared masks. A record whose kernel renders differently now takes the new kernel and its time.",
 )
 @click.option(
     "--missing",
