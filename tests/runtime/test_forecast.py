@@ -153,7 +153,8 @@ def test_times_of_many_queries_say_nothing_of_decoding(records: tuple[Record, ..
     assert (selection.source, selection.record.family) == ("default", DECODING_FAMILY)
     decoded = msgspec.structs.replace(problem, seqlen_kv=8192)
     config = find_family(DECODING_FAMILY).default(decoded, TARGET)
-    timed = msgspec.structs.replace(many[0], problem=decoded, family=DECODING_FAMILY, config=config)
+    plain = next(record for record in many if not record.problem.features)
+    timed = msgspec.structs.replace(plain, problem=decoded, family=DECODING_FAMILY, config=config)
     selection = select(problem, TARGET, _tables((*many, timed)), Specialization(), generated=True)
     assert (selection.source, selection.record.family) == ("nearest", DECODING_FAMILY)
 
