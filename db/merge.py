@@ -43,7 +43,7 @@ from flashtune.db.selecting import (
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Column, Connection, Select, Table
+    from sqlalchemy import Connection, Select, Table
 
     from flashtune.db.rows import Fetched
     from flashtune.db.table import TunedTable
@@ -137,11 +137,11 @@ def _take_groups(
 
 
 def _fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], url: str, key: Column[Any] = RECORDS.c.id
+    connection: Connection, query: Select[*tuple[Any, ...]], url: str, table: Table = RECORDS
 ) -> Iterator[Fetched]:
     """As `fetched`, with errors that name this database, though it is read amid writing another."""
     with explained(url):
-        yield from fetched(connection, query, key)
+        yield from fetched(connection, query, table)
 
 
 def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int]:
@@ -170,7 +170,7 @@ def _chosen(
     theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
 ) -> list[tuple[StoredRecord, str]]:
     """What another database has chosen and may serve, and when it chose it."""
-    rows = list(_fetched(theirs, select_chosen(table), source_url))
+    rows = list(_fetched(theirs, select_chosen(table), source_url, table))
     pinned = {row.id: stored_text(row.pinned_at) for row in rows if row is not None}
     taken, reasons = [], []
     for stored in readable(rows, describe(source_url)):
@@ -199,7 +199,7 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
     query = select(bounded(CHECKS), CHECKS.c.created_at)
-    for row in _fetched(theirs, query, source_url, CHECKS.c.digest):
+    for row in _fetched(theirs, query, source_url, CHECKS):
         try:
             if row is None:
                 raise TableError(f"a value has more than {MAX_VALUE_BYTES} bytes")

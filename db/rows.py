@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Table, case, exc, func, select
+from sqlalchemy import Table, case, exc, func, literal_column, select
 
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_stored, encode_check, encode_record, fingerprint
 from flashtune.db.failures import UnreadableRecord
@@ -19,7 +19,7 @@ from flashtune.errors import TableError
 from flashtune.record import Record
 
 if TYPE_CHECKING:
-    from sqlalchemy import Column, Connection, Label, Row, Select
+    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
 
     from flashtune.db.checks import Check
@@ -136,7 +136,11 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
 def select_records() -> Select[*tuple[Any, ...]]:
     """What `readable` needs of each record."""
     return select(
-        RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target, bounded(RECORDS)
+        RECORDS.c.id,
+        RECORDS.c.created_at,
+        RECORDS.c.problem_key,
+        RECORDS.c.target,
+        bounded(RECORDS),
     ).order_by(RECORDS.c.id)
 
 
@@ -147,22 +151,37 @@ def bounded(table: Table) -> Label[str | None]:
 
 
 def fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], key: Column[Any] = RECORDS.c.id
+    connection: Connection, query: Select[*tuple[Any, ...]], table: Table = RECORDS
 ) -> Iterator[Fetched]:
     """The rows of a query, some hundred at a time; None in place of one with a value that is too large.
 
     Args:
         connection: The database.
-        query: Selects records, or rows that join them.
-        key: A column that finds rows fast: of the few that share a value all or none are left out.
+        query: Selects rows of the table, joined with records or not.
+        table: The table. Its rows come in another order than the query's if such a value is among them.
     """
-    keys = iter(dict.fromkeys(connection.scalars(query.with_only_columns(key))))
-    while some := list(itertools.islice(keys, CHUNK)):
+    key = _row_key(connection, table)
+    try:
+        keys = dict.fromkeys(connection.scalars(query.with_only_columns(key, maintain_column_froms=True)))
+    except exc.DBAPIError as error:
+        if not is_too_large(error.orig):
+            raise
+        # The query sorts, filters or joins by such a value: each row of the table is tried.
+        keys = dict.fromkeys(connection.scalars(select(key).select_from(table)))
+    listed = iter(keys)
+    while some := list(itertools.islice(listed, CHUNK)):
         yield from _fetched(connection, query, key, some)
 
 
+def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
+    """What finds the rows of a table. In SQLite each row has a number, however damaged its columns are."""
+    if connection.dialect.name == "sqlite":
+        return literal_column(f"{table.name}.rowid")
+    return CHECKS.c.digest if table is CHECKS else RECORDS.c.id
+
+
 def _fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], key: Column[Any], some: list[Any]
+    connection: Connection, query: Select[*tuple[Any, ...]], key: ColumnElement[Any], some: list[Any]
 ) -> list[Fetched]:
     try:
         return list(connection.execute(query.where(key.in_(some))))

@@ -43,7 +43,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
 
 def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
     """The row that a table names for a record's (problem, target)."""
-    rows = fetched(connection, select_chosen(table).where(*_same(table, record)))
+    rows = fetched(connection, select_chosen(table).where(*_same(table, record)), table)
     return next(readable(rows, "this database"), None)
 
 
@@ -51,7 +51,8 @@ def chosen_among(
     connection: Connection, table: Table, target: str, keys: list[str]
 ) -> dict[str, StoredRecord]:
     """The rows that a table names for some problems of a target, by the problem's key."""
-    rows = fetched(connection, select_chosen(table, target).where(table.c.problem_key.in_(keys)))
+    query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
+    rows = fetched(connection, query, table)
     return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
 
 

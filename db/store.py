@@ -146,7 +146,9 @@ class Store:
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:
-            return list(readable(fetched(connection, select_chosen(table, target)), describe(self.url)))
+            return list(
+                readable(fetched(connection, select_chosen(table, target), table), describe(self.url))
+            )
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""
