@@ -164,7 +164,7 @@ def why_a_peer_serves(peer: str, *passes: Selection, sharing: MaskSharing | None
     if sharing is not None:
         condition = f" with a mask shared over {sharing}"
     if all(selection.forecast is None for selection in passes):
-        return f"{peer} was measured as faster beyond noise{condition}"
+        return f"{peer} was measured as fast or faster{condition}"
     return f"{peer} is expected to be faster{condition}"
 
 

@@ -138,7 +138,7 @@ def record_of(
     return msgspec.structs.replace(record, measurement=measurement)
 
 
-@pytest.mark.parametrize(("peer", "expected"), [(0.87, CUDNN), (0.89, None)])
+@pytest.mark.parametrize(("peer", "expected"), [(0.9, CUDNN), (0.92, None)])
 def test_times_of_the_way_of_sharing_decide_at_a_tuned_shape(
     biased: Problem, make_record: Make, peer: float, expected: str | None
 ) -> None:
@@ -297,7 +297,7 @@ def test_the_reason_names_the_way_of_sharing_whose_times_decided(
 ) -> None:
     shared = masks()["shared"][0]
     told = flashtune.explain(*call, attn_mask=shared)
-    assert told.reason == "sdpa-cudnn was measured as faster beyond noise with a mask shared over heads"
+    assert told.reason == "sdpa-cudnn was measured as fast or faster with a mask shared over heads"
     assert "  with a mask shared over heads: 0.9 ms, sdpa-cudnn 0.5 ms" in str(told).splitlines()
     q, k, v = (one[:, :, :300] for one in call)
     told = flashtune.explain(q, k, v, attn_mask=shared[:, :, :300, :300])

@@ -163,7 +163,7 @@ def test_sdpa_serves_masks_where_it_was_measured_as_faster(
     tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3, sdpa_efficient=0.7))
     given, options = call_of(problem, causal=causal)
     told = flashtune.explain(*given, **options)
-    assert (told.server, told.reason) == ("sdpa", "sdpa-cudnn was measured as faster beyond noise")
+    assert (told.server, told.reason) == ("sdpa", "sdpa-cudnn was measured as fast or faster")
     assert "sdpa-cudnn 0.3 ms" in str(told)
     out = flashtune.attention(*given, **options)
     assert launches == []
@@ -218,7 +218,7 @@ def test_gradients_with_a_mask_are_not_left_to_sdpa(
     assert flashtune.explain(*given, **options).server == "generated"
 
 
-@pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 0.99)])
+@pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 1.02)])
 def test_only_the_backend_that_sdpa_picks_counts(
     machine: Machine,
     launches: list[str],
