@@ -15,6 +15,7 @@ Sub-notation
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,8 @@ import triton
 import triton.language as tl
 
 from flashtune.append import LEAST_SCALE, Encoding
-from flashtune.compilation import FP_FUSION
+from flashtune.compilation import FP_FUSION, interpreting
+from flashtune.interpreter import launching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +221,7 @@ def launch(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -> Non
     tile_rows = max(1, TILE // max(blocks))
     grid = (tokens if keys.growing else triton.cdiv(tokens, tile_rows), heads)
     scales = [k if pool.scale is None else pool.scale for pool in (keys, values)]
-    with torch.cuda.device_of(k):
+    with torch.cuda.device_of(k), launching() if interpreting() else contextlib.nullcontext():
         queue: Any = append[grid]
         queue(
             k, v, _elements(keys), _elements(values), *scales, slots, tokens,

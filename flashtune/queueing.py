@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,13 +17,12 @@ from triton.runtime._allocation import _allocator
 from flashtune.compilation import first_line
 from flashtune.descriptors import without_making
 from flashtune.errors import KernelError
+from flashtune.interpreter import launching
 from flashtune.machine import machine_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-_interpreting = threading.Lock()
 
 # torch.cuda's own function looks each time whether CUDA is initialised, as loading a binary did.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -180,8 +178,7 @@ def interpreted_queue(
     launch = getattr(module, entry)[grid]
 
     def queue(*values: Any) -> None:
-        # While a kernel runs, the interpreter has parts of Triton replaced, of all threads.
-        with _interpreting:
+        with launching():
             launch(*values, *integers)
 
     return queue

@@ -1,0 +1,105 @@
+"""What launches under Triton's interpreter leave out, and what they leave as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from flashtune import PagedKVCache
+from flashtune.interpreter import launching
+
+BUILDER = interpreter.interpreter_builder
+ROWS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def doubled(x: Any) -> Any:
+    return tl.cdiv(2 * x, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def double(x: Any, out: Any) -> None:
+    row = tl.program_id(0)
+    tl.store(out + row, doubled(tl.load(x + row)))
+
+
+def run(rows: int = ROWS) -> list[int]:
+    """The first rows of twice 0, 1, 2 …, in a launch of a program for each."""
+    x = torch.arange(ROWS, dtype=torch.int32)
+    out = torch.zeros_like(x)
+    with launching():
+        double[rows,](x, out)
+    found: list[int] = out.tolist()
+    return found
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the interpreter calls: `replace` for functions of Triton, `check` for debug mode alone."""
+    names: list[str] = []
+
+    def count(holder: object, attribute: str, name: str) -> None:
+        function = getattr(holder, attribute)
+
+        def counted(*arguments: Any) -> Any:
+            names.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(holder, attribute, counted)
+
+    count(interpreter, "_patch_builtin", "replace")
+    count(TritonSemantic, "device_assert", "check")
+    return names
+
+
+@pytest.mark.tritons
+def test_functions_are_replaced_as_often_for_many_programs_as_for_one(called: list[str]) -> None:
+    # The first call of a function adds names to its module.
+    run(1)
+    called.clear()
+    assert run(1) == [0] * ROWS
+    once = called.count("replace")
+    called.clear()
+    assert run() == [2 * row for row in range(ROWS)]
+    assert called.count("replace") == once > 0
+
+
+@pytest.mark.tritons
+def test_overflow_is_computed_for_debug_mode_alone(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    assert "check" not in called
+    monkeypatch.setattr(BUILDER, "options", dataclasses.replace(BUILDER.options, debug=True))
+    run()
+    assert "check" in called
+
+
+@pytest.mark.tritons
+def test_the_interpreter_is_as_before_after_a_launch_and_after_one_that_failed() -> None:
+    before = BUILDER.options, interpreter._patch_lang
+    run()
+    assert before == (BUILDER.options, interpreter._patch_lang)
+    with pytest.raises(triton.runtime.errors.InterpreterError), launching():
+        double[ROWS,](torch.zeros(ROWS), None)
+    assert before == (BUILDER.options, interpreter._patch_lang)
+
+
+def test_rows_are_appended_while_no_other_kernel_runs() -> None:
+    cache = PagedKVCache(1, 16, 1, 16, dtype=torch.float32, device="cpu")
+    rows = torch.ones(1, 1, 16)
+    waiting = threading.Thread(target=cache.append, args=(rows, rows, torch.zeros(1, dtype=torch.int64)))
+    with launching():
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join()
+    assert (cache.keys[0, 0, 0] == 1).all()
