@@ -210,6 +210,8 @@ def _beside(config: Config, space: Space) -> Iterator[Config]:
 Choose = Callable[[Problem, tuple[Record, ...]], Candidate]
 
 
+# Reports ask for the same shapes and records several times.
+@functools.cache
 def dispatched(target: Target, problem: Problem, records: tuple[Record, ...]) -> Candidate:
     """What dispatch would launch on contiguous tensors if these records were the table."""
     selection = select(problem, target, _tables(records), Specialization(), generated=True)
