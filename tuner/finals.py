@@ -25,9 +25,9 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.gradients import differentiable, gradient_run
 from flashtune.tuner.measurement import Run, measure_interleaved
+from flashtune.tuner.noise import is_level
 from flashtune.tuner.passes import forward_of
 from flashtune.tuner.sdpa import BACKENDS, LAID_OUT, sdpa_run
-from flashtune.tuner.selection import is_level
 from flashtune.tuner.tensors import Tensors, make_tensors
 
 ROUNDS = 21

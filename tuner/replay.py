@@ -26,7 +26,7 @@ from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, contiguous
 from flashtune.tuner.compile_pool import Compiled
 from flashtune.tuner.equipment import Equipment
 from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.selection import ERROR_OF_MEDIAN
+from flashtune.tuner.noise import ERROR_OF_MEDIAN
 from flashtune.tuner.truth import TruthTable
 
 # Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and

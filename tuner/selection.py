@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from flashtune.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate
-
-# For a bell curve the 20th and 80th percentiles lie 1.683 standard deviations apart, and a median's
-# standard error is 1.253 standard deviations over the root of the number of samples.
-ERROR_OF_MEDIAN = 1.253 / 1.683
-# Two medians are told apart when they differ by this many standard errors of their difference.
-CONFIDENCE = 2.0
-# Steps of the GPU's event timer, in ms.
-TIMER_STEP = 0.0005
+from flashtune.tuner.noise import is_level
 
 
 def may_be_selected(record: Record) -> bool:
@@ -36,20 +28,6 @@ def select(records: Iterable[Record]) -> Record | None:
     if fastest is None:
         return None
     return min((record for record in eligible if is_level(_time(record), fastest)), key=_preference)
-
-
-def is_level(time: Measurement, fastest: Measurement) -> bool:
-    """Whether a time cannot be told from the fastest one."""
-    noise = math.hypot(standard_error(time), standard_error(fastest))
-    margin = TIMER_STEP + CONFIDENCE * noise if fastest.samples else 0.0
-    return time.ms - fastest.ms <= margin
-
-
-def standard_error(measurement: Measurement) -> float:
-    """Standard error of a measurement's median, in ms."""
-    if measurement.samples == 0:
-        return 0.0
-    return ERROR_OF_MEDIAN * (measurement.p80 - measurement.p20) / math.sqrt(measurement.samples)
 
 
 def finalists(records: Iterable[Record], limit: int, within: float) -> tuple[Record, ...]:

@@ -7,7 +7,8 @@ import pytest
 from flashtune.kernel import Specialization
 from flashtune.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
 from flashtune.tuner.measurement import Sampling, summarize
-from flashtune.tuner.selection import finalists, select, standard_error
+from flashtune.tuner.noise import standard_error
+from flashtune.tuner.selection import finalists, select
 from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
 
 REFUSED = Verdict(passed=False, worst_ratio=9.0, checks=3, failed="needle", device="fake")
