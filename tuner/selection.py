@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from flashtune.record import Measurement, Outcome, Provenance, Record
