@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import triton
 
 from flashtune.compilation import compile_kernel, load_module
 from flashtune.descriptors import typed
@@ -42,6 +43,7 @@ META = torch.device("meta")
 SEED = 0
 # Metadata that names a kernel or the compiler's cache, and so says nothing of the launch.
 NAMES = frozenset({"hash", "name"})
+LIBRARIES = Path(triton.__file__).with_name("backends") / "nvidia" / "lib"
 MAX_LIBRARY_BYTES = 256 * 1024 * 1024
 
 
@@ -96,9 +98,13 @@ def _metadata(compiled: CompiledKernel) -> dict[str, str]:
 
 @functools.cache
 def _content(path: Path) -> str:
-    """A hash of a file. Of one that cannot be read or is too large its path: it equals no other file."""
+    """A hash of a file. Of one that cannot be read or is too large its path: it equals no other file.
+
+    Triton's cache finds a binary by the content of NVIDIA's libraries. A binary that was compiled by an
+    installation that is gone names that one's files. The installed files of these names have their content.
+    """
     try:
-        content = read_bounded(path, MAX_LIBRARY_BYTES + 1)
+        content = read_bounded(path if path.exists() else LIBRARIES / path.name, MAX_LIBRARY_BYTES + 1)
     except OSError:
         return str(path)
     return str(path) if len(content) > MAX_LIBRARY_BYTES else hashlib.sha256(content).hexdigest()

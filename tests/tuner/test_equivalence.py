@@ -101,3 +101,9 @@ def test_libraries_count_by_their_content(tmp_path: Path) -> None:
     assert one == same
     assert one != other
     assert missing not in (one, other)
+
+
+def test_a_library_of_a_removed_installation_counts_as_the_installed_one(tmp_path: Path) -> None:
+    installed = equivalence.LIBRARIES / "libdevice.10.bc"
+    assert installed.is_file()
+    assert metadata_with(tmp_path / "gone" / installed.name) == metadata_with(installed)
