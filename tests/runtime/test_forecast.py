@@ -225,7 +225,7 @@ def test_where_it_fails_the_nearest_serves(
         head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=100, seqlen_kv=1100
     )
     verdicts = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr(flashtune.choices, "passes_self_check", lambda *_: next(verdicts))
+    monkeypatch.setattr("flashtune.choices.passes_self_check", lambda *_: next(verdicts))
     q, k, v = inputs(problem)
     with pytest.warns(FlashtuneWarning, match="so the config of the nearest tuned shape serves"):
         flashtune.attention(q, k, v, causal=True)
