@@ -109,11 +109,11 @@ def test_pairs_below_the_bound_are_timed_again_and_the_median_counts() -> None:
         ({}, 0),
         ({"ratio": 0.979}, 1),
         ({"ratio": 0.9, "group": UNTUNED}, 0),
-        ({"ratio": 0.9, "group": MASKS, "mask": "heads"}, 0),
+        ({"ratio": 0.9, "group": MASKS, "mask": "heads"}, 1),
         ({"failed": "RuntimeError: out of memory", "peers": {}, "ratio": 0.0}, 1),
     ],
 )
-def test_only_tuned_shapes_decide(row: dict[str, object], count: int) -> None:
+def test_tuned_shapes_decide_with_all_masks(row: dict[str, object], count: int) -> None:
     assert len(faults(Report((a_row(), a_row(**row)), 0, 1.0, "9.19.0"))) == count
 
 
