@@ -23,6 +23,8 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 # Modules are found where they are installed, never by chance in the current folder.
 export PYTHONSAFEPATH := 1
+# Tests start hundreds of processes: each would compile flashtune's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(PY) -m pytest --quiet
 
 # An installation is redone when what it was made from has changed, whatever the dates of the files say.
