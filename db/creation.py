@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 
 from flashtune.db.failures import ELSEWHERE
+from flashtune.db.limits import FOREIGN, foreign_object
+from flashtune.db.location import describe
 from flashtune.errors import StoreError
 from flashtune.locking import alone_with
 
@@ -90,6 +92,34 @@ def _make_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
     connection.execute("INSERT INTO alembic_version (version_num) VALUES (?)", (HEAD,))
     connection.execute("COMMIT")
+
+
+def known_revision(connection: sqlite3.Connection, url: str) -> str:
+    """Returns the schema of an SQLite database that holds tables.
+
+    Raises:
+        StoreError: It is no database of flashtune's, or a newer flashtune made it.
+    """
+    foreign = connection.execute(FOREIGN).fetchone()
+    if foreign is not None:
+        raise foreign_object(str(foreign[0]), describe(url))
+    query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'alembic_version'"
+    if not connection.execute(query).fetchone()[0]:
+        raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
+    (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
+    if revision not in REVISIONS:
+        raise StoreError(
+            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
+            f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
+        )
+    return str(revision)
+
+
+def older_schema(url: str) -> StoreError:
+    """Returns the error of a database that must be brought to the present schema before it is read."""
+    return StoreError(
+        f"{describe(url)} has an older schema: run `flashtune db upgrade --db {describe(url)}` first"
+    )
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:

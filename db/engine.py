@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
 
 from flashtune.db.failures import ELSEWHERE, sqlite_error
-from flashtune.db.limits import require_file, restrict
+from flashtune.db.limits import require_file, restrict, statement_seconds
 from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
 from flashtune.errors import StoreError
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_SECONDS = 60.0
-# A statement takes milliseconds, but a scan or a migration of a large database reads all of the file.
-STATEMENT_SECONDS = 4.0
-SCANNED_BYTES_PER_SECOND = 20e6
-BLOCK_BYTES = 512
 DEADLINE = "flashtune_deadline"
 READING = "flashtune_reading"
 
@@ -62,7 +58,7 @@ def _sqlite_engine(path: Path, read_only: bool) -> Engine:
         )
 
     def on_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-        record.info[DEADLINE] = restrict(connection, _statement_seconds(path))
+        record.info[DEADLINE] = restrict(connection, statement_seconds(path))
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
 
@@ -71,15 +67,6 @@ def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     event.listen(engine, "begin", _on_sqlite_begin)
     event.listen(engine, "before_cursor_execute", _before_statement)
     return engine
-
-
-def _statement_seconds(path: Path) -> float:
-    """How long one statement on a database may take: longer for a file that takes more room on the disk."""
-    try:
-        stored = path.stat().st_blocks * BLOCK_BYTES
-    except FileNotFoundError:
-        stored = 0
-    return STATEMENT_SECONDS + stored / SCANNED_BYTES_PER_SECOND
 
 
 def _before_statement(connection: Connection, *_: Any) -> None:

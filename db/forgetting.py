@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sqlalchemy import delete, func, select
 
-from flashtune.db.rows import StoredRecord, fetched, readable, select_records, stored_text
+from flashtune.db.rows import fetched, select_records
 from flashtune.db.rules import serves_any_tensors
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.selecting import chosen, take_selection, take_stand_in
+from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

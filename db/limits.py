@@ -18,6 +18,10 @@ MAX_VALUE_BYTES = 1024 * 1024
 STEPS = 1_000
 # Of the time between two looks no more than this is counted, in seconds.
 MOST_BETWEEN = 1.0
+# A statement takes milliseconds, but a scan or a migration of a large database reads all of the file.
+STATEMENT_SECONDS = 4.0
+SCANNED_BYTES_PER_SECOND = 20e6
+BLOCK_BYTES = 512
 # Each of these runs SQL of the file's author, and a deadline cannot stop a single function of SQLite.
 FOREIGN = """
 SELECT name FROM sqlite_master AS object
@@ -67,6 +71,15 @@ def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
     deadline = Deadline(connection, seconds)
     connection.execute("PRAGMA trusted_schema = OFF")
     return deadline
+
+
+def statement_seconds(path: Path) -> float:
+    """How long one statement on a database may take: longer for a file that takes more room on the disk."""
+    try:
+        stored = path.stat().st_blocks * BLOCK_BYTES
+    except FileNotFoundError:
+        stored = 0
+    return STATEMENT_SECONDS + stored / SCANNED_BYTES_PER_SECOND
 
 
 def require_file(path: Path) -> None:

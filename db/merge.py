@@ -19,15 +19,12 @@ from flashtune.db.limits import MAX_VALUE_BYTES
 from flashtune.db.location import describe
 from flashtune.db.rows import (
     CHUNK,
-    StoredRecord,
     bounded,
     fetched,
     insert_record,
     insert_records,
     now,
-    readable,
     select_records,
-    stored_text,
     write_check,
 )
 from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
@@ -40,6 +37,7 @@ from flashtune.db.selecting import (
     take_selection,
     take_unchosen,
 )
+from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 from flashtune.errors import TableError
 
 if TYPE_CHECKING:

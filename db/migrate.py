@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import column, inspect, select, table, text
 
-from flashtune.db.creation import HEAD, REVISIONS, alone
+from flashtune.db.creation import HEAD, REVISIONS, alone, older_schema
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.failures import ELSEWHERE
 from flashtune.db.limits import FOREIGN, foreign_object
@@ -78,9 +78,7 @@ def source_engine(url: str) -> Engine:
         with reading(engine, url) as connection:
             revision = _revision(connection, url)
         if revision != HEAD:
-            raise StoreError(
-                f"{describe(url)} has an older schema: run `flashtune db upgrade --db {describe(url)}` first"
-            )
+            raise older_schema(url)
     except BaseException:
         engine.dispose()
         raise

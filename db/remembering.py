@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from flashtune.db.codec import encode_check, fingerprint
-from flashtune.db.creation import HEAD, REVISIONS, create_database, is_empty
+from flashtune.db.creation import create_database, is_empty, known_revision
 from flashtune.db.failures import ELSEWHERE, sqlite_error
-from flashtune.db.limits import FOREIGN, foreign_object, require_file, restrict
+from flashtune.db.limits import require_file, restrict
 from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
 from flashtune.errors import StoreError
 
@@ -66,7 +66,7 @@ def remember_check(check: Check, url: str | None = None) -> None:
         if not _is_filled(path):
             create_database(path)
         with closing(_connect(path)) as connection:
-            _require_known(connection, address)
+            known_revision(connection, address)
             connection.execute(REMEMBER, row)
 
 
@@ -83,22 +83,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     restrict(connection, WRITE_SECONDS)
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
-
-
-def _require_known(connection: sqlite3.Connection, url: str) -> None:
-    """Refuses what is no database of flashtune's, or one that a newer flashtune made."""
-    foreign = connection.execute(FOREIGN).fetchone()
-    if foreign is not None:
-        raise foreign_object(str(foreign[0]), describe(url))
-    query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'alembic_version'"
-    if not connection.execute(query).fetchone()[0]:
-        raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
-    (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
-    if revision not in REVISIONS:
-        raise StoreError(
-            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
-            f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
-        )
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import msgspec
 from sqlalchemy import delete, select, update
 
 from flashtune.db.codec import decode_check, raw_bytes
-from flashtune.db.rows import insert_record, stored_text, write_check
+from flashtune.db.rows import insert_record, write_check
 from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.stored_rows import stored_text
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from sqlalchemy import Table, case, exc, func, literal_column, select
 
-from flashtune.db.codec import MAX_RECORD_BYTES, decode_stored, encode_check, encode_record, fingerprint
-from flashtune.db.failures import UnreadableRecord
-from flashtune.db.limits import MAX_VALUE_BYTES, is_too_large
+from flashtune.db.codec import MAX_RECORD_BYTES, encode_check, encode_record, fingerprint
+from flashtune.db.limits import is_too_large
 from flashtune.db.schema import CHECKS, RECORDS
-from flashtune.errors import TableError
 from flashtune.record import Record
 
 if TYPE_CHECKING:
@@ -30,14 +26,6 @@ if TYPE_CHECKING:
 
 # Rows fetched at a time, so that a large database never lies in memory whole.
 CHUNK = 500
-
-
-class StoredRecord(msgspec.Struct, frozen=True):
-    """A record and where it lies: its row, and when it was written (ISO 8601, UTC)."""
-
-    id: int
-    created_at: str
-    record: Record
 
 
 def now() -> str:
@@ -192,29 +180,3 @@ def _fetched(
         return [None]
     half = len(some) // 2
     return [row for part in (some[:half], some[half:]) for row in _fetched(connection, query, key, part)]
-
-
-def stored_text(value: object) -> str:
-    """A text column of a row, for printing and storing: bytes that are not UTF-8 become question marks."""
-    return str(value).encode(errors="replace").decode()
-
-
-def readable(rows: Iterable[Fetched], where: str) -> Iterator[StoredRecord]:
-    """The records among rows; one warning says how many held none that can be read here.
-
-    A database is shared by versions of flashtune, and one may know a family that another does not.
-    """
-    skipped = 0
-    reason = ""
-    for row in rows:
-        try:
-            if row is None:
-                raise TableError(f"a row has a value of more than {MAX_VALUE_BYTES} bytes")
-            record = decode_stored(row.payload, row.problem_key, row.target)
-        except TableError as error:
-            skipped += 1
-            reason = reason or str(error)
-            continue
-        yield StoredRecord(row.id, stored_text(row.created_at), record)
-    if skipped:
-        warnings.warn(f"{skipped} rows of {where} were skipped: {reason}", UnreadableRecord, stacklevel=3)

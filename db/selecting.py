@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select
 
-from flashtune.db.rows import StoredRecord, bounded, fetched, insert_into, readable
+from flashtune.db.rows import bounded, fetched, insert_into
 from flashtune.db.rules import is_better_selection, serves_any_tensors
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.stored_rows import StoredRecord, readable
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select, Table

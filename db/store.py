@@ -12,18 +12,11 @@ from flashtune.db.location import database_url, describe
 from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
 from flashtune.db.migrate import ready_engine, source_engine
 from flashtune.db.replacing import replace_record
-from flashtune.db.rows import (
-    StoredRecord,
-    fetched,
-    insert_record,
-    now,
-    readable,
-    select_records,
-    write_check,
-)
+from flashtune.db.rows import fetched, insert_record, now, select_records, write_check
 from flashtune.db.rules import why_not_selectable
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.selecting import select_chosen, take_selection, take_stand_in
+from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table
 from flashtune.errors import StoreError
 

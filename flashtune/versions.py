@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import runpy
 import sys
 from importlib import metadata
@@ -17,18 +18,17 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 HOPPER = 90
 # The driver's version where there is none.
 NO_DRIVER = "none"
+TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 
 
 @functools.cache
 def current_versions(family_name: str) -> Versions:
     """The versions that make a record of this family here and now."""
-    import triton
-
     return Versions(
         flashtune=package_version(),
         template=template_hash(family_name),
         torch=torch_version(),
-        triton=triton.__version__,
+        triton=triton_version(),
         ptxas=_ptxas_version(),
         driver=driver_version(),
     )
@@ -50,6 +50,22 @@ def torch_version() -> str:
         raise ImportError("torch is not installed")
     # torch takes its version from this file, which imports nothing of torch.
     return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+
+
+def triton_version() -> str:
+    """Returns `triton.__version__`, without importing Triton where its file states it.
+
+    Raises:
+        ImportError: There is no Triton.
+    """
+    found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
+    text = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
+    stated = TRITON_VERSION.search(text)
+    if stated is not None:
+        return stated[1]
+    import triton
+
+    return str(triton.__version__)
 
 
 def same_makers(one: Versions, other: Versions) -> bool:

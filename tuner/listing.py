@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.record import Outcome, Provenance, Record, Standing
 from flashtune.tuner.stored import Found
-from flashtune.versions import NO_DRIVER, current_versions, is_proven
+from flashtune.versions import NO_DRIVER, current_versions, is_proven, triton_version
 
 SDPA = "sdpa-"
 
@@ -78,11 +78,15 @@ def standing(record: Record, has_receipt: bool = False) -> Standing:
     """
     if record.config is None:
         return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
+    unproven = Standing.VERIFIED if has_receipt else Standing.UNPROVEN
+    # The version of the assembler, which follows, takes an import of Triton.
+    if record.versions.triton != triton_version():
+        return unproven
     here = current_versions(record.family)
     if here.driver == NO_DRIVER:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
     if not is_proven(record, here):
-        return Standing.VERIFIED if has_receipt else Standing.UNPROVEN
+        return unproven
     return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flashtune.db.chosen import chosen_in_file
 from flashtune.db.evidence import under
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.rules import by_problem
@@ -97,8 +98,12 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
     Raises:
         StoreError: The database cannot be read.
     """
-    with existing_store(db) as store:
-        stored = (*store.selections(), *store.stand_ins()) if store else ()
+    address = database_url(db)
+    path = sqlite_path(address)
+    stored = None if path is None or not path.is_file() else chosen_in_file(path, address)
+    if stored is None:
+        with existing_store(db) as store:
+            stored = (*store.selections(), *store.stand_ins()) if store else ()
     # Sorting keeps the order of equals.
     ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)

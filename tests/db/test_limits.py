@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.engine import _statement_seconds
 from flashtune.db.failures import UnreadableRecord
-from flashtune.db.limits import Deadline
+from flashtune.db.limits import Deadline, statement_seconds
 from flashtune.db.migrate import upgrade
 from flashtune.db.remembering import remember_check
 from flashtune.db.store import open_store
@@ -113,7 +112,7 @@ def test_a_merge_may_take_longer_than_one_statement(
     filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 0.2
-    monkeypatch.setattr("flashtune.db.engine.STATEMENT_SECONDS", seconds)
+    monkeypatch.setattr("flashtune.db.limits.STATEMENT_SECONDS", seconds)
     with open_store(str(filled)) as store:
         for i in range(1, 1000):
             store.add(make_record(ms=1 + i / 4096))
@@ -124,10 +123,10 @@ def test_a_merge_may_take_longer_than_one_statement(
 
 def test_a_statement_on_a_larger_database_may_take_longer(path: Path) -> None:
     path.write_bytes(bytes(range(1, 256)) * 160_000)
-    assert _statement_seconds(path) == pytest.approx(6, abs=0.1)
+    assert statement_seconds(path) == pytest.approx(6, abs=0.1)
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a file of holes
-    assert _statement_seconds(path) == pytest.approx(4, abs=0.1)
+    assert statement_seconds(path) == pytest.approx(4, abs=0.1)
 
 
 def test_a_deadline_stops_a_statement_and_can_be_restarted() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import triton
 from click.testing import Result
 from rich.console import Console
 
@@ -95,7 +96,7 @@ def test_show_imports_no_torch(stored: Stored, tmp_path: Path) -> None:
         "result = CliRunner().invoke(main, ['show'])\n"
         "assert result.exit_code == 0, result.output\n"
         "assert 'h8/2' in result.stdout, result.output\n"
-        "slow = 'torch', 'numpy', 'alembic', 'jinja2', 'optuna', 'flashtune.tuner.models'\n"
+        "slow = 'torch', 'numpy', 'sqlalchemy', 'alembic', 'jinja2', 'optuna', 'flashtune.tuner.models'\n"
         "print([name for name in slow if name in sys.modules])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime)\n"
@@ -107,6 +108,25 @@ def test_show_imports_no_torch(stored: Stored, tmp_path: Path) -> None:
     assert float(seconds) < 1.6
 
 
+def test_show_of_records_of_another_triton_imports_no_triton(
+    run: Run, make_record: Callable[..., Record], tmp_path: Path
+) -> None:
+    record = make_record()
+    other = msgspec.structs.replace(record.versions, triton="3.5.0")
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.pin(store.add(msgspec.structs.replace(record, versions=other)))
+    code = (
+        "import sys\n"
+        "from flashtune.tuner.cli import main\n"
+        "main(['show'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'triton', 'sqlalchemy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *_, line, imported = done.stdout.splitlines()
+    assert line.endswith("unproven")
+    assert imported == "[]"
+
+
 def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> None:
     code = "from flashtune.versions import torch_version\nprint(torch_version())\n"
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -114,6 +134,16 @@ def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> Non
         [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, check=True
     )
     assert without.stdout == with_torch.stdout
+
+
+def test_the_version_of_triton_is_the_same_with_and_without_importing_it() -> None:
+    code = "from flashtune.versions import triton_version\nprint(triton_version(), 'triton' in sys.modules)\n"
+    without, with_triton = (
+        subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True, check=True)
+        for first in ("import sys\n", "import sys, triton\n")
+    )
+    assert without.stdout == f"{triton.__version__} False\n"
+    assert with_triton.stdout == f"{triton.__version__} True\n"
 
 
 def test_json_has_everything(run: Run, stored: Stored) -> None:

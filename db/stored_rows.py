@@ -1,0 +1,50 @@
+"""Records as rows hold them, however the rows were read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from flashtune.db.codec import decode_stored
+from flashtune.db.failures import UnreadableRecord
+from flashtune.db.limits import MAX_VALUE_BYTES
+from flashtune.errors import TableError
+from flashtune.record import Record
+
+
+class StoredRecord(msgspec.Struct, frozen=True):
+    """A record and where it lies: its row, and when it was written (ISO 8601, UTC)."""
+
+    id: int
+    created_at: str
+    record: Record
+
+
+def stored_text(value: object) -> str:
+    """A text column of a row, for printing and storing: bytes that are not UTF-8 become question marks."""
+    return str(value).encode(errors="replace").decode()
+
+
+def readable(rows: Iterable[Any], where: str) -> Iterator[StoredRecord]:
+    """The records among rows; one warning says how many held none that can be read here.
+
+    A database is shared by versions of flashtune, and one may know a family that another does not.
+    A row has what `StoredRecord` needs as attributes; None stands for one with a value that is too large.
+    """
+    skipped = 0
+    reason = ""
+    for row in rows:
+        try:
+            if row is None:
+                raise TableError(f"a row has a value of more than {MAX_VALUE_BYTES} bytes")
+            record = decode_stored(row.payload, row.problem_key, row.target)
+        except TableError as error:
+            skipped += 1
+            reason = reason or str(error)
+            continue
+        yield StoredRecord(row.id, stored_text(row.created_at), record)
+    if skipped:
+        warnings.warn(f"{skipped} rows of {where} were skipped: {reason}", UnreadableRecord, stacklevel=3)
