@@ -71,13 +71,13 @@ def _differentiate(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     refuse_tangents(call.q, call.k, call.v, *call.side.optional_tensors)
     if requires_grad(call.q, call.k, call.v, call.side):
         call = unsigned(call)
-        return _both(differentiated(read_call(call, True), call, _forward), q)
+        return _both(differentiated(read_call(call, True), call, _forward_of_features), q)
     with torch._C._AutoDispatchBelowAutograd():
         found: tuple[Tensor, Tensor] = torch.ops.flashtune.attention_features(q, *rest)
         return found
 
 
-def _forward(call: Call) -> tuple[Tensor, Tensor]:
+def _forward_of_features(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp by the operator."""
     options = call.options._replace(return_lse=True)
     found: tuple[Tensor, Tensor] = torch.ops.flashtune.attention_features(
