@@ -163,14 +163,22 @@ def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
 
 def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
     """By source: why it failed under the interpreter, empty if it passed."""
+    tasks = {_source(subject): _task(subject) for subject in subjects if _is_interpreted(subject)}
+    # The longest ones first, so that no core waits for one that began last.
+    first = sorted(tasks, key=lambda source: _length(tasks[source]), reverse=True)
     done = runs.run(
         "under the interpreter",
         lambda: verify_jobs.start_interpreters(usable_cores()),
         verify_jobs.check_interpreted,
-        {_source(subject): (_task(subject),) for subject in subjects if _is_interpreted(subject)},
+        {source: (tasks[source],) for source in first},
         verify_jobs.INTERPRETER_SECONDS,
     )
     return {key: lost or verdict.failed for key, (lost, verdict) in done.items()}
+
+
+def _length(task: Interpretable) -> int:
+    """Grows with the time that the interpreter takes: more splits are more programs, on longer sequences."""
+    return task.problem.head_dim * int(getattr(task.config, "splits", 1))
 
 
 def _is_interpreted(subject: Subject) -> bool:

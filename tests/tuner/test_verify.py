@@ -22,6 +22,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner import verify, verify_jobs
 from flashtune.tuner.cli import main
 from flashtune.tuner.receipts import Receipt
+from flashtune.tuner.stored import shipped_selections
 from flashtune.tuner.verify import verify_records
 from flashtune.tuner.verify_report import Means, Report, Result
 from flashtune.tuner.verify_runs import Runs
@@ -288,3 +289,25 @@ def test_writing_receipts_needs_the_gpu_of_the_table(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "--write needs the table's GPU" in done.output
     assert not (tmp_path / "table.json").exists()
+
+
+def test_the_kernels_that_take_the_interpreter_longest_are_begun_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding = [
+        record
+        for record in (entry.record for entry in shipped_selections())
+        if record.family == "decode_split_kv" and record.config is not None
+    ]
+    subjects = [verify._subject(record) for record in (make_record(), *decoding[:20], make_record(600))]
+    begun: list[verify_jobs.Interpretable] = []
+
+    def run(self: Runs, phase: str, start: object, function: object, jobs: Any, seconds: float) -> Any:
+        begun.extend(task for (task,) in jobs.values())
+        return {}
+
+    monkeypatch.setattr(Runs, "run", run)
+    verify._interpret([subject for subject in subjects if isinstance(subject, verify_jobs.Subject)], Runs())
+    sizes = [task.problem.head_dim * getattr(task.config, "splits", 1) for task in begun]
+    assert len(set(sizes)) > 2
+    assert sizes == sorted(sizes, reverse=True)
