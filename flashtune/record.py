@@ -176,6 +176,11 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.triton, self.ptxas
 
     @property
+    def builders(self) -> tuple[str, str, str]:
+        """The versions that decide how a source is built and runs: Triton, its ptxas, the driver."""
+        return self.triton, self.ptxas, self.driver
+
+    @property
     def makers(self) -> tuple[str, str, str, str]:
         """The versions that decide a binary and how it runs: template, Triton, its ptxas, the driver."""
         return self.template, self.triton, self.ptxas, self.driver

@@ -42,6 +42,7 @@ def with_receipts(
 
     A record that was measured under the same versions takes the verdict of its own kernel as its own. It
     keeps its time and takes the times with shared masks.
+    A record whose kernel renders the same under another template version takes the versions and the verdict.
     A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
     that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
     receipts are left out.
@@ -113,6 +114,9 @@ def _renewed(
         return record
     if check.versions.makers == record.versions.makers:
         return msgspec.structs.replace(record, verdict=check.verdict)
+    if check.digest == record.kernel and check.versions.builders == record.versions.builders:
+        # Another version of the template renders the same kernel, whose time stays.
+        return msgspec.structs.replace(record, versions=check.versions, verdict=check.verdict)
     timing = measured.get((record.problem.key, check.digest))
     if check.digest == record.kernel or timing is None:
         return record

@@ -234,10 +234,10 @@ def _receipts(done: list[_Done]) -> tuple[Check, ...]:
 
 def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
     """Whether a record's kernel has no measurement under the versions here, or none with shared masks."""
-    record, here = subject.record, current_versions(subject.record.family).makers
-    if record.versions.makers == here:
+    record, here = subject.record, current_versions(subject.record.family)
+    if record.versions.builders == here.builders and not subject.renders_differently:
         return _lacks_shared_times(record)
-    place = record.problem.key, subject.kernel.digest, here
+    place = record.problem.key, subject.kernel.digest, here.makers
     times = known.times if known is not None else ()
     return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
 

@@ -314,6 +314,21 @@ def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
     assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
+def test_a_record_whose_kernel_renders_the_same_takes_the_template_version_and_keeps_its_time(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    here = current_versions(record.family)
+    earlier = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, template="0" * 16))
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    assert run("--table", path, "--write", written, "--time").exit_code == 0
+    table = load_table(written)
+    (found,) = table.records
+    assert (found.versions, found.measurement) == (here, record.measurement)
+    assert (machine.timed, table.times) == ([], ())
+    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
+
+
 def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
