@@ -59,7 +59,8 @@ def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
                 raise older_schema(url)
             for table in TABLES:
                 deadline.restart()
-                rows = connection.execute(QUESTION.format(table=table), {"most": MAX_RECORD_BYTES})
+                # Fetched first: the time limit is of SQLite alone.
+                rows = connection.execute(QUESTION.format(table=table), {"most": MAX_RECORD_BYTES}).fetchall()
                 found += readable(map(_Row._make, rows), describe(url))
     except (sqlite3.Error, UnicodeError) as error:
         if is_too_large(error):

@@ -123,13 +123,8 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
 
 def select_records() -> Select[*tuple[Any, ...]]:
     """What `readable` needs of each record."""
-    return select(
-        RECORDS.c.id,
-        RECORDS.c.created_at,
-        RECORDS.c.problem_key,
-        RECORDS.c.target,
-        bounded(RECORDS),
-    ).order_by(RECORDS.c.id)
+    columns = RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target
+    return select(*columns, bounded(RECORDS)).order_by(RECORDS.c.id)
 
 
 def bounded(table: Table) -> Label[str | None]:
@@ -162,7 +157,7 @@ def fetched(
 
 
 def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
-    """What finds the rows of a table. In SQLite each row has a number, however damaged its columns are."""
+    """The key by which rows of a table are found: in SQLite the number that each row has."""
     if connection.dialect.name == "sqlite":
         return literal_column(f"{table.name}.rowid")
     return CHECKS.c.digest if table is CHECKS else RECORDS.c.id

@@ -63,14 +63,14 @@ class _Times(NamedTuple):
     """Times of one pass, in ms.
 
     Attributes:
-        limit: SDPA serves if it takes less than this.
-        standard_limit: Likewise of the standard computation.
+        ms: The selection's time.
+        is_forecast: Whether the times are forecasts.
         peers: Times of the baselines by name.
         scores: Bytes of all scores of the shape that was measured.
     """
 
-    limit: float
-    standard_limit: float
+    ms: float
+    is_forecast: bool
     peers: dict[str, float]
     scores: int
 
@@ -89,17 +89,18 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
         ms = measurement.ms
         if shared is not None:
             ms, peers = shared.ms, standard | {peer.name: peer.ms for peer in shared.peers}
-        return _Times(ms * (1 + NOISE), ms * (1 - NOISE), peers, scores)
+        return _Times(ms, False, peers, scores)
     # The ratio of the standard computation's time to that of the nearest shape's config is assumed constant.
     expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in standard.items()}
     expected |= {peer.name: peer.ms for peer in why.peers}
-    limit = why.ms * (1 - FORECAST_NOISE)
+    ms = why.ms
     if shared is not None:
         # Forecasts are of unshared masks. Sharing is assumed to change times by the same ratio here.
-        limit *= shared.ms / measurement.ms
+        ms *= shared.ms / measurement.ms
         gains = {peer.name: peer.ms / peers[peer.name] for peer in shared.peers if peer.name in peers}
-        expected = {name: ms * gains.get(name, 1.0) for name, ms in expected.items()}
-    return _Times(limit, limit, expected, scores)
+        gains[STANDARD] = 1.0
+        expected = {name: peer * gains[name] for name, peer in expected.items() if name in gains}
+    return _Times(ms, True, expected, scores)
 
 
 def _fastest_baseline(
@@ -108,9 +109,11 @@ def _fastest_baseline(
     known = [times for times in passes if times is not None]
     if len(known) < len(passes):
         return None
-    limits = {usual_sdpa or "": sum(times.limit for times in known)}
+    ms = sum(times.ms for times in known)
+    is_forecast = any(times.is_forecast for times in known)
+    limits = {usual_sdpa or "": ms * (1 - FORECAST_NOISE if is_forecast else 1 + NOISE)}
     if score_bytes(problem) <= min(times.scores for times in known):
-        limits[STANDARD] = sum(times.standard_limit for times in known)
+        limits[STANDARD] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}
     return min(
         (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None

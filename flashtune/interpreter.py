@@ -2,7 +2,7 @@
 
 The interpreter computes each int32 operation once more in int64, for an assertion that only its debug mode
 makes. Whenever one function of a kernel calls another, it replaces the functions of `triton.language`,
-which the launch has replaced already. Both take more than half of its time.
+which the launch has replaced already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def launching() -> Iterator[None]:
         known: set[int] = set()
 
         def replace_once(function: Any) -> Any:
-            # What is replaced depends on the globals of the function's module alone.
+            # The replaced names depend on the globals of the function's module alone.
             names = id(function.__globals__)
             if names in known:
                 return interpreter._LangPatchScope()

@@ -88,7 +88,7 @@ def decode_split_kv(
     k_base = k + kv_head * stride_kh
     v_base = v + kv_head * stride_vh
     pages = block_table + sequence.to(tl.int64) * stride_table
-    # Not behind the end of the tensors, whatever the length says.
+    # A length beyond the tensors counts as their end.
     seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
     # [BLOCK_M, 128]

@@ -16,6 +16,7 @@ import msgspec
 from flashtune.config import Config
 from flashtune.db.codec import BASELINES
 from flashtune.errors import KernelError, TableError, TargetError
+from flashtune.features import Bias
 from flashtune.kernel import Specialization
 from flashtune.normal_form import rounded_up
 from flashtune.problem import Problem
@@ -69,7 +70,11 @@ def why_refused(record: Record) -> str:
     if problem.batch > MOST_SEQUENCES and (problem.lengths or problem.page_size):
         return f"{problem.batch} sequences are too many to be timed with lengths of their own"
     of_family = _unfit_baseline if record.family in BASELINES else _unfit
-    return of_family(record, target) or _impossible_time(record, target)
+    return (
+        of_family(record, target)
+        or _impossible_time(record, target)
+        or _impossible_shared_time(record, target)
+    )
 
 
 def facts_of(record: Record) -> Target | None:
@@ -150,6 +155,21 @@ def _impossible_time(record: Record, target: Target) -> str:
     if record.ms >= least:
         return ""
     return f"its time of {record.ms:.4g} ms is below {least:.4g} ms, the least that {target.name} can take"
+
+
+def _impossible_shared_time(record: Record, target: Target) -> str:
+    """Says which time with a shared mask cannot be, empty if all can."""
+    shared = record.measurement.shared if record.measurement else None
+    if not shared:
+        return ""
+    from flashtune.masked_sdpa import timed_ways
+
+    if not {one.sharing for one in shared} <= set(timed_ways(record.problem)):
+        return "it has times with a mask that its problem does not share"
+    least = least_ms(msgspec.structs.replace(record.problem, bias=Bias.NONE), target)
+    if all(one.ms >= least for one in shared):
+        return ""
+    return f"a time with a shared mask is below {least:.4g} ms, the least that {target.name} can take"
 
 
 def _unfit_baseline(record: Record, target: Target) -> str:

@@ -79,7 +79,7 @@ def standing(record: Record, has_receipt: bool = False) -> Standing:
     if record.config is None:
         return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
     unproven = Standing.VERIFIED if has_receipt else Standing.UNPROVEN
-    # The version of the assembler, which follows, takes an import of Triton.
+    # Reading the assembler's version, as below, imports Triton.
     if record.versions.triton != triton_version():
         return unproven
     here = current_versions(record.family)

@@ -77,7 +77,7 @@ def _users(records: Iterable[Record]) -> dict[Kernel, list[Record]]:
     """The kernels of records and of their siblings, each with the records that have it."""
     users: dict[Kernel, list[Record]] = {}
     for record in records:
-        if record.config is None:
+        if record.config is None or record.kernel is None:
             continue
         for specialization in (record.specialization, sibling(record)):
             kernel = render(find_family(record.family), record.problem, record.config, specialization)

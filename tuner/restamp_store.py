@@ -20,7 +20,7 @@ from flashtune.tuner.table_receipts import sibling
 
 
 class RestampedTable(NamedTuple):
-    """The result of a table.
+    """The restamped records of a table, and how many receipts moved.
 
     Attributes:
         records: Its records after the comparison.

@@ -42,7 +42,7 @@ def with_receipts(
 
     A record that was measured under the same versions takes the verdict of its own kernel as its own. It
     keeps its time and takes the times with shared masks.
-    A record whose kernel renders the same under another template version takes the versions and the verdict.
+    A record whose kernel renders the same under another template version takes that version and the verdict.
     A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
     that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
     receipts are left out.
@@ -116,7 +116,8 @@ def _renewed(
         return msgspec.structs.replace(record, verdict=check.verdict)
     if check.digest == record.kernel and check.versions.builders == record.versions.builders:
         # Another version of the template renders the same kernel, whose time stays.
-        return msgspec.structs.replace(record, versions=check.versions, verdict=check.verdict)
+        versions = msgspec.structs.replace(record.versions, template=check.versions.template)
+        return msgspec.structs.replace(record, versions=versions, verdict=check.verdict)
     timing = measured.get((record.problem.key, check.digest))
     if check.digest == record.kernel or timing is None:
         return record
@@ -133,7 +134,7 @@ def _renewed(
 def _with_shared_times(record: Record, measured: Mapping[_Timed, Timing]) -> Record:
     """Returns a record with the times with shared masks that were measured under its versions, if any."""
     again = measured.get((record.problem.key, record.kernel or ""))
-    if again is None or again.versions.makers != record.versions.makers or record.measurement is None:
+    if again is None or again.versions.builders != record.versions.builders or record.measurement is None:
         return record
     shared = again.measurement.shared or record.measurement.shared
     return msgspec.structs.replace(

@@ -177,7 +177,7 @@ def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
 
 
 def _length(task: Interpretable) -> int:
-    """Grows with the time that the interpreter takes: more splits are more programs, on longer sequences."""
+    """Grows with the time of the interpreter: larger head dims and more splits take longer."""
     return task.problem.head_dim * int(getattr(task.config, "splits", 1))
 
 

@@ -140,12 +140,15 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
             # Other processes check kernels on the same GPU.
             forget()
             torch.cuda.empty_cache()
+        verdict = None
         try:
             verdict = check_rendered(kernel, record.problem, record.config, target, device)
         except KernelError as error:
             if not lacked_memory(str(error)):
                 raise
-            # What this process kept of other checks may be all that is missing.
+        if verdict is None:
+            # The memory that this process kept for other checks may suffice. An error's traceback would keep
+            # the tensors of the failed check.
             forget()
             torch.cuda.empty_cache()
             verdict = check_rendered(kernel, record.problem, record.config, target, device)

@@ -43,10 +43,10 @@ UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24
 FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
 # Half of the smallest positive number, for rows whose largest element is next to nothing.
 LEAST_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
-# What lies below may be zero: float32's smallest normal number.
+# Float32's smallest normal number: smaller ones may become zero.
 LEAST_NORMAL = 2.0**-126
-# A weight that may be zero takes a value with it, and the values of a check are smaller than this.
-LARGEST_VALUE = 64.0
+# A weight that becomes zero takes a value with it, and the values of a check are smaller than this.
+LARGEST_VALUE = 2.0**12
 # Weights lie between 0 and this when they are rounded: e4m3 has no small numbers to spare, and is used up
 # to the largest power of two that it holds, as FlashAttention-3 does. Larger types are used up to 1.
 WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.E4M3: 256.0}

@@ -159,7 +159,7 @@ def backward_fused(
 
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    # Not behind the end of the tensors, whatever the length says.
+    # A length beyond the tensors counts as their end.
     seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh

@@ -154,7 +154,7 @@ def backward_split(
 
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    # Not behind the end of the tensors, whatever the length says.
+    # A length beyond the tensors counts as their end.
     seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     dk_base = dk + sequence * stride_dkb + kv_head * stride_dkh
@@ -352,7 +352,7 @@ def gradient_of_queries(
     row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
-    # Not behind the end of the tensors, whatever the length says.
+    # A length beyond the tensors counts as their end.
     seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     prefix_end = tl.minimum(tl.load(prefix + sequence), seqlen_kv)
     # [BLOCK_M, 64]

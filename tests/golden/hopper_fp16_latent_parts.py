@@ -83,7 +83,7 @@ def locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv):
     head_tiles = (heads + HEADS - 1) // HEADS
     head = tile % head_tiles * HEADS
     position = tile // head_tiles * POSITIONS
-    # Not behind the end of the tensors, whatever the length says; a negative count of blocks would never end.
+    # A length beyond the tensors counts as their end. A negative count of blocks would never end.
     seqlen_kv = gl.maximum(gl.minimum(gl.load(seqlens_kv + sequence), seqlen_kv), 0)
     diagonal = seqlen_kv - seqlen_q
     last_key = gl.minimum(gl.minimum(position + POSITIONS, seqlen_q) + diagonal, seqlen_kv)

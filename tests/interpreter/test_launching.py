@@ -1,4 +1,4 @@
-"""What launches under Triton's interpreter leave out, and what they leave as it was."""
+"""Launches under Triton's interpreter leave out work without effect, and restore Triton afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(rows: int = ROWS) -> list[int]:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the interpreter calls: `replace` for functions of Triton, `check` for debug mode alone."""
+    """The functions that the interpreter calls: `replace` for Triton's own, `check` for debug mode alone."""
     names: list[str] = []
 
     def count(holder: object, attribute: str, name: str) -> None:

@@ -49,8 +49,8 @@ def pages(q: torch.Tensor, lengths: list[int], **options: Any) -> Call:
     "options", [{}, {"window": (7, 0)}, {"causal": False}, {"sink_tokens": 2, "window": (5, 0)}]
 )
 def test_decoding_reads_nothing_behind_the_block_table(options: dict[str, Any]) -> None:
-    q = torch.randn(3, HEADS, WIDTH)
-    check_pages(q, [ROOM + 1, ROOM + 70, 20], [ROOM, ROOM, 20], **options)
+    q = torch.randn(4, HEADS, WIDTH)
+    check_pages(q, [ROOM + 1, ROOM + 70, 20, -5], [ROOM, ROOM, 20, 0], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (7, 0)}, {"softcap": 2.0}])
@@ -74,12 +74,12 @@ def check_pages(q: torch.Tensor, beyond: list[int], within: list[int], **options
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_dense_lengths_end_with_the_keys(seqlen_q: int, needs_grad: bool) -> None:
     torch.manual_seed(2)
-    q = torch.randn(2, HEADS, seqlen_q, WIDTH, requires_grad=needs_grad)
-    wide = torch.full((2, KV_HEADS, 100, WIDTH), torch.nan)
-    wide[:, :, :30] = torch.randn(2, KV_HEADS, 30, WIDTH)
+    q = torch.randn(3, HEADS, seqlen_q, WIDTH, requires_grad=needs_grad)
+    wide = torch.full((3, KV_HEADS, 100, WIDTH), torch.nan)
+    wide[:, :, :30] = torch.randn(3, KV_HEADS, 30, WIDTH)
     k = wide[:, :, :30].requires_grad_(needs_grad)
     found = []
-    for lengths in ([60, 100], [30, 30]):
+    for lengths in ([60, 100, -5], [30, 30, 0]):
         call = dense_call(q, k, k, return_lse=True, causal=True, kv_lengths=torch.tensor(lengths, dtype=INT))
         out, lse = unchecked(call, needs_grad)
         grads = torch.autograd.grad(out.sum(), (q, k)) if needs_grad else ()

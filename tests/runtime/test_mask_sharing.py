@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtune
 from flashtune import serving
 from flashtune.dispatch import select
-from flashtune.faster_peers import faster_peer
+from flashtune.faster_peers import faster_peer, faster_peer_of_pair
 from flashtune.features import Bias
 from flashtune.kernel import Kernel, Specialization
 from flashtune.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
@@ -195,6 +195,22 @@ def test_forecasts_change_by_the_ratio_that_sharing_made_at_the_nearest_shape(
     assert served(BATCH, halved) is None
     assert served(None, halved) is None
     assert served(HEADS, (HEADS, 0.5, {CUDNN: 0.6})) is None, "the kernel gains as much"
+
+
+def test_a_measured_and_a_forecast_pass_are_compared_as_forecasts(biased: Problem, make_record: Make) -> None:
+    other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
+
+    def pair(peer: float) -> str | None:
+        record = record_of(make_record, biased, {CUDNN: peer})
+        tables = Tables({biased.key: (record,)}, {})
+        measured, expected = (
+            select(problem, TARGET, tables, Specialization(), generated=True) for problem in (biased, other)
+        )
+        assert (measured.forecast is None, expected.forecast is None) == (True, False)
+        return faster_peer_of_pair(measured, expected, biased, CUDNN)
+
+    assert pair(1.0) is None, "equal times are no reason where one is expected"
+    assert pair(0.9) == CUDNN
 
 
 def test_the_nearest_shape_stands_for_ways_that_equal_others_there(

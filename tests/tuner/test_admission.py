@@ -14,9 +14,11 @@ from flashtune.db.failures import UnreadableRecord
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, shipped_table
 from flashtune.errors import TableError
+from flashtune.features import Bias
 from flashtune.kernel import Alignment
+from flashtune.mask_sharing import MaskSharing
 from flashtune.problem import Dtype, Problem
-from flashtune.record import Provenance, Record
+from flashtune.record import PeerTime, Provenance, Record, SharedTime
 from flashtune.target import TARGETS, find_target
 from flashtune.templates import rendering
 from flashtune.templates.hashing import template_hash
@@ -81,6 +83,30 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("verdict", {"device": "interpreter"}, "no receipt"),
     ("measurement", {"ms": 1e-6, "p20": 1e-6}, "is below"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing", "ms", "reason"),
+    [
+        ("forward_masked", MaskSharing.HEADS, 1e-6, "a time with a shared mask is below"),
+        ("forward_hopper", MaskSharing.HEADS, 1.0, "that its problem does not share"),
+        ("forward_masked", MaskSharing.HEADS, 1.0, ""),
+    ],
+)
+def test_impossible_times_with_shared_masks_are_refused(
+    family: str, sharing: MaskSharing, ms: float, reason: str
+) -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    biased = family == "forward_masked"
+    record = next(
+        one
+        for one in table.records
+        if one.family == family and (one.problem.bias is not Bias.NONE) is biased and one.problem.heads > 1
+    )
+    shared = SharedTime(sharing, ms, (PeerTime("sdpa-cudnn", 1.0),))
+    found = why_refused(changed(record, "measurement", shared=(shared,)))
+    assert (reason in found) if reason else (found == "")
 
 
 @pytest.mark.parametrize(("part", "changes", "reason"), REFUSED)

@@ -353,9 +353,10 @@ def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
     assert (machine.checked, len(machine.timed)) == ([], 1)
 
 
+@pytest.mark.parametrize("template", [None, "0" * 16])
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it_lacks(
-    machine: Machine, tmp_path: Path, timed: bool
+    machine: Machine, tmp_path: Path, timed: bool, template: str | None
 ) -> None:
     table = shipped_table(TARGET.name)
     assert table is not None
@@ -366,6 +367,10 @@ def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it
         msgspec.structs.replace(one, versions=current_versions(one.family))
         for one in (msgspec.structs.replace(masked, measurement=measurement), record_of("forward_hopper"))
     )
+    if template is not None:
+        # Another version of the template, which renders the same kernel.
+        versions = msgspec.structs.replace(masked.versions, template=template)
+        masked = msgspec.structs.replace(masked, versions=versions)
     path, written = tmp_path / "table.json", tmp_path / "written.json"
     path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(masked, plain))))
 
