@@ -107,8 +107,6 @@ def known_revision(connection: sqlite3.Connection, url: str) -> str:
     if not connection.execute(query).fetchone()[0]:
         raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
     (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
-    if revision is None:
-        raise older_schema(url)
     if revision not in REVISIONS:
         raise StoreError(
             f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
