@@ -1,4 +1,7 @@
-"""Reads all selections of an SQLite file without SQLAlchemy, whose import takes most of a short command."""
+"""Reads all selections of an SQLite file without SQLAlchemy.
+
+Importing SQLAlchemy would take most of the time of a short command.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtune.db.codec import MAX_RECORD_BYTES
 from flashtune.db.creation import HEAD, is_empty, known_revision, older_schema
 from flashtune.db.failures import sqlite_error
-from flashtune.db.limits import is_too_large, require_file, restrict, statement_seconds
+from flashtune.db.limits import is_too_large, restrict, statement_seconds
 from flashtune.db.location import describe, read_only_uri
 from flashtune.db.stored_rows import StoredRecord, readable
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUSY_SECONDS = 60.0
-QUESTION = """
+QUERY = """
 SELECT records.id, records.created_at, chosen.problem_key, chosen.target,
     CASE WHEN length(payload) <= :most THEN payload END
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
@@ -27,7 +30,7 @@ TABLES = ("selections", "stand_ins")
 
 
 class _Row(NamedTuple):
-    """A row of the question's answer."""
+    """A row that the query gives."""
 
     id: int
     created_at: str
@@ -37,9 +40,9 @@ class _Row(NamedTuple):
 
 
 def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
-    """Returns the selections of a file and then what stands in for them, as `Store` lists both.
+    """Returns the selections of a file and then their fallbacks, as `Store` lists both.
 
-    None where a value is too large: `Store` reads the rows one by one and leaves out that one.
+    Returns None if a value is too large: `Store` can leave out that row alone.
 
     Args:
         path: The file.
@@ -48,10 +51,12 @@ def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
     Raises:
         StoreError: The file is damaged, or of another schema.
     """
-    require_file(path)
     found: list[StoredRecord] = []
     try:
-        with closing(_connect(path)) as connection:
+        uri = read_only_uri(path)
+        with closing(
+            sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+        ) as connection:
             deadline = restrict(connection, statement_seconds(path))
             # One view of both tables.
             connection.execute("BEGIN")
@@ -59,15 +64,11 @@ def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
                 raise older_schema(url)
             for table in TABLES:
                 deadline.restart()
-                # Fetched first: the time limit is of SQLite alone.
-                rows = connection.execute(QUESTION.format(table=table), {"most": MAX_RECORD_BYTES}).fetchall()
+                # The time limit is for SQLite, so decoding begins after the last row.
+                rows = connection.execute(QUERY.format(table=table), {"most": MAX_RECORD_BYTES}).fetchall()
                 found += readable(map(_Row._make, rows), describe(url))
     except (sqlite3.Error, UnicodeError) as error:
         if is_too_large(error):
             return None
         raise sqlite_error(error, url) from error
     return tuple(found)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(read_only_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)

@@ -32,7 +32,8 @@ def readable(rows: Iterable[Any], where: str) -> Iterator[StoredRecord]:
     """The records among rows; one warning says how many held none that can be read here.
 
     A database is shared by versions of flashtune, and one may know a family that another does not.
-    A row has what `StoredRecord` needs as attributes; None stands for one with a value that is too large.
+    Rows have the attributes `id`, `created_at`, `problem_key`, `target` and `payload`. A row with a value
+    that is too large is None.
     """
     skipped = 0
     reason = ""

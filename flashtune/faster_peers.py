@@ -11,10 +11,11 @@ from flashtune.mask_sharing import MaskSharing, nearest_way
 from flashtune.problem import Problem
 from flashtune.record import Record, Selection, SharedTime
 
-# Two runs of one measurement differ by so much. A kernel that is not faster by more than this gives way to
-# SDPA, so that a call never loses by it; the standard computation, which holds all scores, must win by more.
+# The share by which two measurements of one kernel may differ. SDPA serves unless the kernel is faster by
+# more than this, so that a call is not slower than SDPA. The standard computation holds all scores in memory
+# and serves only if it is faster than the kernel by more than this.
 NOISE = 0.01
-# Where both times are expected and not measured, it must win by more.
+# SDPA must be faster by more than this share where a time is a forecast.
 FORECAST_NOISE = 0.05
 STANDARD = "standard"
 
@@ -45,8 +46,8 @@ def faster_peer_of_pair(
 ) -> str | None:
     """Returns the name of a baseline that serves both passes in place of both selections, or None.
 
-    It was timed beside each of them, so that each pass is compared within one run. The arguments are those
-    of `faster_peer` for the forward problem.
+    It was timed in the same run as each of them, so that each pass is compared within one run. The arguments
+    are those of `faster_peer` for the forward problem.
     """
     return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
 

@@ -44,7 +44,7 @@ def is_masked(problem: Problem) -> bool:
 
 
 def timed_ways(problem: Problem) -> tuple[MaskSharing, ...]:
-    """Returns the ways of sharing a mask for which a search times a problem beside SDPA."""
+    """Returns the ways of sharing a mask for which a search times kernels and SDPA."""
     if not is_masked(problem) or problem.is_backward or problem.dtype.is_quantized:
         return ()
     return tuple(distinct_ways(problem))

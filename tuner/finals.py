@@ -148,12 +148,12 @@ def run_finals(
     with torch.cuda.device(device):
         tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
-        measured, peers = _beside_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
+        measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
         own = _told_apart(runs, measured, device, rounds)
         found = [msgspec.structs.replace(one, peers=peers) for one in own]
         if found and timed_ways(problem):
             fastest = min(own, key=lambda one: one.ms)
-            # Any of those that noise cannot tell from the fastest may be selected.
+            # Any candidate whose time differs from the fastest by no more than noise may be selected.
             level = [number for number, one in enumerate(own) if is_level(one, fastest)]
             best = [candidates[number] for number in level]
             times = _shared_times(problem, best, specialization, target, tensors, rounds)
@@ -182,12 +182,12 @@ def _shared_times(
         side = tensors.side._replace(bias=narrowed(bias, way).expand_as(bias))
         given = msgspec.structs.replace(tensors, side=side)
         runs = [kernel_run(problem, candidate, specialization, target, given) for candidate in candidates]
-        measured, peers = _beside_peers(runs, list(sdpa_runs(problem, given)), device, rounds)
+        measured, peers = _with_peers(runs, list(sdpa_runs(problem, given)), device, rounds)
         by_way.append([SharedTime(way, one.ms, peers) for one in measured])
     return list(zip(*by_way, strict=True))
 
 
-def _beside_peers(
+def _with_peers(
     runs: Sequence[Run], peers: Sequence[tuple[str, Run]], device: torch.device, rounds: int
 ) -> tuple[tuple[Measurement, ...], tuple[PeerTime, ...]]:
     """Times kernels and peers in turn, in one run."""

@@ -31,6 +31,7 @@ from flashtune.tuner.compile_pool import MAX_MESSAGE, compile_kernel
 from flashtune.tuner.evaluation import Evaluation, lost_device
 from flashtune.tuner.finals import kernel_run, run_finals
 from flashtune.tuner.measurement import clock_probe, measure, once
+from flashtune.tuner.processes import lacked_memory
 from flashtune.tuner.tensors import Tensors, make_tensors
 
 # Errors after which a CUDA context is of no more use, each with an exit code of its own.
@@ -192,7 +193,7 @@ def _refuse_without_memory(device: torch.device, error: Exception) -> None:
     Raises:
         DeviceLostError: They hold more than a quarter of it.
     """
-    if "out of memory" not in str(error).lower():
+    if not lacked_memory(str(error)):
         return
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""Errors of measured times, and which times cannot be told apart."""
+"""Errors of measured times, and times that differ by no more than noise."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 # For a bell curve the 20th and 80th percentiles lie 1.683 standard deviations apart, and a median's
 # standard error is 1.253 standard deviations over the root of the number of samples.
 ERROR_OF_MEDIAN = 1.253 / 1.683
-# Two medians are told apart when they differ by this many standard errors of their difference.
+# Two medians count as different if they differ by this many standard errors of their difference.
 CONFIDENCE = 2.0
 # Steps of the GPU's event timer, in ms.
 TIMER_STEP = 0.0005
 
 
 def is_level(time: Measurement, fastest: Measurement) -> bool:
-    """Whether a time cannot be told from the fastest one."""
+    """Whether a time differs from the fastest one by no more than noise."""
     noise = math.hypot(standard_error(time), standard_error(fastest))
     margin = TIMER_STEP + CONFIDENCE * noise if fastest.samples else 0.0
     return time.ms - fastest.ms <= margin

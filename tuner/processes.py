@@ -192,6 +192,11 @@ class Lost(NamedTuple):
     taken: bool = True
 
 
+def lacked_memory(message: str) -> bool:
+    """Whether an error says that the GPU's memory did not suffice."""
+    return "out of memory" in message.lower()
+
+
 def failure_of(job: Future[Any]) -> Lost | None:
     """Returns how a finished job's process was lost; None if the job's code returned or raised.
 

@@ -22,7 +22,7 @@ from flashtune.target import names_gpu
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner import verify_jobs
-from flashtune.tuner.processes import start_pool, usable_cores
+from flashtune.tuner.processes import lacked_memory, start_pool, usable_cores
 from flashtune.tuner.table_receipts import sibling
 from flashtune.tuner.verify_jobs import Subject
 from flashtune.tuner.verify_runs import Runs
@@ -186,8 +186,8 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
 def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
     jobs = {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)}
     found = _checked("on the GPU", jobs, _workers(index), runs)
-    # A check that found too little memory beside others is no result of its kernel.
-    crowded = {place: jobs[place] for place, (lost, _) in found.items() if verify_jobs.lacked_memory(lost)}
+    # Other checks held the memory: a failure for want of it is no result of the kernel.
+    crowded = {place: jobs[place] for place, (lost, _) in found.items() if lacked_memory(lost)}
     for place in crowded:
         del found[place]
     found |= _checked("alone on the GPU", crowded, 1, runs)

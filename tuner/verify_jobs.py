@@ -131,6 +131,7 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     from flashtune.proof.check import check_delayed, check_rendered, joined
     from flashtune.proof.passes import forget
     from flashtune.target import device_target
+    from flashtune.tuner.processes import lacked_memory
     from flashtune.versions import current_versions
 
     assert record.config is not None
@@ -226,11 +227,6 @@ def _whole_context(device: torch.device) -> Iterator[None]:
         if isinstance(error, KernelError):
             raise
         raise KernelError(first_line(error)) from error
-
-
-def lacked_memory(message: str) -> bool:
-    """Whether an error says that the GPU's memory did not suffice."""
-    return "out of memory" in message.lower()
 
 
 def failure(job: Future[Any]) -> str:

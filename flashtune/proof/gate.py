@@ -107,7 +107,7 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     typical = scale.spread * (_weight_roundoff(scale, problem) + FLOAT32_ROUNDOFF * steps)
     # The weights' sum is in float32 as well, and its error is common to the row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
-    # Beside a large sink all weights of a row may lie below the normal numbers.
+    # If a sink takes nearly all weight, the other weights of a row may all lie below the normal numbers.
     least = LEAST_ROUNDING[problem.out_dtype] + LEAST_NORMAL * LARGEST_VALUE
     rounding = scale.largest * (UNIT_ROUNDOFF[problem.out_dtype] + summing) + least
     if problem.dtype.is_quantized:

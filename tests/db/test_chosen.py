@@ -26,7 +26,7 @@ MakeProblem = Callable[..., Problem]
 
 @pytest.fixture(name="file")
 def file_of_selections(path: Path, make_record: MakeRecord, make_problem: MakeProblem) -> Path:
-    """A database with three selections, and what stands in for one of them."""
+    """A database with three selections, and a fallback of one of them."""
     longer = make_problem(seqlen_q=1024)
     with open_store(str(path)) as store:
         for record in (make_record(problem=longer), make_record(target="nvidia-a100"), make_record()):

@@ -1,4 +1,4 @@
-"""Masks that heads, sequences or rows share: how they are told, and which times choose who serves them."""
+"""Masks that heads, sequences or rows share: their classification, and the times that choose a server."""
 
 from __future__ import annotations
 

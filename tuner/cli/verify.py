@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     "--time",
     "timed",
     is_flag=True,
-    help="With --write: time the kernels that passed and whose records are of other versions or lack times "
+    help="With --write: time the kernels that passed, if their records are of other versions or lack times "
     "with shared masks. A record whose kernel renders differently now takes the new kernel and its time.",
 )
 @click.option(
