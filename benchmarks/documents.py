@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import (
     axes,
+    fastest,
     first_use,
     fp8_error,
     policies_report,
@@ -29,6 +30,7 @@ from benchmarks import (
     sram_audit,
     tables,
     training_report,
+    tritons,
 )
 from benchmarks.figures import with_figures
 from benchmarks.numbers import pages
@@ -49,6 +51,8 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     policies_report.SCRIPT: lambda: policies_report.texts(policies_report.SAVED),
     prediction.SCRIPT: prediction.texts,
     axes.SCRIPT: axes.texts,
+    fastest.SCRIPT: fastest.texts,
+    tritons.SCRIPT: tritons.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
     random_report.SCRIPT: random_report.texts,

@@ -43,6 +43,8 @@ from flashtune.tables import tuned_records
 from flashtune.target import Target, device_target
 from flashtune.tuner.pages import table
 
+SCRIPT = "benchmarks/fastest.py"
+SAVED = RESULTS / "nvidia-h200-fastest.json"
 # Below this a pair is timed again, and fails if it stays there.
 LEAST = 0.98
 AGAIN = 3
@@ -354,12 +356,8 @@ def faults(report: Report) -> list[Row]:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The summary in Markdown: a line for each group, then the worst shapes."""
-    groups = dict.fromkeys(row.group for row in report.rows)
-    yield from table(
-        ("", "shapes", "served by SDPA", "geometric mean", "worst", "below 0.98", "failed"),
-        (_group(name, [row for row in report.rows if row.group == name]) for name in groups),
-    )
+    """The summary in Markdown, then the worst shapes."""
+    yield from summary(report)
     yield ""
     timed = sorted((row for row in report.rows if not row.failed), key=lambda row: row.ratio)
     yield from table(
@@ -371,6 +369,15 @@ def lines(report: Report) -> Iterator[str]:
             yield f"{row.problem} ({row.group}, {row.mask}): {row.failed}"
     if report.not_reached:
         yield f"{report.not_reached} shapes were not reached in {report.seconds:.0f} s"
+
+
+def summary(report: Report) -> Iterator[str]:
+    """The table in Markdown that has a row for each group."""
+    groups = dict.fromkeys(row.group for row in report.rows)
+    yield from table(
+        ("", "shapes", "served by SDPA", "geometric mean", "worst", "below 0.98", "failed"),
+        (_group(name, [row for row in report.rows if row.group == name]) for name in groups),
+    )
 
 
 def _group(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -400,6 +407,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.ratio:.3f}",
         again,
     )
+
+
+def texts() -> dict[str, str]:
+    """The table of the saved run, by name: a row for each group.
+
+    Raises:
+        TableError: No run is saved.
+    """
+    found = load(SAVED, Report)
+    heading = f"On an {found.source.gpu} (torch {found.source.torch}, Triton {found.source.triton}):"
+    return {"fastest": "\n".join([heading, "", *summary(found.rows)])}
 
 
 def line(row: Row) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.saved import RESULTS, ROOT, sources
 from flashtune.errors import FlashtuneError, TableError
 from flashtune.problem import Problem
 from flashtune.tuner.bench_grid import case_of, grid_problems
@@ -25,6 +26,8 @@ from flashtune.tuner.bench_records import OURS, BenchRun
 from flashtune.tuner.bench_run import read_report
 from flashtune.tuner.pages import table
 
+SCRIPT = "benchmarks/tritons.py"
+SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))
 COPY = "copy"
 # In the order of preference.
 REFERENCES = (CUDNN, COPY)
@@ -52,10 +55,24 @@ def main() -> None:
     parser.add_argument("others", type=Path, nargs="+", help="what it wrote under other versions")
     options = parser.parse_args()
     try:
-        runs = [read_report(path.read_bytes(), path.name) for path in (options.first, *options.others)]
-        print("\n".join(lines(runs[0], runs[1:])))
+        print(_text((options.first, *options.others)))
     except (FlashtuneError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+def texts() -> dict[str, str]:
+    """The table of the saved runs, by name.
+
+    Raises:
+        TableError: A run is of another format, or misses a point.
+    """
+    source = sources()[str(SAVED[0].relative_to(ROOT))]
+    return {"tritons": f"On an {source.gpu} (torch {source.torch}):\n\n{_text(SAVED)}"}
+
+
+def _text(paths: Sequence[Path]) -> str:
+    first, *others = [read_report(path.read_bytes(), path.name) for path in paths]
+    return "\n".join(lines(first, others))
 
 
 def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:

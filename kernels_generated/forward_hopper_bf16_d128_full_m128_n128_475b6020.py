@@ -4,7 +4,6 @@
 #   nvidia-h200  forward_bf16_d128_h16x16_b32_q512_k512_none  0.1252 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_none  0.0784 ms measured
 #   nvidia-h200  forward_bf16_d128_h16x16_b8_q2048_k2048_none  0.4025 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_none  0.0954 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b16_q1024_k1024_none  0.4132 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b1_q1024_k1024_none  0.0348 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b32_q512_k512_none  0.2300 ms measured

@@ -10,7 +10,6 @@
 #   nvidia-h200  forward_bf16_d128_h8x8_b1_q2048_k2048_none  0.0332 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b1_q4096_k4096_none  0.1038 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k4096_none  0.0567 ms measured
-#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_none  0.0168 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

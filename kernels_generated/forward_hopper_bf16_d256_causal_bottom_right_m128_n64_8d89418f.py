@@ -3,7 +3,6 @@
 #   nvidia-h200  forward_bf16_d256_h32x8_b128_q128_k128_bottom_right  0.1801 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b2_q8192_k8192_bottom_right  2.8523 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b1_q2048_k2048_bottom_right  0.0529 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k512_bottom_right  0.0250 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 

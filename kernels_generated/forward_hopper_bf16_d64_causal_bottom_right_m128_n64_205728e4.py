@@ -1,10 +1,8 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d64_h32x32_b128_q128_k128_bottom_right  0.0736 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b32_q512_k512_bottom_right  0.1315 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x32_b64_q256_k256_bottom_right  0.0932 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b128_q128_k128_bottom_right  0.0697 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_bottom_right  0.1310 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_bottom_right  0.0904 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.

@@ -1,6 +1,5 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_fp16_d64_h32x32_b32_q512_k512_bottom_right  0.1327 ms measured
 #   nvidia-h200  forward_fp16_d64_h32x8_b32_q512_k512_bottom_right  0.1309 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.

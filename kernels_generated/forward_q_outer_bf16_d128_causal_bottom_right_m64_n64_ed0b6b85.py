@@ -1,7 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d128_h16x16_b16_q1024_k1024_bottom_right  0.2143 ms measured
-#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_bottom_right  0.0172 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_bottom_right  0.0183 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b8_q256_k256_bottom_right  0.0131 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

@@ -1,7 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d128_h8x8_b1_q2048_k2048_none  0.0417 ms measured
-#   nvidia-h200  forward_bf16_d128_h8x8_b2_q1024_k1024_none  0.0263 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k4096_none  0.0730 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

@@ -1,7 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d128_h16x16_b64_q256_k256_none  0.1276 ms measured
-#   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_none  0.1697 ms measured
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q256_k256_none  0.2349 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

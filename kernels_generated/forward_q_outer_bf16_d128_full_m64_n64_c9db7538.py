@@ -1,7 +1,7 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d128_h32x8_b64_q64_k64_none  0.0472 ms measured
-#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_none  0.0174 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b4_q512_k512_none  0.0181 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b64_q64_k64_none  0.0173 ms measured
 #   nvidia-h200  forward_bf16_d128_h8x8_b8_q256_k256_none  0.0134 ms measured
 

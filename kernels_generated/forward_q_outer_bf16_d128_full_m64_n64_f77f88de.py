@@ -1,6 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h8x8_b8_q768_k768_none  0.0577 ms measured
+#   nvidia-h200  forward_bf16_d128_h8x8_b8_q768_k768_none  0.0581 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -3,7 +3,6 @@
 #   nvidia-h200  forward_bf16_d256_h32x8_b16_q1024_k1024_bottom_right  0.7430 ms measured
 #   nvidia-h200  forward_bf16_d256_h32x8_b8_q2048_k2048_bottom_right  1.2160 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b16_q1024_k1024_bottom_right  0.2240 ms measured
-#   nvidia-h200  forward_bf16_d256_h8x8_b4_q512_k512_bottom_right  0.0322 ms measured
 #   nvidia-h200  forward_bf16_d256_h8x8_b8_q256_k256_bottom_right  0.0232 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

@@ -1,12 +1,11 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
 #   nvidia-h200  forward_bf16_d64_h32x32_b128_q128_k128_bottom_right  0.0837 ms measured
-#   nvidia-h200  forward_bf16_d64_h32x32_b32_q512_k512_bottom_right  0.1467 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x32_b32_q512_k512_bottom_right  0.1468 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x32_b64_q256_k256_bottom_right  0.1024 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b128_q128_k128_bottom_right  0.0785 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q256_k256_bottom_right  0.0990 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b16_q128_k128_bottom_right  0.0086 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b4_q512_k512_bottom_right  0.0132 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b8_q256_k256_bottom_right  0.0101 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.

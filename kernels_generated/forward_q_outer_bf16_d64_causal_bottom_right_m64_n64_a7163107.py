@@ -4,7 +4,6 @@
 #   nvidia-h200  forward_bf16_d64_h32x32_b8_q2048_k2048_bottom_right  0.3637 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b16_q1024_k1024_bottom_right  0.2169 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b8_q2048_k2048_bottom_right  0.3617 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b2_q1024_k1024_bottom_right  0.0185 ms measured
 
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 

@@ -1,6 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_bottom_right  0.1412 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b32_q512_k512_bottom_right  0.1426 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q64_k64_bottom_right  0.0243 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b64_q64_k64_bottom_right  0.0104 ms measured
 

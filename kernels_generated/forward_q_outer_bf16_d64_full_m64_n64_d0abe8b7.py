@@ -3,7 +3,6 @@
 #   nvidia-h200  forward_bf16_d64_h32x8_b4_q256_k256_none  0.0136 ms measured
 #   nvidia-h200  forward_bf16_d64_h32x8_b64_q64_k64_none  0.0238 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b16_q128_k128_none  0.0090 ms measured
-#   nvidia-h200  forward_bf16_d64_h8x8_b4_q512_k512_none  0.0136 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b64_q64_k64_none  0.0105 ms measured
 #   nvidia-h200  forward_bf16_d64_h8x8_b8_q256_k256_none  0.0103 ms measured
 

@@ -1,12 +1,12 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d128_h8x8_b2_q1024_k1024_none  0.0224 ms measured
+#   nvidia-h200  forward_bf16_d128_h32x8_b128_q128_k128_none  0.0945 ms measured
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
 Computes     bf16, head dim 128, value head dim 128, causal: none
-Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved True, ping_pong True, late_wait True,
-             lazy_rescale True, decomposed False, pack 1, section 4, long_first False, alternate False, even True
+Config       2 groups of 64 rows, block_n 64, 3 stages, 2 of queries, halved False, ping_pong False, late_wait False,
+             lazy_rescale True, decomposed False, pack 1, section 1, long_first False, alternate False, even False
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper dd121bce933a
 
@@ -48,9 +48,9 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 GROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-BLOCK_N = gl.constexpr(128)
-STAGES = gl.constexpr(2)
-Q_STAGES = gl.constexpr(1)
+BLOCK_N = gl.constexpr(64)
+STAGES = gl.constexpr(3)
+Q_STAGES = gl.constexpr(2)
 PACK = gl.constexpr(1)
 # Positions of a group's rows, and of all groups' together.
 POSITIONS = gl.constexpr(64)
@@ -63,7 +63,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 SLACK = gl.constexpr(8.0)
 # Rows of a thread.
 FLAGS = gl.constexpr(2)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
@@ -100,20 +100,6 @@ def count_blocks(first, positions, seqlen_q, seqlen_kv):
     """Blocks of keys that some query of a tile may see, and at least one."""
     last_key = seqlen_kv
     return gl.maximum((last_key + BLOCK_N - 1) // BLOCK_N, 1)
-
-
-@gluon.jit
-def take_turn(GROUP: gl.constexpr):
-    """Waits until the group before has issued its products: while one multiplies, the other weighs."""
-    asm: gl.constexpr = f"bar.sync {GROUP + 8}, 256; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def pass_turn(GROUP: gl.constexpr):
-    """Lets the group after this one go ahead."""
-    asm: gl.constexpr = f"bar.arrive {(GROUP + 1) % GROUPS + 8}, 256; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.constexpr_function
@@ -179,14 +165,14 @@ def produce(
             if step <= last:
                 key = (last - step) * BLOCK_N
                 mbarrier.wait(k_empty.index(k_stage), k_phase)
-                mbarrier.expect(k_full.index(k_stage), 32768)
+                mbarrier.expect(k_full.index(k_stage), 16384)
                 k_tile = k_tiles.index(k_stage)
                 copy_in(k_desc, [this_batch, this_kv_head, key, 0], k_full.index(k_stage), k_tile)
                 k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
             if step > 0:
                 key = (last - step + 1) * BLOCK_N
                 mbarrier.wait(v_empty.index(v_stage), v_phase)
-                mbarrier.expect(v_full.index(v_stage), 32768)
+                mbarrier.expect(v_full.index(v_stage), 16384)
                 v_tile = v_tiles.index(v_stage)
                 copy_in(v_desc, [this_batch, this_kv_head, key, 0], v_full.index(v_stage), v_tile)
                 v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -207,8 +193,6 @@ def consume(
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     declare_growth(GROUP)
-    if GROUP == GROUPS - 1:
-        pass_turn(GROUP)
 
     tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
@@ -240,14 +224,12 @@ def consume(
 
         for _ in range(block - 1, -1, -1):
             mbarrier.wait(k_full.index(k_stage), k_phase)
-            take_turn(GROUP)
             q_tile = q_tiles.index(q_stage * GROUPS + GROUP).reshape([ROWS, 128])
             k_tile = k_tiles.index(k_stage).reshape([BLOCK_N, 128])
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             v_tile = v_tiles.index(v_stage).reshape([BLOCK_N, 128])
             accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
-            pass_turn(GROUP)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(k_stage))
             k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
@@ -263,9 +245,6 @@ def consume(
             block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
             sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
             running_sum = running_sum * sum_rescale[:, None] + block_sum
-            # It is full since long, but a wait ends a basic block: without it ptxas hoists the wait for
-            # the product above the exponentials, which it could run beside.
-            mbarrier.wait(v_full.index(v_stage), v_phase)
             accumulator = warpgroup_mma_wait(0, deps=[accumulator])
             mbarrier.arrive(v_empty.index(v_stage))
             v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
@@ -297,17 +276,10 @@ def consume(
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), SCORE_ROWS)
         factor = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
         o_tile = (accumulator * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]).to(gl.bfloat16)
-        # In two halves through one half's room.
-        left, right = o_tile.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
-        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         tma.store_wait(0)
-        o_tiles.index(GROUP).reshape([ROWS, 64]).store(gl.convert_layout(left, HALF))
+        o_tiles.index(GROUP).reshape([ROWS, 128]).store(o_tile)
         fence_async_shared()
         copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 0], o_tiles.index(GROUP))
-        tma.store_wait(0)
-        o_tiles.index(GROUP).reshape([ROWS, 64]).store(gl.convert_layout(right, HALF))
-        fence_async_shared()
-        copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 64], o_tiles.index(GROUP))
     warpgroup_mma_wait(0, deps=[scores])
     tma.store_wait(0)
 
@@ -337,7 +309,7 @@ def forward_hopper(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, 128], gl.NVMMASharedLayout(128, 16, 4)
     )
     o_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 64], gl.NVMMASharedLayout(128, 16, 5)
+        gl.bfloat16, [GROUPS, 1, 1, PACK, POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
     )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
@@ -418,17 +390,17 @@ def descriptors(q, k, v, out):
         ),
         (
             TensorDescriptor(
-                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 16, 4)
+                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
             TensorDescriptor(
-                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 128], gl.NVMMASharedLayout(128, 16, 4)
+                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 4)
             ),
         ),
         (
             TensorDescriptor(
-                out, *by_groups(out), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
+                out, *by_groups(out), [1, 1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
     )
@@ -441,9 +413,8 @@ def launch_plan(q, k, v, out):
     packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
     tiles = triton.cdiv(seqlen_q, 128) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    # As few as finish in as many rounds.
-    grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
-    section = min(packs, 4)
+    grid = (min(tiles, multiprocessors),)
+    section = min(packs, 1)
     workspaces = ()
     return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, section)
 
@@ -498,6 +469,6 @@ def attention(q, k, v, scale=None):
         max(scale, 1e-30),
         *integers,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
     return out, lse
