@@ -1,4 +1,4 @@
-"""The README's table of features says what the families say of themselves."""
+"""The table of docs/features.md agrees with the features of the families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.features import Feature
 from flashtune.templates.registry import families
 from flashtune.tuner.shapes import parse_shape
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 # Keys of shapes that are not called as their features are.
 KEYS = {"page_size": Feature.PAGES, "kv_dtype": Feature.QUANTIZED_KV}
 HEAD = "| feature | in a shape | computed by |"
@@ -19,7 +19,7 @@ HEAD = "| feature | in a shape | computed by |"
 
 def rows() -> dict[Feature, frozenset[str]]:
     """The families of each row, by the feature that the row's shape asks for."""
-    table = README.read_text(encoding="utf-8").split(HEAD)[1].split("\n\n")[0]
+    table = PAGE.read_text(encoding="utf-8").split(HEAD)[1].split("\n\n")[0]
     found: dict[Feature, frozenset[str]] = {}
     for line in table.splitlines()[2:]:
         _, shape, names = (cell.strip() for cell in line.strip("|").split("|"))
@@ -44,7 +44,7 @@ def test_a_row_names_the_families_that_compute_its_feature(feature: Feature) -> 
 
 
 def test_families_without_features_are_named_as_such() -> None:
-    sentence = README.read_text(encoding="utf-8").split(HEAD)[0].rsplit("\n\n", 2)[1]
+    sentence = PAGE.read_text(encoding="utf-8").split(HEAD)[0].rsplit("\n\n", 2)[1]
     for family in families():
         if not family.features:
             assert f"`{family.name}`" in sentence
