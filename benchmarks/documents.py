@@ -1,4 +1,4 @@
-"""Writes the tables, figures and pictures of README.md and docs/ from saved results.
+"""Writes the tables, figures and pictures of the documentation from saved results.
 
     python -m benchmarks.documents             # says which pages differ from what the results give
     python -m benchmarks.documents --write     # writes them

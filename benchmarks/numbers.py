@@ -1,4 +1,4 @@
-"""Finds measured numbers in README.md and docs/ that no saved result backs.
+"""Finds measured numbers in the documentation that no saved result backs.
 
     python -m benchmarks.numbers              # prints what is exempt, and every number without a source
 
@@ -22,7 +22,12 @@ from flashtune.errors import TableError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXEMPTIONS = Path(__file__).with_name("exempt_numbers.toml")
-PAGES = ("README.md", "docs/*.md", "benchmarks/results/README.md")
+PAGES = (
+    "README.md",
+    "docs/*.md",
+    "benchmarks/results/README.md",
+    "benchmarks/results/mutants.md",
+)
 
 # Not prose, or written by benchmarks/documents.py; in this order.
 SKIPPED = tuple(

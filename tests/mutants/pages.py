@@ -1,4 +1,4 @@
-"""The tables of docs/proof.md, from what runs have saved."""
+"""The tables of docs/proof.md and benchmarks/results/mutants.md, from saved runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def pages_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def texts(runs: Sequence[Run]) -> dict[str, str]:
-    """The text of each place in the page, by name, of the runs that there are."""
+    """The text of each table by name: two summaries for docs/proof.md, and `each` for mutants.md."""
     lines = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
     return {name: "\n".join(several) for name, several in lines.items()}
 
 
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
-    """How many mutants of each family met which fate, in a table for each machine and its versions."""
+    """The fates of the mutants by family and kind: a table for each machine and its versions."""
     tables: dict[str, list[Run]] = {}
     for run in runs:
         if run.found:
@@ -42,35 +42,42 @@ def _mutants(runs: Sequence[Run]) -> Iterator[str]:
         if controls:
             accepted = sum(control.passed for control in controls)
             number_of = "All" if accepted == len(controls) else f"{accepted} of"
-            yield f"{number_of} {len(controls)} kernels that they were made of were accepted."
+            yield f"{number_of} {len(controls)} unmodified kernels were accepted."
             yield ""
         yield from _still_rendered(several)
 
 
 def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
-    """How many of a machine's mutants are the same kernels today."""
+    """How many of a machine's mutants render to the same source as in the saved run."""
     known = [one for run in runs for one in run.found if one.kernel]
     if not known:
         return
     mutants = interpreted_mutants() if runs[0].device == INTERPRETER else gpu_mutants()
     present = {broken(mutant).digest for mutant in mutants}
     same = sum(one.kernel in present for one in known)
-    yield f"Of the {len(known)} that were run {same} still render as they did."
+    yield f"{same} of the {len(known)} mutants still render to the source that was run."
     yield ""
 
 
 def _fates(found: Sequence[Found]) -> Iterator[str]:
-    """A table of families; what delays alone show has a column where they showed anything."""
-    late = {"by delays": Fate.DELAYED} if counts(found)[Fate.DELAYED] else {}
+    """A table of families and kinds. The column `with delays` is present where a mutant has this fate."""
+    late = {"with delays": Fate.DELAYED} if counts(found)[Fate.DELAYED] else {}
     accepted = {**late, "equivalent": Fate.EQUIVALENT, "**survived**": Fate.SURVIVED}
     rows: list[tuple[object, ...]] = []
-    for family, mutants in _by_family(found).items():
+    kinds = (
+        (family, kind, [one for one in mutants if one.racy == racy])
+        for family, mutants in _by_family(found).items()
+        for racy, kind in ((False, "wrong result"), (True, "race"))
+    )
+    for family, kind, mutants in kinds:
+        if not mutants:
+            continue
         number = counts(mutants)
         ended = number[Fate.HUNG] + number[Fate.DIED]
         missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
         rest = (number[fate] for fate in accepted.values())
-        rows.append((f"`{family}`", number.total(), number[Fate.REFUSED], ended, *rest, missing))
-    yield from _table(("family", "mutants", "refused", "hung or died", *accepted, "not run"), rows)
+        rows.append((f"`{family}`", kind, number.total(), number[Fate.REFUSED], ended, *rest, missing))
+    yield from _table(("family", "kind", "mutants", "refused", "hung or died", *accepted, "not run"), rows)
 
 
 def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
@@ -81,7 +88,7 @@ def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
 
 
 def _right(runs: Sequence[Run]) -> Iterator[str]:
-    """How many right kernels were refused."""
+    """How many correct kernels were refused."""
     drawn = [run for run in runs if run.controls and not run.found]
     for run in drawn:
         refused = [control for control in run.controls if not control.passed]
@@ -89,28 +96,28 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
         worst = max((control.worst_ratio for control in run.controls if control.passed), default=0.0)
         yield f"On an {run.device} (torch {run.torch}, Triton {run.triton}), {len(run.controls)} sampled"
         yield f"configs were verified: {len(refused)} were refused, {wrongly} of them wrongly. The largest"
-        yield f"error of one that was accepted is {worst:.2f} of what is allowed."
+        yield f"error of an accepted kernel is {worst:.2f} of the bound."
         if refused:
             yield ""
             yield from (
                 f"- Refused, {control.standing}: {control.label}. {control.failed}" for control in refused
             )
     if not drawn:
-        yield "No run over sampled configs is kept yet."
+        yield "No run over sampled configs is saved yet."
 
 
 def _each(runs: Sequence[Run]) -> Iterator[str]:
-    """Every mutant, and what caught it first in the largest run over its family."""
+    """Every mutant and its first failed check, from the largest run of each family."""
     largest: dict[str, list[Found]] = {}
     for run in runs:
         for family, mutants in _by_family(run.found).items():
             if len(mutants) >= len(largest.get(family, ())):
                 largest[family] = mutants
     for family, mutants in largest.items():
-        yield f"### `{family}`"
+        yield f"## `{family}`"
         yield ""
         rows = ((_name(one), one.breaks, _end(one)) for one in mutants)
-        yield from _table(("mutant", "what it does", "first caught by"), rows)
+        yield from _table(("mutant", "effect", "first failed check"), rows)
         yield ""
 
 

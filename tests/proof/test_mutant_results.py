@@ -60,16 +60,16 @@ def shown(runs: list[Run]) -> str:
 
 def test_pages_show_the_largest_run_and_all_counts() -> None:
     filled = shown([a_run(), a_run(found=())])
-    assert "| `forward_q_outer` | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
-    assert "by delays" not in filled
+    assert "| `forward_q_outer` | wrong result | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
+    assert "with delays" not in filled
     late = [msgspec.structs.replace(one, fate=results.Fate.DELAYED) for one in a_run().found[:1]]
     told = shown([a_run(found=(*late, *a_run().found[1:]))])
-    assert "| hung or died | by delays | equivalent |" in told
-    assert "| `forward_q_outer` | 3 | 0 | 1 | 1 | 0 | 1 | 0 |" in told
+    assert "| hung or died | with delays | equivalent |" in told
+    assert "| `forward_q_outer` | wrong result | 3 | 0 | 1 | 1 | 0 | 1 | 0 |" in told
     assert "| random q=1 kv=2 |" in filled
     assert "1 sampled\nconfigs were verified: 0 were refused" in filled
-    assert "All 1 kernels that they were made of were accepted." in filled
-    assert "Of the 3 that were run 3 still render as they did." in filled
+    assert "All 1 unmodified kernels were accepted." in filled
+    assert "3 of the 3 mutants still render to the source that was run." in filled
 
 
 def test_pages_name_refused_kernels_and_kernels_that_changed_since() -> None:
@@ -77,7 +77,7 @@ def test_pages_name_refused_kernels_and_kernels_that_changed_since() -> None:
     judged = (("d40", False), ("d64", True), ("d96", None))
     controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
     filled = shown([a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)])
-    assert "Of the 2 that were run 1 still render as they did." in filled
+    assert "1 of the 2 mutants still render to the source that was run." in filled
     assert "- Refused, by the strict level too: d40. died\n" in filled
     assert "- Refused, and the strict level accepts it: d64. died\n" in filled
     assert "- Refused, and not judged again: d96. died" in filled
