@@ -26,6 +26,7 @@ PAGES = (
     "README.md",
     "docs/*.md",
     "benchmarks/results/README.md",
+    "benchmarks/results/hopper.md",
     "benchmarks/results/mutants.md",
 )
 

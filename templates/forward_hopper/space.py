@@ -98,7 +98,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def hopper_space(problem: Problem) -> Space:
-    """All configs worth trying. What no measurement ever chose is left out: see docs/hopper.md."""
+    """All configs worth trying; benchmarks/results/hopper.md names those that are left out."""
     differ = tiles_differ(problem)
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (

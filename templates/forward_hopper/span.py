@@ -22,7 +22,7 @@ PACES = {
     3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
 }
 MOST_GROUPS = max(PACES)
-# More heads at a time than these won nowhere: docs/hopper.md.
+# More heads at a time than these won nowhere: benchmarks/results/hopper.md.
 SECTIONS = (0, 1, 4)
 BLOCKS = (64, 128)
 # What a tile takes more, in µs: two divisions that find it where rounds alternate, and, with room for one
