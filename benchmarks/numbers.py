@@ -28,6 +28,7 @@ PAGES = (
     "benchmarks/results/README.md",
     "benchmarks/results/hopper.md",
     "benchmarks/results/mutants.md",
+    "benchmarks/results/sram-audit.md",
 )
 
 # Not prose, or written by benchmarks/documents.py; in this order.

@@ -3,7 +3,8 @@
     python -m benchmarks.sram_audit          # prints them, in Markdown
 
 No GPU is needed. benchmarks/results/sram-audit.json holds the output of `flashtune sram-audit --json`.
-`python -m benchmarks.documents --write` puts the tables into docs/sram-audit.md.
+`python -m benchmarks.documents --write` puts the sums into docs/sram-audit.md and the rows into
+benchmarks/results/sram-audit.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from benchmarks.saved import RESULTS
 from flashtune.errors import TableError
 from flashtune.tuner.audit import Audit
-from flashtune.tuner.cli.sram_audit import as_markdown
+from flashtune.tuner.cli.sram_audit import markdown_parts
 
 SCRIPT = "benchmarks/sram_audit.py"
 SAVED = RESULTS / "sram-audit.json"
@@ -23,11 +24,11 @@ SAVED = RESULTS / "sram-audit.json"
 
 def main() -> None:
     """Prints the tables."""
-    print(texts()["sram-audit"])
+    print("\n\n".join(texts().values()))
 
 
 def texts(path: Path = SAVED) -> dict[str, str]:
-    """Returns the page's text by its name: the tables, and each target that misses the bar.
+    """Returns the tables by name: the sums and each GPU that misses the bar, and the rows.
 
     Raises:
         TableError: The file is missing or holds no audit.
@@ -37,7 +38,12 @@ def texts(path: Path = SAVED) -> dict[str, str]:
     except (OSError, msgspec.DecodeError) as error:
         raise TableError(f"{path} holds no audit of the SRAM models: {error}") from error
     missed = [f"- {failure}" for failure in audit.failures()] or ["- none"]
-    return {"sram-audit": "\n".join((as_markdown(audit), "", "What misses the bar:", "", *missed))}
+    *sums, rows = markdown_parts(audit)
+    missing = "\n".join(missed)
+    return {
+        "sram-audit": "\n\n".join((*sums, "GPUs and families that miss the bar:", missing)),
+        "sram-audit-rows": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_a_gpu_that_misses_the_bar_is_named(tmp_path: Path) -> None:
     assert "- nvidia-h100: 5 of 6 that do not fit were caught" in sram_audit.texts(path)["sram-audit"]
     passing = msgspec.structs.replace(row, caught=6)
     path.write_bytes(msgspec.json.encode(Audit("3.7.1", 0, (passing,))))
-    assert sram_audit.texts(path)["sram-audit"].endswith("What misses the bar:\n\n- none")
+    assert sram_audit.texts(path)["sram-audit"].endswith("that miss the bar:\n\n- none")
 
 
 def test_a_file_without_an_audit_is_refused(tmp_path: Path) -> None:

@@ -104,10 +104,13 @@ def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:
 
 def as_markdown(audit: Audit) -> str:
     """Returns the summary and the tables of an audit in Markdown."""
-    lines = [f"{_summary(audit)}."]
-    for heads, rows in _tables(audit):
-        lines += ["", *table(heads, rows)]
-    return "\n".join(lines)
+    return "\n\n".join(markdown_parts(audit))
+
+
+def markdown_parts(audit: Audit) -> tuple[str, ...]:
+    """Returns the summary, the sums by family, the sums by GPU, and the rows of every family and GPU."""
+    tables = ("\n".join(table(heads, rows)) for heads, rows in _tables(audit))
+    return (f"{_summary(audit)}.", *tables)
 
 
 def _print(audit: Audit) -> None:
