@@ -59,7 +59,7 @@ def test_every_shipped_selection_fits_one_line_of_80_columns(
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in result.stdout
-    rows = [line for line in lines if line.endswith(tuple(Standing))]
+    rows = [line for line in lines if line.rstrip().endswith(tuple(Standing))]
     assert len(rows) == len(json.loads(run("show", "--shipped", "--json").stdout))
 
 
