@@ -142,7 +142,10 @@ test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
 	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
-.PHONY: reference clean
+.PHONY: kernels reference clean
+kernels: $(DEVELOPS) ## Write kernels_generated/ from the shipped tables
+	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
+
 reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help
 	$(PY) -m flashtune.tuner.cli.reference > docs/cli.new
 	mv docs/cli.new docs/cli.md

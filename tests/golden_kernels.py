@@ -1,4 +1,4 @@
-"""The kernels that files in tests/golden hold: of each family some configs and features."""
+"""The kernels that tests/golden holds, as files or as checksums: of each family some configs and features."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "q_outer_fp16_d96_v80_decomposed": (Q, "fp16", (96, 80), "none", {**TALL, "decomposed": True}, ROW_SUMS),
     "q_outer_fp32_d40_unaligned": (Q, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
+    "q_outer_fp32_d96_v80_one_phase": (
+        Q, "fp32", (96, 80), "none", {**SMALL, "decomposed": True, "two_phases": False}, ANYWHERE,
+    ),
     "kv_outer_bf16_d64": (KV, "bf16", (64, 64), "none", TALL, PLAIN),
     "kv_outer_bf16_d128_causal": (KV, "bf16", (128, 128), "bottom_right", TALL, ROW_SUMS),
     "kv_outer_fp16_d128_v64_top_left": (KV, "fp16", (128, 64), "top_left", TALL, PLAIN),
@@ -89,6 +92,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True}, ROW_SUMS,
     ),
+    "hopper_fp16_d96_v80_window_dropout": (
+        HOPPER, "fp16", (96, 80), "bottom_right",
+        {**GROUPS, "decomposed": True, "lazy_rescale": False}, ROW_SUMS,
+    ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
@@ -100,6 +107,9 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "masked_fp32_d40_scores": (MASKED, "fp32", (40, 24), "none", {**SMALL, "two_phases": False}, ANYWHERE),
     "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
+    "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
     "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
     "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "decode_bf16_d128": (
@@ -107,6 +117,12 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "decode_bf16_d64_packed_pages": (
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
+    ),
+    "decode_bf16_d64_window": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "splits": 1}, PLAIN,
+    ),
+    "decode_bf16_d64_window_splits": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "early_combine": True}, PLAIN,
     ),
     "decode_bf16_d128_e4m3": (DECODE, "bf16", (128, 128), "bottom_right", PARTS, PLAIN),
     "decode_bf16_latent": (
@@ -120,6 +136,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "decomposed": True}, PLAIN,
     ),
     "backward_split_bf16_d64_packed": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
+    "backward_split_bf16_d64_packed_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
     "backward_split_fp32_d40_scores": (
         SPLIT, "fp32", (40, 24), "none",
         {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_inner": True},
@@ -149,26 +166,37 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         LATENT, "fp16", (576, 512), "bottom_right",
         {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, ROW_SUMS,
     ),
+    "hopper_fp16_latent_page_parts": (
+        LATENT, "fp16", (576, 512), "bottom_right",
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, PLAIN,
+    ),
 }  # fmt: skip
 # What a problem asks for beside that.
 FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
     "hopper_fp16_d64_packed_sequences": {"packed": 1},
     "hopper_bf16_d128_dropout": {"dropout": True},
+    "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "first_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
     },
     "masked_bf16_d128_dropout": {"dropout": True},
+    "masked_bf16_d128_window": {"window_left": 1024},
+    "masked_bf16_d128_softcap_dropout": {"window_left": 1024, "softcap": True, "dropout": True},
+    "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
     "backward_fused_bf16_d64_dropout": {"dropout": True},
     "decode_bf16_d64_packed_pages": {
         "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
         "first_tokens": 4,
     },
+    "decode_bf16_d64_window": {"page_size": 16, "window_left": 1024, "sinks": True},
+    "decode_bf16_d64_window_splits": {"page_size": 16, "window_left": 1024, "softcap": True},
     "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
     "backward_split_fp16_d192_v128_window": {"window_left": 1024, "first_tokens": 4, "sinks": True},
     "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
+    "backward_split_bf16_d64_packed_dropout": {"packed": 1, "alibi": True, "dropout": True},
     "backward_split_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
     },
@@ -180,6 +208,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
     "hopper_bf16_latent_small_pages": {"page_size": 16, "latent": True},
     "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
+    "hopper_fp16_latent_page_parts": {"page_size": 64, "latent": True},
     "decode_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,
     },

@@ -1,25 +1,30 @@
 """Hopper's own backward pass as rendered, compared byte by byte with files in tests/golden and read as text.
 
-After a template was changed on purpose: `pytest tests/templates --update-golden`, and read the diff.
+After a template was changed on purpose: `pytest tests/templates --update-golden`, and read `git diff --text`.
 """
 
 from __future__ import annotations
 
 import ast
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from flashtune.kernel import Specialization
 from flashtune.problem import Causal, Dtype
+from tests import golden_files
 from tests.hopper_backward import a_problem, kernel_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "backward"
 MAX_LINE = 130
 GOLDENS = {
-    "hopper_bf16_d128_causal": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)),
-    "hopper_fp16_d64_delay": kernel_of(a_problem(64, dtype=Dtype.FP16), turns=False),
-    "hopper_bf16_d96_v80_plain": kernel_of(
+    "hopper_bf16_d128_causal": partial(
+        kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
+    ),
+    "hopper_fp16_d64_delay": partial(kernel_of, a_problem(64, dtype=Dtype.FP16), turns=False),
+    "hopper_bf16_d96_v80_plain": partial(
+        kernel_of,
         a_problem(96, 80),
         init=False,
         eager=True,
@@ -29,35 +34,36 @@ GOLDENS = {
         turns=False,
         num_stages=3,
     ),
-    "hopper_bf16_d96_v80": kernel_of(a_problem(96, 80), Specialization(lse=True)),
-    "hopper_fp16_d64_turns": kernel_of(a_problem(64, dtype=Dtype.FP16)),
-    "hopper_bf16_d128_dropout": kernel_of(
+    "hopper_bf16_d96_v80": partial(kernel_of, a_problem(96, 80), Specialization(lse=True)),
+    "hopper_fp16_d64_turns": partial(kernel_of, a_problem(64, dtype=Dtype.FP16)),
+    "hopper_bf16_d128_dropout": partial(
+        kernel_of,
         a_problem(causal=Causal.BOTTOM_RIGHT, dropout=True), Specialization(lse=True)
     ),
-    "hopper_bf16_d256_causal": kernel_of(
+    "hopper_bf16_d256_causal": partial(
+        kernel_of,
         a_problem(256, causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
     ),
-    "hopper_bf16_d128_ordered": kernel_of(a_problem(causal=Causal.BOTTOM_RIGHT, deterministic=True)),
-    "hopper_fp16_d256_ordered": kernel_of(a_problem(256, dtype=Dtype.FP16, deterministic=True)),
-    "hopper_fp16_d192_plain": kernel_of(a_problem(192, dtype=Dtype.FP16), init=False),
+    "hopper_bf16_d128_ordered": partial(kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, deterministic=True)),
+    "hopper_bf16_d128_ordered_dropout": partial(
+        kernel_of,
+        a_problem(causal=Causal.BOTTOM_RIGHT, dropout=True, deterministic=True),
+        product_first=False,
+        delay=False,
+        turns=False,
+    ),
+    "hopper_fp16_d256_ordered": partial(kernel_of, a_problem(256, dtype=Dtype.FP16, deterministic=True)),
+    "hopper_fp16_d192_plain": partial(kernel_of, a_problem(192, dtype=Dtype.FP16), init=False),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOLDENS)
-def test_rendered_as_before(name: str, updates_golden: bool) -> None:
-    path, source = GOLDEN / f"{name}.py", GOLDENS[name].source
-    if updates_golden:
-        path.write_text(source, encoding="utf-8")
-    assert source == path.read_text(encoding="utf-8"), "if meant: pytest tests/templates --update-golden"
-
-
-def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("hopper_*.py")} == set(GOLDENS)
+def test_rendered_as_before(updates_golden: bool) -> None:
+    golden_files.check(GOLDEN, {name: golden().source for name, golden in GOLDENS.items()}, updates_golden)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_person_can_read_it(name: str) -> None:
-    kernel = GOLDENS[name]
+    kernel = GOLDENS[name]()
     lines = kernel.source.split("\n")
     assert [line for line in lines if line != line.rstrip() or len(line) > MAX_LINE] == []
     assert "\n\n\n\n" not in kernel.source

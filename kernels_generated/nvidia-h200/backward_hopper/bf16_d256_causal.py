@@ -1,0 +1,586 @@
+# A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
+# `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
+#   nvidia-h200  backward_bf16_d256_h8x8_b2_q8192_k8192_bottom_right  2.8806 ms measured
+
+"""Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
+
+Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init True, rotate False
+Assumes      addresses and strides that are multiples of 16 bytes
+Template     backward_hopper ea495c743d8a
+
+Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
+et al., 2024). With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). Tiles have 256 columns, and the registers of a group
+hold dk or dv of 64 keys, not both. So a program has 64 keys of one KV head, walks the queries of its heads,
+and its groups divide the products:
+  group 0    S^T = k q^T       P^T = exp(S^T - lse)           dv += P^T dout     left half of dq += dS k
+  group 1    dP^T = v dout^T   dS^T = P^T * (dP^T - delta)    dk += dS^T q       right half of dq += dS k
+P^T and dS^T are left operands, from registers; P^T passes through shared memory to group 1, and dS^T to both groups,
+which find it there a step later. Halves of dq are added to sums in float32 straight from registers. The order of these
+additions decides the last bits of dq: runs may differ.
+
+Sub-notation
+  workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
+                                    row -delta, float32 [batch * heads * 2, queries in whole blocks]
+  workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
+                                    the registers that hold it: see `finish`
+  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
+  *_tiles                           a ring of tiles in shared memory
+  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
+  *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
+  d*                                the gradient of *; do that of the output, ds that of the scores
+Tunables
+  BLOCK_M                           queries of a block
+  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of P^T and dS^T in flight
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.9 renamed the copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+BLOCK_M = gl.constexpr(64)
+# Keys of a group.
+ROWS = gl.constexpr(64)
+# Columns of a tile, beyond the head dims zeros.
+WIDTH = gl.constexpr(256)
+Q_STAGES = gl.constexpr(2)
+DO_STAGES = gl.constexpr(2)
+DS_STAGES = gl.constexpr(2)
+# Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
+QUERY_BYTES = gl.constexpr(33024)
+KEY_BYTES = gl.constexpr(32768)
+# Bytes of a block of sums, and of a group's half.
+SUM_BYTES = gl.constexpr(65536)
+HALF_BYTES = gl.constexpr(32768)
+LOG2_E = gl.constexpr(1.4426950408889634)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+def write_addition(count):
+    """PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
+
+    Operands: a register for every four that are added, which is set to zero, since it must yield something;
+    then those that are added; then `count` times the address where the tile begins.
+    """
+    quads = count // 4
+    lines = ["{ .reg .b32 thread; .reg .b64 place; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"]
+    lines.append(f"mul.wide.u32 place, thread, 16; add.s64 place, place, ${quads + count};")
+    for quad in range(quads):
+        values = ", ".join(f"${quads + 4 * quad + index}" for index in range(4))
+        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [place + {2048 * quad}], {{{values}}};")
+    lines += [f"mov.b32 ${quad}, 0;" for quad in range(quads)]
+    return " ".join([*lines, "}"])
+
+
+# Registers of a thread in half a block of dq.
+SUMS = gl.constexpr(64)
+ADDITION = gl.constexpr(write_addition(64))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
+
+
+@gluon.jit
+def next_slot(stage, phase, STAGES: gl.constexpr):
+    """The slot of a ring after this one; each time around, the parity of its barriers flips."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def hidden(value):
+    """A number that the compiler takes for a new one each time, so that it keeps nothing that follows from it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
+
+
+@gluon.jit
+def fresh_zeros():
+    """Zeros that the compiler cannot tell for constants: they are made here, and not beside a product in flight."""
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, KEY_GRADS)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
+
+
+@gluon.jit
+def add_sums(address, values):
+    """Adds half a block of dq to the sums, in the order of the registers."""
+    gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
+
+
+@gluon.jit
+def spread(row):
+    """What a product begins with: the same row, [1, BLOCK_M], for every key."""
+    values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
+    # Each register is written here: copies made later would stand between products, which ptxas would then serialise.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
+
+
+@gluon.jit
+def locate(blocks, kv_heads):
+    """This program's block of keys, batch and KV head. Neighbours share a head, longest first."""
+    block = gl.program_id(0) % blocks
+    head = gl.program_id(0) // blocks
+    return block, head // kv_heads, head % kv_heads
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
+    delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads, group_size, seqlen_q,
+    diagonal,
+):
+    """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
+    block, batch, kv_head = locate(blocks, kv_heads)
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * ROWS - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = start
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    head = kv_head * group_size
+    q_stage, q_phase = 0, 1
+    do_stage, do_phase = 0, 1
+    for step in range(steps):
+        row = m_block * BLOCK_M
+        stat = (batch * kv_heads * group_size + head) * 2
+        if step == 0:
+            mbarrier.expect(kv_full.index(0), KEY_BYTES)
+            copy_in(k_desc, [batch, kv_head, block * ROWS, 0], kv_full.index(0), k_tiles.index(0))
+        mbarrier.wait(q_empty.index(q_stage), q_phase)
+        mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
+        copy_in(q_desc, [batch, head, row, 0], q_full.index(q_stage), q_tiles.index(q_stage))
+        copy_in(stats_desc, [stat, row], q_full.index(q_stage), lse_tiles.index(q_stage))
+        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
+        if step == 0:
+            mbarrier.expect(kv_full.index(1), KEY_BYTES)
+            copy_in(v_desc, [batch, kv_head, block * ROWS, 0], kv_full.index(1), v_tiles.index(0))
+        mbarrier.wait(do_empty.index(do_stage), do_phase)
+        mbarrier.expect(do_full.index(do_stage), QUERY_BYTES)
+        copy_in(do_desc, [batch, head, row, 0], do_full.index(do_stage), do_tiles.index(do_stage))
+        copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
+        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        m_block += 1
+        wraps = m_block == end
+        m_block = gl.where(wraps, start, m_block)
+        head = gl.where(wraps, head + 1, head)
+
+
+@gluon.jit
+def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
+    """This group's half of dq, [BLOCK_M, 128 columns]."""
+    mbarrier.wait(ds_full.index(ds_stage), ds_phase)
+    k_half = k_tiles.index(hidden(0)).reshape([ROWS, WIDTH]).slice(GROUP * 128, 128, 1)
+    sums = gl.zeros([BLOCK_M, 128], gl.float32, QUERY_GRADS)
+    return warpgroup_mma(ds_tiles.index(ds_stage).permute((1, 0)), k_half, sums, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def consume(
+    GROUP: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full, p_empty,
+    done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale,
+    blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+):
+    """Group 0 makes weights and keeps dv, group 1 makes gradients of scores and keeps dk; each adds half of dq."""
+    block, batch, kv_head = locate(blocks, kv_heads)
+    first_key = block * ROWS
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * ROWS - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = start
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    scale_log2 = scale * LOG2_E
+    # dv of group 0, dk of group 1.
+    grads = fresh_zeros()
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
+    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
+    open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
+
+    q_stage, q_phase = 0, 0
+    do_stage, do_phase = 0, 0
+    p_stage, p_phase = 0, 0
+    half = sums.to(gl.int64, bitcast=True) + GROUP * HALF_BYTES
+    # The block of sums, in 32 bits, for registers are few.
+    place = (batch * kv_heads + kv_head) * group_size * end + m_block
+    # Of the step before the first there is nothing to add: zeros.
+    if GROUP == 1:
+        ds_tiles.index(0).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(0))
+    # A value of its own: Triton takes a name for constant in a loop that is given there what it was given before it.
+    last_place = place + 0
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(1), 0)
+    for step in range(steps):
+        q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
+        do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
+        # Gradients of scores are a slot ahead of weights, for zeros came first: in the weights' slot are the late ones.
+        ds_stage, ds_phase = next_slot(p_stage, p_phase, DS_STAGES)
+        if GROUP == 0:
+            mbarrier.wait(q_full.index(q_stage), q_phase)
+            key_tile = k_tiles.index(hidden(0)).reshape([ROWS, WIDTH])
+            query_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
+            first = spread(lse_tiles.index(q_stage))
+            scores = warpgroup_mma(key_tile, query_tile.permute((1, 0)), first, is_async=True)
+            mbarrier.wait(do_full.index(do_stage), do_phase)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(q_empty.index(q_stage))
+            weights = gl.exp2(scores * scale_log2)
+            if m_block < open_from:
+                # A query sees the keys up to its own place.
+                limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
+                weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
+            low_weights = weights.to(gl.bfloat16)
+            grads = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, grads, is_async=True)
+            mbarrier.wait(p_empty.index(p_stage), p_phase ^ 1)
+            p_tiles.index(p_stage).store(low_weights)
+            mbarrier.arrive(p_full.index(p_stage))
+        else:
+            mbarrier.wait(do_full.index(do_stage), do_phase)
+            key_tile = v_tiles.index(hidden(0)).reshape([ROWS, WIDTH])
+            query_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
+            first = spread(delta_tiles.index(do_stage))
+            dp = warpgroup_mma(key_tile, query_tile.permute((1, 0)), first, is_async=True)
+            mbarrier.wait(q_full.index(q_stage), q_phase)
+            mbarrier.wait(p_full.index(p_stage), p_phase)
+            weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)
+            mbarrier.arrive(p_empty.index(p_stage))
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            mbarrier.arrive(do_empty.index(do_stage))
+            ds = (weights * dp).to(gl.bfloat16)
+            grads = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, grads, is_async=True)
+            mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
+            ds_tiles.index(ds_stage).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(ds_stage))
+        # Of the step before: both groups find it there.
+        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, p_stage, p_phase)
+        grads = warpgroup_mma_wait(1, deps=[grads])
+        if GROUP == 0:
+            mbarrier.arrive(do_empty.index(do_stage))
+        else:
+            mbarrier.arrive(q_empty.index(q_stage))
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(ds_empty.index(p_stage))
+        add_sums(half + last_place.to(gl.int64) * SUM_BYTES, dq)
+        last_place = place
+        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
+        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        p_stage, p_phase = ds_stage, ds_phase
+        m_block += 1
+        place += 1
+        wraps = m_block == end
+        m_block = gl.where(wraps, start, m_block)
+        place = gl.where(wraps, place + start, place)
+    dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, p_stage, p_phase)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_sums(half + last_place.to(gl.int64) * SUM_BYTES, dq)
+
+    # When both groups are done with k and v, gradients leave through their room.
+    mbarrier.arrive(done.index(0))
+    mbarrier.wait(done.index(0), 0)
+    if GROUP == 0:
+        v_tiles.index(0).reshape([ROWS, WIDTH]).store(grads.to(gl.bfloat16))
+        fence_async_shared()
+        copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(0))
+    else:
+        k_tiles.index(0).reshape([ROWS, WIDTH]).store((grads * scale).to(gl.bfloat16))
+        fence_async_shared()
+        copy_out(dk_desc, [batch, kv_head, first_key, 0], k_tiles.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal"])
+def backward_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    stats_desc,
+    dk_desc,
+    dv_desc,
+    workspace_1,
+    scale,
+    blocks,
+    kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+    diagonal,
+):
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, ROWS, WIDTH], TILE)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 1, ROWS, WIDTH], TILE)
+    p_tiles = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, ROWS, BLOCK_M], DS)
+    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, ROWS, BLOCK_M], DS)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_empty.index(slot), count=2)
+    for slot in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(slot), count=1)
+    for slot in gl.static_range(DO_STAGES):
+        mbarrier.init(do_empty.index(slot), count=2)
+    for slot in gl.static_range(2):
+        mbarrier.init(kv_full.index(slot), count=1)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_full.index(slot), count=1)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_empty.index(slot), count=2)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(p_full.index(slot), count=1)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(p_empty.index(slot), count=1)
+    for slot in gl.static_range(1):
+        mbarrier.init(done.index(slot), count=2)
+    fence_async_shared()
+    sums = workspace_1
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    0,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full,
+                    p_empty, done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc,
+                    dv_desc, sums, scale, blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                ),
+            ),
+            (
+                consume,
+                (
+                    1,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, ds_tiles, p_full,
+                    p_empty, done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc,
+                    dv_desc, sums, scale, blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles,
+                    lse_tiles, delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads,
+                    group_size, seqlen_q, diagonal,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@triton.jit
+def prepare(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    scale,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+):
+    # One block of queries: what it is weighed with, and zeros for its sums.
+    tiles = tl.cdiv(seqlen_q, 64)
+    tile = tl.program_id(0) % tiles
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 256)
+    query_exists = queries < seqlen_q
+    exists = query_exists[:, None]
+    out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    dout_at = dout + batch * stride_dob + head * stride_doh + queries.to(tl.int64)[:, None] * stride_dos + columns[None, :]
+    out_tile = tl.load(out_at, mask=exists, other=0.0)
+    dout_tile = tl.load(dout_at, mask=exists, other=0.0)
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
+    # A row that sees nothing, and one that is not there, weigh nothing.
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
+    tl.store(stats, -row_lse / scale)
+    tl.store(stats + tiles * 64, -row_delta)
+    numbers = tl.program_id(0).to(tl.int64) * 16384 + tl.arange(0, 16384)
+    tl.store(workspace_1 + numbers, tl.zeros([16384], tl.float32))
+
+
+@triton.jit
+def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
+    # One block of sums becomes as many rows of dq.
+    tiles = tl.cdiv(seqlen_q, 64)
+    tile = tl.program_id(0) % tiles
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    numbers = tl.program_id(0).to(tl.int64) * 16384 + tl.arange(0, 16384)
+    sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
+    # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
+    sums = sums.reshape([2, 16, 4, 8, 4, 2, 2])
+    # Halves of the columns.
+    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 256])
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 256)
+    exists = (queries < seqlen_q)[:, None]
+    dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
+    tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
+
+
+def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
+    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
+
+    def rows(tensor, count):
+        shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 256], gl.NVMMASharedLayout(128, 16, 4)),)
+
+    stats = TensorDescriptor(
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
+    )
+    return {
+        "q": rows(q, 64),
+        "k": rows(k, 64),
+        "v": rows(v, 64),
+        "dout": rows(dout, 64),
+        "workspace_0": (stats,),
+        "dk": rows(dk, 64),
+        "dv": rows(dv, 64),
+    }
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `prepare`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    blocks = triton.cdiv(seqlen_kv, 64)
+    tiles = triton.cdiv(seqlen_q, 64)
+    workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 16384))
+    # How far behind its own place a query sees keys.
+    diagonal = seqlen_kv - seqlen_q
+    return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
+    """Grid of `finish`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [dq.stride(axis) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    lse            the log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
+
+    Returns dq, dk and dv, like q, k and v.
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("k", k, torch.bfloat16, (batch, kv_heads, seqlen_kv, 256)),
+        ("v", v, torch.bfloat16, (batch, kv_heads, seqlen_kv, 256)),
+        ("out", out, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("dout", dout, torch.bfloat16, (batch, heads, seqlen_q, 256)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse),):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv
+    planned = (q, k, v, out, dout, dq, dk, dv)
+    grid, shapes, integers = launch_plan(*planned)
+    stats, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    prepare[first_grid](out, dout, lse, stats, sums, scale, *first_integers, num_warps=4, num_stages=1)
+    backward_hopper[grid](
+        *(one for parts in descriptors(*planned, stats, sums).values() for one in parts),
+        sums,
+        scale,
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    finish[last_grid](sums, dq, scale, *last_integers, num_warps=4, num_stages=1)
+    return -dq if negative else dq, dk, dv

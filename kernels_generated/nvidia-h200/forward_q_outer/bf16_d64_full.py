@@ -1,0 +1,219 @@
+# A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
+# `attention(q, k, v, scale)` runs it. Selected for:
+#   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_none  4.9759 ms measured
+
+"""Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
+
+Computes     bf16, head dim 64, value head dim 64, causal: none
+Config       block_m 128, block_n 64, 8 warps, 4 stages, pointer loads, qk_ahead False, two_phases True,
+             decomposed False, long_first False, heads_inner True, register cap 128
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     forward_q_outer 4f9ac02ad9d3
+
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
+2018), in base 2, with an unnormalised accumulator that is divided once at the end.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(128)
+BLOCK_N = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_q_outer(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    key_offsets = tl.arange(0, BLOCK_N)
+
+    q_base = q + batch * stride_qb + head * stride_qh
+    k_base = k + batch * stride_kb + kv_head * stride_kh
+    v_base = v + batch * stride_vb + kv_head * stride_vh
+    o_base = out + batch * stride_ob + head * stride_oh
+    columns_64 = tl.arange(0, 64)
+
+    query_exists = queries < seqlen_q
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+    scale_log2 = scale * LOG2_E
+
+    last_key = seqlen_kv
+    open_keys = seqlen_kv
+    open_end = open_keys // BLOCK_N * BLOCK_N
+
+    for start in tl.range(0, open_end, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        shift = new_max
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(v.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(open_end, last_key, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        logits = tl.where((start + key_offsets)[None, :] < seqlen_kv, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(v.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + columns_64[None, :],
+        o_tile,
+        mask=query_exists[:, None],
+    )
+
+
+def launch_plan(q, k, v, out):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+
+
+def attention(q, k, v, scale=None):
+    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+
+    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
+        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 64)),
+        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 64)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = None
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
+    forward_q_outer[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=8,
+        num_stages=4,
+        maxnreg=128,
+    )
+    return out, lse

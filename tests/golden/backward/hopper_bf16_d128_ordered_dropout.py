@@ -1,0 +1,728 @@
+"""Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
+
+Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
+With         dropout
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
+             product_first False, init True, delay False, beside 4
+Assumes      addresses and strides that are multiples of 16 bytes
+Template     backward_hopper ea495c743d8a
+
+Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
+et al., 2024). With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for each group, and walks the queries of
+its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
+memory too: each group makes half of dq, of both groups' dS^T, and adds it to sums in float32 straight from its
+registers. Blocks of keys add to a block of dq one after another, from the first: for each group a warp
+reads a counter in global memory until it is the group's turn, and sets it when the group has added. Queries are
+walked from the last block down, so that all begin where all have something to add, and turns come as programs go.
+
+Where a share of the weights is dropped, P of those that stay is divided by 1 - dropout for dv and where dP is taken:
+dS = P * (dP' - delta), dP' of what falls zero. Rows of workspace_0 are made for weights that are all divided: their
+log-sum-exps are larger by log(1 - dropout), their deltas multiplied by 1 - dropout.
+
+Sub-notation
+  workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
+                                    row -delta, float32 [batch * heads * 4, queries in whole blocks]; then
+                                    two rows of words of random state
+  workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
+                                    the registers that hold it: see `finish`
+  workspace_2                       of each of these blocks, how many blocks of keys have added to each half,
+                                    int32 [batch * heads, blocks, 2]
+  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
+  *_tiles                           a ring of tiles in shared memory
+  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
+  turn, added                       barriers of each group: it may add to a block of dq, it has added
+  *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
+  d*                                the gradient of *; do that of the output, ds that of the scores
+Tunables
+  BLOCK_M                           queries of a block
+  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of each group's dS^T in flight
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.9 renamed the copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+BLOCK_M = gl.constexpr(64)
+# Keys of a group.
+ROWS = gl.constexpr(64)
+# Columns of a tile, beyond the head dims zeros.
+WIDTH = gl.constexpr(128)
+Q_STAGES = gl.constexpr(2)
+DO_STAGES = gl.constexpr(2)
+DS_STAGES = gl.constexpr(2)
+# Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
+QUERY_BYTES = gl.constexpr(16640)
+# And of one of dout, with three such rows.
+DOUT_BYTES = gl.constexpr(17152)
+KEY_BYTES = gl.constexpr(16384)
+# Bytes of a block of sums, and of a group's half.
+SUM_BYTES = gl.constexpr(32768)
+HALF_BYTES = gl.constexpr(16384)
+LOG2_E = gl.constexpr(1.4426950408889634)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+def write_addition(count):
+    """PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
+
+    Operands: a register for every four that are added, which is set to zero, since it must yield something;
+    then those that are added; then `count` times the address where the tile begins.
+    """
+    quads = count // 4
+    lines = ["{ .reg .b32 thread; .reg .b64 place; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"]
+    lines.append(f"mul.wide.u32 place, thread, 16; add.s64 place, place, ${quads + count};")
+    for quad in range(quads):
+        values = ", ".join(f"${quads + 4 * quad + index}" for index in range(4))
+        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [place + {2048 * quad}], {{{values}}};")
+    lines += [f"mov.b32 ${quad}, 0;" for quad in range(quads)]
+    return " ".join([*lines, "}"])
+
+
+# Registers of a thread in half a block of dq.
+SUMS = gl.constexpr(32)
+ADDITION = gl.constexpr(write_addition(32))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+
+
+@gluon.jit
+def next_slot(stage, phase, STAGES: gl.constexpr):
+    """The slot of a ring after this one; each time around, the parity of its barriers flips."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def hidden(value):
+    """A number that the compiler takes for a new one each time, so that it keeps nothing that follows from it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
+
+
+@gluon.jit
+def fresh_zeros():
+    """Zeros that the compiler cannot tell for constants: they are made here, and not beside a product in flight."""
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, KEY_GRADS)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
+
+
+@gluon.jit
+def add_sums(address, values):
+    """Adds half a block of dq to the sums, in the order of the registers."""
+    gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
+
+
+@gluon.jit
+def drop(weights, word, steps, row_second, fallen_words):
+    """Weights, with a minus where they fall.
+
+    Words of random state are `word + steps`. It is written as PTX, so that a weight's steps stand beside one another:
+    done one by one for the whole tile, they take more registers than there are.
+    """
+    asm: gl.constexpr = (
+        "{ .reg .b32 word, low, high; .reg .b64 product; .reg .pred stays; add.u32 word, $2, $3;"
+        "mul.wide.u32 product, word, 0xED5AD4BB; mov.b64 {low, high}, product;"
+        "xor.b32 low, low, high; xor.b32 low, low, $4; mul.lo.u32 low, low, 0xAC4C1B51;"
+        "setp.ge.u32 stays, low, $5; { .reg .f32 fallen; neg.f32 fallen, $1; selp.f32 $0, $1, fallen, stays; } }"
+    )
+    operands: gl.constexpr = "=f,f,r,r,r,r"
+    return gl.inline_asm_elementwise(asm, operands, [weights, word, steps, row_second, fallen_words], gl.float32, True, 1)
+
+
+@gluon.jit
+def spread(row):
+    """What a product begins with: the same row, [1, BLOCK_M], for every key."""
+    values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
+    # Each register is written here: copies made later would stand between products, which ptxas would then serialise.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
+
+
+@gluon.jit
+def locate(blocks, kv_heads, beside):
+    """This program's block of keys, batch and KV head. `beside` heads take turns, so that each head's programs start apart."""
+    heads = gl.num_programs(0) // blocks
+    first = gl.program_id(0) // (beside * blocks) * beside
+    number = gl.program_id(0) - first * blocks
+    together = gl.minimum(beside, heads - first)
+    # A head's earlier blocks of keys, for which this one waits, are of programs with lower numbers: they run, or have run.
+    block = number // together
+    head = first + number % together
+    return block, head // kv_heads, head % kv_heads
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
+    delta_tiles, first_tiles, second_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks,
+    kv_heads, group_size, seqlen_q, beside, diagonal,
+):
+    """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = end - 1
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    head = kv_head * group_size
+    q_stage, q_phase = 0, 1
+    do_stage, do_phase = 0, 1
+    for step in range(steps):
+        row = m_block * BLOCK_M
+        stat = (batch * kv_heads * group_size + head) * 4
+        if step == 0:
+            for group in gl.static_range(2):
+                mbarrier.expect(kv_full.index(2 * group), KEY_BYTES)
+                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
+                copy_in(k_desc, place, kv_full.index(2 * group), k_tiles.index(group))
+        mbarrier.wait(q_empty.index(q_stage), q_phase)
+        mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
+        copy_in(q_desc, [batch, head, row, 0], q_full.index(q_stage), q_tiles.index(q_stage))
+        copy_in(stats_desc, [stat, row], q_full.index(q_stage), lse_tiles.index(q_stage))
+        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
+        if step == 0:
+            for group in gl.static_range(2):
+                mbarrier.expect(kv_full.index(2 * group + 1), KEY_BYTES)
+                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
+                copy_in(v_desc, place, kv_full.index(2 * group + 1), v_tiles.index(group))
+        mbarrier.wait(do_empty.index(do_stage), do_phase)
+        mbarrier.expect(do_full.index(do_stage), DOUT_BYTES)
+        copy_in(do_desc, [batch, head, row, 0], do_full.index(do_stage), do_tiles.index(do_stage))
+        copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
+        copy_in(stats_desc, [stat + 2, row], do_full.index(do_stage), first_tiles.index(do_stage))
+        copy_in(stats_desc, [stat + 3, row], do_full.index(do_stage), second_tiles.index(do_stage))
+        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        head = gl.where(wraps, head + 1, head)
+
+
+@gluon.jit
+def await_turn(counter, block):
+    """Returns when the counter at an address has come to `block`; what others added before is added by then."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred waits;
+        again: ld.acquire.gpu.global.u32 $0, [$1];
+        setp.ne.u32 waits, $0, $2;
+        @waits bra again; }""",
+        "=&r,l,r",
+        [counter, block],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def pass_turn(counter, block):
+    """Sets the counter to the next block of keys, after all that this warp knows of has been added."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred first;
+        mov.u32 $0, %laneid;
+        setp.eq.u32 first, $0, 0;
+        @first st.release.gpu.global.u32 [$1], $2; }""",
+        "=&r,l,r",
+        [counter, block + 1],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def keep_order(
+    GROUP: gl.constexpr,
+    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+):
+    """Lets a group add to its half of a block of dq once all earlier blocks of keys have."""
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = end - 1
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    place = (batch * kv_heads + kv_head) * group_size * end + m_block
+    for step in range(steps):
+        counter = counters.to(gl.int64, bitcast=True) + (place.to(gl.int64) * 2 + GROUP) * 4
+        await_turn(counter, block)
+        mbarrier.arrive(turn.index(GROUP))
+        mbarrier.wait(added.index(GROUP), step & 1)
+        pass_turn(counter, block)
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        place += gl.where(wraps, 2 * end - start - 1, -1)
+
+
+@gluon.jit
+def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
+    """This group's half of dq, [BLOCK_M, 64 columns], of both groups' keys."""
+    sums = gl.zeros([64, 64], gl.float32, QUERY_GRADS)
+    for turn in gl.static_range(2):
+        # One's own gradients of scores are there first.
+        source = GROUP if turn == 0 else 1 - GROUP
+        slot = source * DS_STAGES + ds_stage
+        mbarrier.wait(ds_full.index(slot), ds_phase)
+        k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
+        ds_tile = ds_tiles.index(slot)
+        k_half = k_tile.slice(GROUP * 64, 64, 1)
+        sums = warpgroup_mma(ds_tile.permute((1, 0)), k_half, sums, use_acc=turn > 0, is_async=True)
+    return sums
+
+
+@gluon.jit
+def consume(
+    GROUP: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, first_tiles, second_tiles, ds_tiles,
+    q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums,
+    scale, dropout, blocks, kv_heads, group_size, seqlen_q, beside, seqlen_kv, diagonal,
+):
+    """Keeps dk and dv of 64 keys, and adds half of each block of dq."""
+    block, batch, kv_head = locate(blocks, kv_heads, beside)
+    first_key = (block * 2 + GROUP) * ROWS
+    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
+    m_block = end - 1
+    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    steps = gl.maximum((end - start) * group_size, 1)
+    scale_log2 = scale * LOG2_E
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+    dk = fresh_zeros()
+    dv = fresh_zeros()
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    key_steps = ((first_key + keys).to(gl.uint32) * 0x9E3779B9)[:, None]
+    fallen_words = (dropout * 4294967296.0).to(gl.uint32)
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
+    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
+    open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
+
+    q_stage, q_phase = 0, 0
+    do_stage, do_phase = 0, 0
+    ds_stage, ds_phase = 0, 0
+    first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
+    address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES + GROUP * HALF_BYTES
+    mbarrier.wait(kv_full.index(2 * GROUP), 0)
+    # The other group's keys, for dq.
+    mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
+    mbarrier.wait(q_full.index(0), 0)
+    k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+    lse_rows = spread(lse_tiles.index(q_stage))
+    scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
+    mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)
+    for step in range(steps):
+        q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
+        do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
+        mbarrier.wait(do_full.index(do_stage), do_phase)
+        # Products stay asynchronous only where the first wait in the loop leaves none in flight.
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        v_tile = v_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+        dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        weights = gl.exp2(scores * scale_log2)
+        if m_block < open_from:
+            # A query sees the keys up to its own place.
+            limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
+            weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
+        row_first = first_tiles.index(do_stage).load(SCORES).to(gl.uint32, bitcast=True)
+        row_second = second_tiles.index(do_stage).load(SCORES).to(gl.uint32, bitcast=True)
+        weights = drop(weights, row_first, key_steps, row_second, fallen_words)
+        low_weights = gl.maximum(weights, 0.0).to(gl.bfloat16)
+        # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
+        mbarrier.wait(do_full.index(do_stage), do_phase)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        # The score of what is dropped has a gradient all the same.
+        ds = gl.abs(weights) * delta_tiles.index(do_stage).load(SCORES)
+        ds = (gl.maximum(weights, 0.0) * dp + ds).to(gl.bfloat16)
+        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
+        mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
+        ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
+        dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
+        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase)
+        # Both products of dq may still be under way.
+        dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
+        mbarrier.arrive(do_empty.index(do_stage))
+        mbarrier.arrive(q_empty.index(q_stage))
+        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
+        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        # The next block's scores; after the last one of whatever lies there, which nobody reads.
+        mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
+        k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+        lse_rows = spread(lse_tiles.index(q_stage))
+        scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        mbarrier.arrive(ds_empty.index(ds_stage))
+        mbarrier.wait(turn.index(GROUP), (step) & 1)
+        add_sums(address, dq)
+        mbarrier.arrive(added.index(GROUP))
+        ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
+        wraps = m_block == start
+        m_block = gl.where(wraps, end - 1, m_block - 1)
+        address += gl.where(wraps, 2 * end - start - 1, -1).to(gl.int64) * SUM_BYTES
+    scores = warpgroup_mma_wait(0, deps=[scores])
+
+    # This group's v is not needed any more: gradients leave through its room.
+    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
+    fence_async_shared()
+    copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
+    low_dk = (dk * scale).to(gl.bfloat16)
+    tma.store_wait(0)
+    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(low_dk)
+    fence_async_shared()
+    copy_out(dk_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal", "beside"])
+def backward_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    stats_desc,
+    dk_desc,
+    dv_desc,
+    workspace_1,
+    workspace_2,
+    scale,
+    dropout,
+    blocks,
+    kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+    diagonal,
+    beside,
+):
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
+    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * DS_STAGES, ROWS, BLOCK_M], DS)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
+    first_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
+    second_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    added = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_empty.index(slot), count=2)
+    for slot in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(slot), count=1)
+    for slot in gl.static_range(DO_STAGES):
+        mbarrier.init(do_empty.index(slot), count=2)
+    for slot in gl.static_range(4):
+        mbarrier.init(kv_full.index(slot), count=1)
+    for slot in gl.static_range(2 * DS_STAGES):
+        mbarrier.init(ds_full.index(slot), count=1)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_empty.index(slot), count=2)
+    for slot in gl.static_range(2):
+        mbarrier.init(turn.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(added.index(slot), count=1)
+    fence_async_shared()
+    sums = workspace_1
+    counters = workspace_2
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    0,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, first_tiles, second_tiles,
+                    ds_tiles, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, turn, added,
+                    dk_desc, dv_desc, sums, scale, dropout, blocks, kv_heads, group_size, seqlen_q, beside,
+                    seqlen_kv, diagonal,
+                ),
+            ),
+            (
+                consume,
+                (
+                    1,
+                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, first_tiles, second_tiles,
+                    ds_tiles, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, turn, added,
+                    dk_desc, dv_desc, sums, scale, dropout, blocks, kv_heads, group_size, seqlen_q, beside,
+                    seqlen_kv, diagonal,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles,
+                    lse_tiles, delta_tiles, first_tiles, second_tiles, q_full, q_empty, do_full, do_empty,
+                    kv_full, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                ),
+            ),
+            (
+                keep_order,
+                (
+                    0,
+                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                ),
+            ),
+            (
+                keep_order,
+                (
+                    1,
+                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                ),
+            ),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )
+
+
+@triton.jit
+def scrambled(word):
+    """A permutation of 32 bits of which each bit hangs on all: lowbias32 (Wellons, 2018)."""
+    word ^= word >> 16
+    word *= 0x7FEB352D
+    word ^= word >> 15
+    word *= 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def random_rows(seed, head_number, queries):
+    """Two words of random state for each row; rows and heads are counted over all batches."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    head_number = head_number.to(tl.uint32)
+    queries = queries.to(tl.uint32)
+    first = scrambled(scrambled(scrambled(low) ^ high) ^ head_number)
+    second = scrambled(scrambled(scrambled(low ^ 0x9E3779B9) ^ high) ^ head_number)
+    return scrambled(first ^ queries), scrambled(second ^ queries)
+
+
+@triton.jit
+def prepare(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    seed,
+    scale,
+    dropout,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+):
+    # One block of queries: what it is weighed with, and zeros for its sums.
+    tiles = tl.cdiv(seqlen_q, 64)
+    tile = tl.program_id(0) % tiles
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
+    query_exists = queries < seqlen_q
+    exists = query_exists[:, None]
+    out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    dout_at = dout + batch * stride_dob + head * stride_doh + queries.to(tl.int64)[:, None] * stride_dos + columns[None, :]
+    out_tile = tl.load(out_at, mask=exists, other=0.0)
+    dout_tile = tl.load(dout_at, mask=exists, other=0.0)
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
+    # A row that sees nothing, and one that is not there, weigh nothing.
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    # Weights that stay are divided by their share, and so are all of them; deltas are not.
+    row_lse += tl.log(1.0 - dropout)
+    row_delta *= 1.0 - dropout
+    stats = workspace_0 + batch_head * 4 * tiles * 64 + queries
+    tl.store(stats, -row_lse / scale)
+    tl.store(stats + tiles * 64, -row_delta)
+    row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
+    tl.store(stats + 2 * tiles * 64, row_first.to(tl.float32, bitcast=True))
+    tl.store(stats + 3 * tiles * 64, row_second.to(tl.float32, bitcast=True))
+    numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
+    tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
+    # Nobody has added to either half: zeros of any type.
+    tl.store(workspace_2 + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
+
+
+@triton.jit
+def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
+    # One block of sums becomes as many rows of dq.
+    tiles = tl.cdiv(seqlen_q, 64)
+    tile = tl.program_id(0) % tiles
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
+    sums = (tl.load(workspace_1 + numbers) * scale).to(dq.dtype.element_ty)
+    # Halves, eights of columns, warps, rows of a warp, pairs of columns, the same 8 rows below, columns of a pair.
+    sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
+    # Halves of the columns.
+    dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 128])
+    queries = tile * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, 128)
+    exists = (queries < seqlen_q)[:, None]
+    dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
+    tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
+
+
+def descriptors(q, k, v, out, dout, dq, dk, dv, seed, workspace_0, workspace_1, workspace_2):
+    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
+
+    def rows(tensor, count):
+        shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 4)),)
+
+    stats = TensorDescriptor(
+        workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
+    )
+    return {
+        "q": rows(q, 64),
+        "k": rows(k, 64),
+        "v": rows(v, 64),
+        "dout": rows(dout, 64),
+        "workspace_0": (stats,),
+        "dk": rows(dk, 64),
+        "dv": rows(dv, 64),
+    }
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of `prepare`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    blocks = triton.cdiv(seqlen_kv, 128)
+    tiles = triton.cdiv(seqlen_q, 64)
+    workspaces = ((batch * heads * 4, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 2))
+    # How far behind its own place a query sees keys.
+    diagonal = seqlen_kv - seqlen_q
+    # Heads whose programs fill 132 multiprocessors 4 times.
+    beside = triton.cdiv(528, blocks)
+    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal, beside)
+    return (blocks * batch * kv_heads,), workspaces, integers
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, seed):
+    """Grid of `finish`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [dq.stride(axis) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
+    k, v           likewise, of kv_heads and seqlen_kv
+    lse            the log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
+    seed           int64 [1]: the forward pass's
+    dropout        likewise, the share of weights that fell
+
+    Returns dq, dk and dv, like q, k and v.
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 128)),
+        ("k", k, torch.bfloat16, (batch, kv_heads, seqlen_kv, 128)),
+        ("v", v, torch.bfloat16, (batch, kv_heads, seqlen_kv, 128)),
+        ("out", out, torch.bfloat16, (batch, heads, seqlen_q, 128)),
+        ("dout", dout, torch.bfloat16, (batch, heads, seqlen_q, 128)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+        ("seed", seed, torch.int64, (1,)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse),):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv
+    planned = (q, k, v, out, dout, dq, dk, dv, seed)
+    grid, shapes, integers = launch_plan(*planned)
+    stats, sums, counters = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    prepare[first_grid](out, dout, lse, stats, sums, counters, seed, scale, dropout, *first_integers, num_warps=4, num_stages=1)
+    backward_hopper[grid](
+        *(one for parts in descriptors(*planned, stats, sums, counters).values() for one in parts),
+        sums,
+        counters,
+        scale,
+        dropout,
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    finish[last_grid](sums, dq, scale, *last_integers, num_warps=4, num_stages=1)
+    return -dq if negative else dq, dk, dv

@@ -1,0 +1,623 @@
+"""Attention backward in two passes: one program keeps a block of keys and walks queries, for dk and dv; then
+one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
+
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
+With         ALiBi, packed, dropout
+Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
+             two_phases True, decomposed False, long_first False, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     backward_split 39775b95bcac
+
+The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
+are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
+  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
+where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
+                                    and the gradients dq, dk, dv alike
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_2                       what each key adds to the slopes' gradients, float32 [batch, heads, seqlen_kv]
+  workspace_3                       two random words of each row, float32 [batch, heads, seqlen_q, 2] by its bits
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  d*                                the gradient of *
+  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
+  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(64)
+DQ_BLOCK_M = tl.constexpr(64)
+DQ_BLOCK_N = tl.constexpr(32)
+DELTA_ROWS = tl.constexpr(128)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SEARCHED = tl.constexpr(256)
+
+
+@triton.jit
+def scrambled(word):
+    """A permutation of 32 bits of which each bit hangs on all: lowbias32 (Wellons, 2018)."""
+    word ^= word >> 16
+    word *= 0x7FEB352D
+    word ^= word >> 15
+    word *= 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def random_rows(seed, head_number, queries):
+    """Two words of random state for each row; rows and heads are counted over all batches."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    head_number = head_number.to(tl.uint32)
+    queries = queries.to(tl.uint32)
+    first = scrambled(scrambled(scrambled(low) ^ high) ^ head_number)
+    second = scrambled(scrambled(scrambled(low ^ 0x9E3779B9) ^ high) ^ head_number)
+    return scrambled(first ^ queries), scrambled(second ^ queries)
+
+
+@triton.jit
+def stays(row_first, row_second, keys, dropout):
+    """Whether weights stay: all arguments but the last are broadcast to the shape of the weights."""
+    word = row_first + keys.to(tl.uint32) * 0x9E3779B9
+    product = word.to(tl.uint64) * 0xED5AD4BB
+    word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
+    fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
+    return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def delta(
+    out,
+    dout,
+    lse,
+    workspace_0,
+    workspace_1,
+    workspace_3,
+    dslopes,
+    seed,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    heads,
+    seqlen_q,
+    slope_count,
+):
+    if tl.program_id(0) == 0:
+        # A sequence without queries adds nothing to its slopes' gradients, and no program to write that.
+        for start in tl.range(0, slope_count, DELTA_ROWS):
+            numbers = start + tl.arange(0, DELTA_ROWS)
+            tl.store(dslopes + numbers, tl.zeros([DELTA_ROWS], tl.float32), mask=numbers < slope_count)
+    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    queries = tile * DELTA_ROWS + tl.arange(0, DELTA_ROWS)
+    query_exists = queries < seqlen_q
+    columns_64 = tl.arange(0, 64)
+    out_base = out + batch * stride_ob + head * stride_oh
+    dout_base = dout + batch * stride_dob + head * stride_doh
+    # [DELTA_ROWS, 64]
+    out_tile = tl.load(
+        out_base + queries[:, None] * stride_os + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [DELTA_ROWS, 64]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(workspace_0 + rows, row_delta, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
+    tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
+    tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
+
+
+@triton.jit
+def backward_split(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    dk,
+    dv,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    scale,
+    dropout,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    stride_slopes_b,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+    sequences,
+):
+    # Which block of keys, of which KV head of which sequence.
+    tiles = seqlen_kv // BLOCK_N + sequences
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(0) // tiles
+    slope_stride = seqlen_kv
+    # Sequence b's blocks begin at cu_seqlens_kv[b] // BLOCK_N + b: count the sequences that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_kv + others, mask=others < sequences, other=0) // BLOCK_N + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
+    sequence = begun - 1
+    key_row = tl.load(cu_seqlens_kv + sequence)
+    all_keys = tl.load(cu_seqlens_kv + sequence + 1) - key_row
+    tile -= key_row // BLOCK_N + sequence
+    if tile * BLOCK_N >= all_keys:
+        return
+    all_queries = seqlen_q
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    key_begin = tile * BLOCK_N
+    keys = key_begin + tl.arange(0, BLOCK_N)
+    query_offsets = tl.arange(0, BLOCK_M)
+    columns_64 = tl.arange(0, 64)
+
+    first_key = tl.load(cu_seqlens_kv + sequence)
+    seqlen_kv = tl.load(cu_seqlens_kv + sequence + 1) - first_key
+    k_base = k + first_key.to(tl.int64) * stride_ks + kv_head * stride_kh
+    v_base = v + first_key.to(tl.int64) * stride_vs + kv_head * stride_vh
+    dk_base = dk + key_row.to(tl.int64) * stride_dks + kv_head * stride_dkh
+    dv_base = dv + key_row.to(tl.int64) * stride_dvs + kv_head * stride_dvh
+    key_exists = keys < seqlen_kv
+    # [BLOCK_N, 64]
+    k_tile = tl.load(
+        k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dk_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    # [BLOCK_N, 64]
+    v_tile = tl.load(
+        v_base + keys[:, None] * stride_vs + columns_64[None, :],
+        mask=key_exists[:, None],
+        other=0.0,
+    )
+    dv_sum = tl.zeros([BLOCK_N, 64], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    scale_log2 = scale * LOG2_E
+    key_numbers = keys.to(tl.float32)
+    kept_factor = 1.0 / (1.0 - dropout)
+    # Of a constant the compiler would make a choice among 16-bit numbers, which takes longer.
+    nothing = dropout * 0.0
+    slope_base = key_row
+    slope_sum = tl.zeros([BLOCK_N], tl.float32)
+    # From which query on some, or all, of the keys lie before the end of what is seen.
+    band_begin = tl.maximum(key_begin - diagonal, 0)
+    band_stop = seqlen_q
+    band_begin = band_begin // BLOCK_M * BLOCK_M
+    # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
+    band_blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M)
+    if band_blocks == 0:
+        for member in tl.range(0, group_size):
+            head = kv_head * group_size + member
+            slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
+            tl.store(slope_at, slope_sum, mask=key_exists)
+    for index in tl.range(0, group_size * band_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(band_blocks, 1)
+        block = index - member * band_blocks
+        start = band_begin + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+        dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
+        row_base = head.to(tl.int64) * all_queries + first_row
+        slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+        queries = start + query_offsets
+        query_exists = queries < seqlen_q
+        places = queries + diagonal
+        row_end = tl.minimum(places + 1, seqlen_kv)
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        words_at = workspace_3 + (row_base + queries) * 2
+        row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+        row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+        place_numbers = places.to(tl.float32)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        logits = tl.dot(k_tile, q_tile.T)
+        logits *= scale_log2
+        distance = place_numbers[None, :] - key_numbers[:, None]
+        logits -= slope_log2 * distance
+        weights = tl.exp2(logits - row_lse[None, :])
+        seen = keys[:, None] < row_end[None, :]
+        weights = tl.where(seen, weights, 0.0)
+        staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
+        kept_weights = tl.where(staying, weights, nothing)
+        low_weights = kept_weights.to(q.dtype.element_ty)
+        # [BLOCK_M, 64]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dweights = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+        # The score of what is dropped has a gradient all the same.
+        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
+        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(dscores * distance, 1)
+        slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
+        tl.store(slope_at, slope_sum, mask=key_exists)
+        low_scores = dscores.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+
+    dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(
+        dk_base + keys[:, None] * stride_dks + columns_64[None, :],
+        dk_tile,
+        mask=key_exists[:, None],
+    )
+    dv_tile = (dv_sum * kept_factor).to(dv.dtype.element_ty)
+    tl.store(
+        dv_base + keys[:, None] * stride_dvs + columns_64[None, :],
+        dv_tile,
+        mask=key_exists[:, None],
+    )
+
+
+@triton.jit
+def gradient_of_queries(
+    q,
+    k,
+    v,
+    dout,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    dq,
+    dslopes,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    scale,
+    dropout,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    stride_slopes_b,
+    heads,
+    group_size,
+    seqlen_q,
+    seqlen_kv,
+    sequences,
+):
+    BLOCK_M: tl.constexpr = DQ_BLOCK_M
+    BLOCK_N: tl.constexpr = DQ_BLOCK_N
+    # Which tile of queries, of which head of which sequence.
+    all_queries = seqlen_q
+    tiles = seqlen_q // BLOCK_M + sequences
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    slope_stride = seqlen_kv
+    # Sequence b's tiles begin at cu_seqlens_q[b] // BLOCK_M + b: count the sequences that begin by ours.
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if begun == 0:
+        return
+    sequence = begun - 1
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    tile -= first_row // BLOCK_M + sequence
+    if tile * BLOCK_M >= seqlen_q:
+        return
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_64 = tl.arange(0, 64)
+
+    q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+    dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
+    dq_base = dq + first_row.to(tl.int64) * stride_dqs + head * stride_dqh
+    row_base = head.to(tl.int64) * all_queries + first_row
+    first_key = tl.load(cu_seqlens_kv + sequence)
+    seqlen_kv = tl.load(cu_seqlens_kv + sequence + 1) - first_key
+    k_base = k + first_key.to(tl.int64) * stride_ks + kv_head * stride_kh
+    v_base = v + first_key.to(tl.int64) * stride_vs + kv_head * stride_vh
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [BLOCK_M, 64]
+    dout_tile = tl.load(
+        dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+    words_at = workspace_3 + (row_base + queries) * 2
+    row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+    row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+    row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
+    dq_sum = tl.zeros([BLOCK_M, 64], tl.float32)
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = first_query + diagonal
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(places + 1, seqlen_kv)
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_end = tl.minimum(first_place + 1, seqlen_kv)
+    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    band_stop = last_end
+    # Blocks that every query of the tile sees whole.
+    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    scale_log2 = scale * LOG2_E
+    slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
+    place_numbers = places.to(tl.float32)
+    key_numbers = key_offsets.to(tl.float32)
+    kept_factor = 1.0 / (1.0 - dropout)
+
+    for start in tl.range(0, open_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= scale_log2
+        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
+        logits -= slope_log2 * distance
+        weights = tl.exp2(logits - row_lse[:, None])
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+        )
+        dweights = tl.dot(dout_tile, v_tile.T)
+        staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
+        dweights = tl.where(staying, dweights, 0.0) * kept_factor
+        dscores = weights * (dweights - row_delta[:, None])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+    for start in tl.range(open_stop, band_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        logits *= scale_log2
+        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
+        logits -= slope_log2 * distance
+        weights = tl.exp2(logits - row_lse[:, None])
+        seen = keys[None, :] < row_end[:, None]
+        weights = tl.where(seen, weights, 0.0)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        dweights = tl.dot(dout_tile, v_tile.T)
+        staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
+        dweights = tl.where(staying, dweights, 0.0) * kept_factor
+        dscores = weights * (dweights - row_delta[:, None])
+        low_scores = dscores.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+
+    if tile == 0:
+        # What the keys of the sequence add to the gradient of the head's slope.
+        slope_at = workspace_2 + head.to(tl.int64) * slope_stride + first_key
+        slope_sums = tl.zeros([BLOCK_N], tl.float32)
+        for start in tl.range(0, seqlen_kv, BLOCK_N):
+            slope_sums += tl.load(slope_at + start + key_offsets, mask=start + key_offsets < seqlen_kv, other=0.0)
+        tl.store(dslopes + sequence * heads + head, tl.sum(slope_sums))
+    dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
+    tl.store(
+        dq_base + queries[:, None] * stride_dqs + columns_64[None, :],
+        dq_tile,
+        mask=query_exists[:, None],
+    )
+
+
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv, seed):
+    """Grid of `delta`, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
+    return (triton.cdiv(seqlen_q, 128) * heads * batch,), (*strides, heads, seqlen_q, slopes.numel())
+
+
+def launch_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv, seed):
+    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    # Room for the blocks of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_kv.shape[0] - 1
+    grid = ((seqlen_kv // 64 + sequences) * kv_heads,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+    ]
+    rows = (batch, heads, seqlen_q)
+    workspaces = (rows, rows, (batch, heads, seqlen_kv), (*rows, 2))
+    return grid, workspaces, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv, sequences)
+
+
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, slopes, cu_seqlens_q, cu_seqlens_kv, seed):
+    """Grid of `gradient_of_queries`, and its integers."""
+    _, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    sequences = cu_seqlens_q.shape[0] - 1
+    grid = ((seqlen_q // 64 + sequences) * heads,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dq) for axis in (0, 1, 2)]
+    strides += [
+        slopes.stride(0),
+    ]
+    return grid, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv, sequences)
+
+
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlens_q, cu_seqlens_kv, seed, dropout):
+    """Gradients of attention, from what the forward pass was given and gave.
+
+    q, out, dout   [1, heads, all queries, head dim]; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    k, v           [1, kv_heads, all keys, head dim], of sequences as cu_seqlens_kv says
+    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
+    slopes         float32 [sequences, heads]
+    seed           int64 [1]: the forward pass's
+    dropout        likewise, the share of weights that fell
+
+    Returns dq, dk and dv, like q, k and v, and dslopes.
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    _, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
+        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 64)),
+        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 64)),
+        ("out", out, dtype, (batch, heads, seqlen_q, 64)),
+        ("dout", dout, dtype, (batch, heads, seqlen_q, 64)),
+        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+        ("slopes", slopes, torch.float32, (sequences, heads)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (sequences + 1,)),
+        ("seed", seed, torch.int64, (1,)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("lse", lse),):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    negative = scale < 0
+    if negative:
+        q, scale = -q, -scale
+    scale = max(scale, 1e-30)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dslopes = torch.zeros(slopes.shape, dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq, dk, dv, dslopes
+    side = (slopes, cu_seqlens_q, cu_seqlens_kv, seed)
+    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    grid, shapes, integers = launch_plan(*planned)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    first_grid, first_integers = prologue_plan(*planned)
+    last_grid, last_integers = epilogue_plan(*planned)
+    delta[first_grid](
+        *(out, dout, lse, *workspaces[:2], workspaces[-1], dslopes, seed),
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    backward_split[grid](
+        *(q, k, v, dout, *workspaces, dk, dv),
+        *side[:-1],
+        scale,
+        dropout,
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    gradient_of_queries[last_grid](
+        *(q, k, v, dout, *workspaces, dq, dslopes),
+        *side[:-1],
+        scale,
+        dropout,
+        *last_integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    return -dq if negative else dq, dk, dv, dslopes

@@ -1,0 +1,244 @@
+"""Attention of few queries over many keys: keys are split among programs, and what these found is combined.
+
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
+             and window 1024:-1, sinks, pages of 16
+Config       block_m 16, block_n 128, 4 warps, 5 stages, 1 splits, decomposed False, early_combine False
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     decode_split_kv 1df9a709616a
+
+The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
+r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
+combined by their log-sum-exps, as flash-decoding does (Dao et al., 2023), always in the same order.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+                                    (of pages: between pages, heads and keys of a page)
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  slots                             where the keys of a block lie; behind the last key its place is named again
+Tunables
+  BLOCK_M, BLOCK_N                  rows and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(16)
+BLOCK_N = tl.constexpr(128)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+WINDOW_LEFT = tl.constexpr(1024)
+PAGE_SIZE = tl.constexpr(16)
+
+
+@triton.jit
+def decode_split_kv(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sinks,
+    seqlens_kv,
+    block_table,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_table,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
+    # programs that read the same keys run together.
+    tiles = tl.cdiv(seqlen_q * group_size, BLOCK_M)
+    kv_heads = heads // group_size
+    tile = tl.program_id(0) % tiles
+    sequence_head = tl.program_id(0) // tiles
+    kv_head = sequence_head % kv_heads
+    sequence = sequence_head // kv_heads
+    row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_exists = row_offsets < seqlen_q * group_size
+    # Rows behind the last are the last once more, so that queries are loaded without a mask too.
+    row_offsets = tl.minimum(row_offsets, seqlen_q * group_size - 1)
+    queries = row_offsets // group_size
+    head = kv_head * group_size + row_offsets % group_size
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_64 = tl.arange(0, 64)
+
+    k_base = k + kv_head * stride_kh
+    v_base = v + kv_head * stride_vh
+    pages = block_table + sequence.to(tl.int64) * stride_table
+    # A length beyond the tensors counts as their end.
+    seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
+    q_rows = q + sequence * stride_qb + head * stride_qh + queries * stride_qs
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_rows[:, None] + columns_64[None, :],
+    )
+
+    diagonal = seqlen_kv - seqlen_q
+    places = queries + diagonal
+    first_place = tile * BLOCK_M // group_size + diagonal
+    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(places + 1, seqlen_kv)
+    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    # What the first and the last query of the tile see: bounds grow from one query to the next.
+    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    band_stop = last_end
+    band_begin = first_start // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N)
+
+    scale_log2 = scale * LOG2_E
+    sink_log2 = tl.load(sinks + head) * LOG2_E
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+
+    # Page numbers are loaded one block ahead: copies of keys do not wait for them.
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + band_begin, seqlen_kv - 1), 0) // PAGE_SIZE)
+    for start in tl.range(band_begin, band_begin + blocks * BLOCK_N, BLOCK_N):
+        keys = start + key_offsets
+        # No load needs a mask: it costs every one of them more than a key that is read twice.
+        slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
+        k_block = k_base + page.to(tl.int64) * stride_kb
+        v_block = v_base + page.to(tl.int64) * stride_vb
+        next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (start + BLOCK_N), seqlen_kv - 1), 0) // PAGE_SIZE)
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_block[:, None] + slots[:, None] * stride_ks + columns_64[None, :],
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_block[:, None] + slots[:, None] * stride_vs + columns_64[None, :],
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        page = next_page
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    largest = tl.maximum(running_max, sink_log2)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    kept = tl.exp2(running_max - shift)
+    running_sum = running_sum * kept + tl.exp2(sink_log2 - shift)
+    running_max = largest
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_rows = out + sequence * stride_ob + head * stride_oh + queries * stride_os
+    o_tile = accumulator * kept[:, None] / divisor[:, None]
+    tl.store(
+        o_rows[:, None] + columns_64[None, :],
+        o_tile.to(out.dtype.element_ty),
+        mask=row_exists[:, None],
+    )
+
+
+def launch_plan(q, k, v, out, sinks, seqlens_kv, block_table):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
+    group_size = heads // kv_heads
+    tiles = triton.cdiv(seqlen_q * group_size, 16) * batch
+    grid = (tiles * kv_heads,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [block_table.stride(0)]
+    counts = (heads, group_size, heads * batch, seqlen_q, seqlen_kv)
+    return grid, (), (*strides, *counts)
+
+
+def attention(q, k, v, scale=None, *, sinks, seqlens_kv, block_table):
+    """Attention of q over k and v, each with a contiguous last dimension.
+
+    q is [batch, heads, seqlen_q, head_dim].
+    k and v are [pages, kv_heads, 16, head_dim].
+    Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, _, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
+        ("k", k, dtype, (k.shape[0], kv_heads, 16, 64)),
+        ("v", v, dtype, (k.shape[0], kv_heads, 16, 64)),
+        ("sinks", sinks, torch.float32, (heads,)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if name in ("k", "v"):
+            # Offsets of pages have 64 bits.
+            span -= (tensor.shape[0] - 1) * tensor.stride(0)
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], 64, dtype=q.dtype, device=q.device)
+    lse = None
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.copy_(sinks[:, None].expand_as(lse))
+    tensors = (q, k, v, out, sinks, seqlens_kv, block_table)
+    row_lse = out if lse is None else lse
+    grid, workspace_shapes, integers = launch_plan(*tensors)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
+    decode_split_kv[grid](
+        *tensors[:4],
+        row_lse,
+        *tensors[4:],
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=5,
+    )
+    return out, lse

@@ -1,0 +1,582 @@
+"""Attention of few queries over latent keys (MLA) on Hopper, in Gluon: one warp copies, two groups of four compute.
+
+Computes     fp16, head dim 576, value head dim 512, causal: bottom_right
+Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
+Config       4 queries and 16 heads a tile, 2 stages, 6 parts, late_values False
+Assumes      addresses and strides that are multiples of 16 bytes
+Template     decode_latent_hopper ccb9efa3dd4f
+
+All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
+copied in once, as the left and the right half of the values and the rest, and serves both products.
+The first group makes scores, weights, and the left half of the output; the second takes the weights
+from shared memory and makes the right half.
+
+Sub-notation
+  left, right, rest                 columns of a key: halves of the values, and what only scores need
+  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
+  *_tiles                           a ring of tiles in shared memory
+  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  POSITIONS, HEADS                  queries and heads of a tile
+  STAGES                            blocks of keys in flight
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.9 renamed the copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+ROWS = gl.constexpr(64)
+POSITIONS = gl.constexpr(4)
+HEADS = gl.constexpr(16)
+BLOCK_N = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+# Blocks of weights on their way from one group to the other.
+SLOTS = gl.constexpr(2)
+# Columns of half the values, and of a key behind the values.
+HALF = gl.constexpr(256)
+REST = gl.constexpr(64)
+PAGE = gl.constexpr(64)
+# Of a dimension that no coordinate leaves, and of keys counted backwards: see `descriptors`.
+FAR = gl.constexpr(2**30)
+LOG2_E = gl.constexpr(1.4426950408889634)
+# A maximum may be outgrown by this much, in log2, before the accumulators are rescaled to a new one.
+SLACK = gl.constexpr(8.0)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def next_slot(stage, phase, STAGES: gl.constexpr):
+    """The slot of a ring after this one; each time around, the parity of its barriers flips."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv):
+    """What this program does: a sequence, its first head and query, and blocks of keys [begin, end).
+
+    There is a block even where there is nothing to see: the sequence then counts as empty, and of its
+    keys nothing is read. Tiles are innermost, so that programs that read the same keys run together.
+    """
+    tile = gl.program_id(0) % tiles
+    split = gl.program_id(0) // tiles % splits
+    sequence = gl.program_id(0) // tiles // splits
+    head_tiles = (heads + HEADS - 1) // HEADS
+    head = tile % head_tiles * HEADS
+    position = tile // head_tiles * POSITIONS
+    # A length beyond the tensors counts as their end. A negative count of blocks would never end.
+    seqlen_kv = gl.maximum(gl.minimum(gl.load(seqlens_kv + sequence), seqlen_kv), 0)
+    diagonal = seqlen_kv - seqlen_q
+    last_key = gl.minimum(gl.minimum(position + POSITIONS, seqlen_q) + diagonal, seqlen_kv)
+    blocks = (gl.maximum(last_key, 0) + BLOCK_N - 1) // BLOCK_N
+    begin = split * blocks // splits
+    end = (split + 1) * blocks // splits
+    is_empty = begin == end
+    seqlen_kv = gl.where(is_empty, 0, seqlen_kv)
+    begin = gl.where(is_empty, 0, begin)
+    end = gl.where(is_empty, 1, end)
+    return sequence, head, position, seqlen_kv, diagonal, begin, end, split
+
+
+@gluon.jit
+def declare_growth(GROUP: gl.constexpr):
+    """A register for each thread, which holds whether some row of its warp needs a new maximum."""
+    gl.inline_asm_elementwise(f".reg .b32 growth_{GROUP}; mov.b32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.constexpr_function
+def voting(group):
+    """PTX that notes whether one of a thread's two flags is set in any lane of its warp."""
+    return (
+        "{ .reg .pred any, one; setp.ne.s32 any, $2, 0; setp.ne.s32 one, $3, 0; or.pred any, any, one; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; vote.sync.any.pred any, any, 0xffffffff; "
+        f"selp.b32 growth_{group}, 1, 0, any; }}"
+    )
+
+
+@gluon.jit
+def note_growth(growth, GROUP: gl.constexpr):
+    """Asks all lanes of the warp; a warp has no need to know of the others' rows."""
+    asm: gl.constexpr = voting(GROUP)
+    gl.inline_asm_elementwise(asm, "=r,=r,r,r", [growth], gl.int32, False, 2)
+
+
+@gluon.jit
+def has_grown(GROUP: gl.constexpr):
+    return gl.inline_asm_elementwise(f"mov.b32 $0, growth_{GROUP};", "=r,r", [0], gl.int32, False, 1) != 0
+
+
+@gluon.jit
+def produce(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, q_tiles, q_rest_tile, q_full, left_tiles, right_tiles,
+    rest_tiles, left_full, left_empty, right_full, right_empty, rest_full, rest_empty, block_table,
+    stride_table, tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
+):
+    """Copies queries in, and blocks of keys from the last to the first."""
+    sequence, head, position, seqlen_kv, _, begin, end, _ = locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv)
+    mbarrier.expect(q_full.index(0), 73728)
+    for half in gl.static_range(2):
+        copy_in(q_desc, [sequence, head, position, half * HALF], q_full.index(0), q_tiles.index(half))
+    copy_in(q_rest_desc, [sequence, head, position, 512], q_full.index(0), q_rest_tile.index(0))
+    stage, phase = 0, 1
+    pages = block_table + sequence.to(gl.int64) * stride_table
+    # Page numbers are loaded one block ahead, and none of an empty sequence.
+    page = gl.load(pages + (end - 1) * BLOCK_N // PAGE, mask=seqlen_kv > 0, other=0)
+    for step in range(end - begin):
+        block = end - 1 - step
+        index = page
+        first_row = 0
+        rows = gl.minimum(seqlen_kv - block * BLOCK_N + first_row, PAGE)
+        page = gl.load(pages + gl.maximum(block - 1, 0) * BLOCK_N // PAGE, mask=seqlen_kv > 0, other=0)
+        mbarrier.wait(left_empty.index(stage), phase)
+        mbarrier.expect(left_full.index(stage), 32768)
+        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, 0], left_full.index(stage), left_tiles.index(stage))
+        mbarrier.wait(rest_empty.index(0), (step & 1) ^ 1)
+        mbarrier.expect(rest_full.index(0), 8192)
+        copy_in(k_rest_desc, [FAR, rows, index, FAR - rows + first_row, 512], rest_full.index(0), rest_tiles.index(0))
+        mbarrier.wait(right_empty.index(stage), phase)
+        mbarrier.expect(right_full.index(stage), 32768)
+        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, HALF], right_full.index(stage), right_tiles.index(stage))
+        stage, phase = next_slot(stage, phase, STAGES)
+
+
+@gluon.jit
+def weigh(
+    q_tiles, q_rest_tile, q_full, left_tiles, right_tiles, rest_tiles, left_full, left_empty, right_full,
+    right_empty, rest_full, rest_empty, weight_tiles, factors, weights_full, weights_empty, final_factors,
+    finished, partial_out, partial_lse, all_heads, scale_log2, tiles, heads, seqlen_q, seqlen_kv, splits,
+    seqlens_kv,
+):
+    """The first group: scores and weights of all blocks, and the left half of the output."""
+    sequence, head, position, seqlen_kv, diagonal, begin, end, split = locate(
+        tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv
+    )
+    key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    row_positions = position + gl.arange(0, ROWS, SCORE_ROWS) % POSITIONS
+    # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
+    visible_end = gl.minimum(row_positions + (diagonal + 1), seqlen_kv)
+    open_blocks = gl.maximum(gl.minimum(position + diagonal + 1, seqlen_kv), 0) // BLOCK_N
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    accumulator = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
+    declare_growth(0)
+    k_stage, k_phase, v_stage = 0, 0, 0
+
+    # The first block stands alone.
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(left_full.index(k_stage), k_phase)
+    q_tile = q_tiles.index(0).reshape([ROWS, HALF])
+    k_tile = left_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(rest_full.index(0), 0)
+    q_tile = q_rest_tile.index(0).reshape([ROWS, REST])
+    k_tile = rest_tiles.index(0).reshape([BLOCK_N, REST])
+    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(right_full.index(k_stage), k_phase)
+    q_tile = q_tiles.index(1).reshape([ROWS, HALF])
+    k_tile = right_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
+    k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(rest_empty.index(0))
+    if end > open_blocks:
+        # Columns of a thread differ by constants: one subtraction serves them all.
+        limits = visible_end[:, None] - (end - 1) * BLOCK_N - (key_offsets & 6)[None, :]
+        scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
+    row_max = gl.max(scores, 1) * scale_log2
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
+    weights = gl.convert_layout(exponentials.to(gl.float16), WEIGHTS)
+    # Each thread sums its own columns; rows are summed over threads once, at the end.
+    block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    running_sum = block_sum
+    rescale = gl.full([ROWS], 1.0, gl.float32, SCORE_ROWS)
+
+    for step in range(1, end - begin):
+        # Values first, so that room for the next keys is given back early; scores are queued behind.
+        v_tile = left_tiles.index(v_stage).reshape([BLOCK_N, HALF])
+        accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
+        slot = (step - 1) & 1
+        mbarrier.wait(weights_empty.index(slot), ((step - 1) >> 1 & 1) ^ 1)
+        weight_tiles.index(slot).store(gl.convert_layout(weights, SCORES))
+        factors.index(slot).store(rescale)
+        fence_async_shared()
+        mbarrier.arrive(weights_full.index(slot))
+        # Zero, as the compiler does not know: or it keeps descriptors of all queries in registers, and spills.
+        anew = step >> 24
+        mbarrier.wait(left_full.index(k_stage), k_phase)
+        q_tile = q_tiles.index(anew).reshape([ROWS, HALF])
+        k_tile = left_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(rest_full.index(0), step & 1)
+        q_tile = q_rest_tile.index(anew).reshape([ROWS, REST])
+        k_tile = rest_tiles.index(0).reshape([BLOCK_N, REST])
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
+        accumulator, weights = warpgroup_mma_wait(2, deps=[accumulator, weights])
+        mbarrier.arrive(left_empty.index(v_stage))
+        v_stage, _ = next_slot(v_stage, 0, STAGES)
+        mbarrier.wait(right_full.index(k_stage), k_phase)
+        q_tile = q_tiles.index(anew + 1).reshape([ROWS, HALF])
+        k_tile = right_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
+        k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(rest_empty.index(0))
+        block = end - 1 - step
+        if block >= open_blocks:
+            # Columns of a thread differ by constants: one subtraction serves them all.
+            limits = visible_end[:, None] - block * BLOCK_N - (key_offsets & 6)[None, :]
+            scores = gl.where((key_offsets & -7)[None, :] < limits, scores, float("-inf"))
+        block_max = gl.max(scores, 1) * scale_log2
+        grows = block_max > row_max + SLACK
+        note_growth(grows.to(gl.int32), 0)
+        new_max = gl.where(grows, block_max, row_max)
+        rescale = gl.exp2(row_max - gl.where(new_max == float("-inf"), 0.0, new_max))
+        row_max = new_max
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+        exponentials = gl.exp2(scores * scale_log2 - shift[:, None])
+        weights = gl.convert_layout(exponentials.to(gl.float16), WEIGHTS)
+        # Each thread sums its own columns; rows are summed over threads once, at the end.
+        block_sum = gl.sum(gl.sum(exponentials.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+        sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
+        running_sum = running_sum * sum_rescale[:, None] + block_sum
+        if has_grown(0):
+            accumulator = accumulator * gl.convert_layout(rescale, OUTPUT_ROWS)[:, None]
+
+    v_tile = left_tiles.index(v_stage).reshape([BLOCK_N, HALF])
+    accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
+    slot = (end - begin - 1) & 1
+    mbarrier.wait(weights_empty.index(slot), ((end - begin - 1) >> 1 & 1) ^ 1)
+    weight_tiles.index(slot).store(gl.convert_layout(weights, SCORES))
+    factors.index(slot).store(rescale)
+    fence_async_shared()
+    mbarrier.arrive(weights_full.index(slot))
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    row_sum = gl.convert_layout(gl.sum(running_sum, 1), SCORE_ROWS)
+    final_factor = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    final_factors.index(0).store(final_factor)
+    mbarrier.arrive(finished.index(0))
+    accumulator = warpgroup_mma_wait(0, deps=[accumulator])
+    factor = gl.convert_layout(final_factor, OUTPUT_ROWS)
+    o_tile = accumulator * factor[:, None]
+    row_offsets = gl.arange(0, ROWS, OUTPUT_ROWS)
+    row_heads, positions = head + row_offsets // POSITIONS, position + row_offsets % POSITIONS
+    row_exists = (row_heads < heads) & (positions < seqlen_q)
+    first_part = ((split * all_heads + sequence * heads) * seqlen_q).to(gl.int64)
+    part_rows = (first_part + row_heads * seqlen_q + positions) * 512
+    columns = 0 * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
+    gl.store(partial_out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
+    score_rows = gl.arange(0, ROWS, SCORE_ROWS)
+    lse_heads, lse_positions = head + score_rows // POSITIONS, position + score_rows % POSITIONS
+    lse_exists = (lse_heads < heads) & (lse_positions < seqlen_q)
+    lse_rows = (sequence * heads + lse_heads) * seqlen_q + lse_positions
+    row_lse = row_max + gl.log2(row_sum)
+    gl.store(partial_lse + (split * all_heads * seqlen_q + lse_rows), row_lse, mask=lse_exists)
+
+
+@gluon.jit
+def consume(
+    q_tiles, right_tiles, right_full, right_empty, weight_tiles, factors, weights_full, weights_empty,
+    final_factors, finished, partial_out, partial_lse, all_heads, tiles, heads, seqlen_q, seqlen_kv, splits,
+    seqlens_kv,
+):
+    """The second group: the right half of the output, by the first one's weights."""
+    sequence, head, position, _, _, begin, end, split = locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv)
+    accumulator = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
+    declare_growth(1)
+    stage, phase = 0, 0
+    for step in range(end - begin):
+        slot = step & 1
+        mbarrier.wait(right_full.index(stage), phase)
+        mbarrier.wait(weights_full.index(slot), step >> 1 & 1)
+        rescale = factors.index(slot).load(OUTPUT_ROWS)
+        note_growth((rescale != 1.0).to(gl.int32), 1)
+        if has_grown(1):
+            accumulator = accumulator * rescale[:, None]
+        v_tile = right_tiles.index(stage).reshape([BLOCK_N, HALF])
+        accumulator = warpgroup_mma(weight_tiles.index(slot), v_tile, accumulator, is_async=True)
+        accumulator = warpgroup_mma_wait(0, deps=[accumulator])
+        mbarrier.arrive(right_empty.index(stage))
+        mbarrier.arrive(weights_empty.index(slot))
+        stage, phase = next_slot(stage, phase, STAGES)
+    mbarrier.wait(finished.index(0), 0)
+    factor = final_factors.index(0).load(OUTPUT_ROWS)
+    o_tile = accumulator * factor[:, None]
+    row_offsets = gl.arange(0, ROWS, OUTPUT_ROWS)
+    row_heads, positions = head + row_offsets // POSITIONS, position + row_offsets % POSITIONS
+    row_exists = (row_heads < heads) & (positions < seqlen_q)
+    first_part = ((split * all_heads + sequence * heads) * seqlen_q).to(gl.int64)
+    part_rows = (first_part + row_heads * seqlen_q + positions) * 512
+    columns = 1 * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
+    gl.store(partial_out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
+
+
+@gluon.jit
+def decode_latent_hopper(
+    q_desc,
+    q_rest_desc,
+    k_desc,
+    k_rest_desc,
+    lse,
+    seqlens_kv,
+    block_table,
+    partial_out,
+    partial_lse,
+    scale,
+    heads,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+    stride_table,
+    splits,
+):
+    q_tiles = gl.allocate_shared_memory(
+        gl.float16, [2, 1, HEADS, POSITIONS, HALF], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    q_rest_tile = gl.allocate_shared_memory(
+        gl.float16, [1, 1, HEADS, POSITIONS, REST], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    left_tiles = gl.allocate_shared_memory(
+        gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5)
+    )
+    right_tiles = gl.allocate_shared_memory(
+        gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5)
+    )
+    # Scores alone need the rest: it is free again before the next block is wanted.
+    rest_tiles = gl.allocate_shared_memory(
+        gl.float16, [1, 1, 1, 1, BLOCK_N, REST], gl.NVMMASharedLayout(128, 16, 5)
+    )
+    weight_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, ROWS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], NUMBERS)
+    final_factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], NUMBERS)
+    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(left_full.index(slot), count=1)
+        mbarrier.init(left_empty.index(slot), count=1)
+    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(right_full.index(slot), count=1)
+        mbarrier.init(right_empty.index(slot), count=1)
+    rest_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    rest_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    for slot in gl.static_range(1):
+        mbarrier.init(rest_full.index(slot), count=1)
+        mbarrier.init(rest_empty.index(slot), count=1)
+    weights_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    weights_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(weights_full.index(slot), count=1)
+        mbarrier.init(weights_empty.index(slot), count=1)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(finished.index(0), count=1)
+    fence_async_shared()
+
+    tiles = (heads + HEADS - 1) // HEADS * ((seqlen_q + POSITIONS - 1) // POSITIONS)
+    scale_log2 = scale * LOG2_E
+    gl.warp_specialize(
+        [
+            (
+                weigh,
+                (
+                    q_tiles, q_rest_tile, q_full, left_tiles, right_tiles, rest_tiles, left_full,
+                    left_empty, right_full, right_empty, rest_full, rest_empty, weight_tiles, factors,
+                    weights_full, weights_empty, final_factors, finished, partial_out, partial_lse,
+                    all_heads, scale_log2, tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
+                ),
+            ),
+            (
+                consume,
+                (
+                    q_tiles, right_tiles, right_full, right_empty, weight_tiles, factors, weights_full,
+                    weights_empty, final_factors, finished, partial_out, partial_lse, all_heads, tiles,
+                    heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc, q_rest_desc, k_desc, k_rest_desc, q_tiles, q_rest_tile, q_full, left_tiles,
+                    right_tiles, rest_tiles, left_full, left_empty, right_full, right_empty, rest_full,
+                    rest_empty, block_table, stride_table, tiles, heads, seqlen_q, seqlen_kv, splits,
+                    seqlens_kv,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@triton.jit
+def combine(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    seqlen_q,
+    rows,
+    splits,
+):
+    # One row of the output, of some columns; rows are counted as those of a contiguous lse.
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * 512 + tl.arange(0, 512)
+    parts = tl.arange(0, 8)
+    places = parts * rows + row
+    # [parts]
+    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    largest = tl.max(part_lse, 0)
+    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(part_lse - shift)
+    total = tl.sum(weights, 0)
+    # [parts, columns]; parts that saw no key are left out
+    part_out = tl.load(
+        partial_out + places.to(tl.int64)[:, None] * 512 + columns[None, :],
+        mask=(part_lse > float("-inf"))[:, None],
+        other=0.0,
+    )
+    combined = tl.sum(part_out * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    of_sequence = (row // seqlen_q // heads).to(tl.int64) * stride_ob
+    o_row = of_sequence + row // seqlen_q % heads * stride_oh + row % seqlen_q * stride_os
+    tl.store(out + o_row + columns, combined.to(out.dtype.element_ty))
+
+
+def descriptors(q, k, v, out):
+    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing.
+
+    Row r of a page (or of a sequence's keys) of which n rows are in use has the coordinates (FAR, n, page,
+    FAR - n + r), so that from r = n on it lies outside. FAR steps of the first stride and of that of rows are
+    a multiple of 2^64 together: addresses wrap around, and what is left is r steps of a row.
+    """
+    pages, _, _, width = k.shape
+    of_row, beyond = k.stride(2), 2**31 - 2**16
+    shape = [beyond, beyond, pages, 2**30, width]
+    strides = [2**34 - of_row, of_row, k.stride(0), of_row, 1]
+
+    return (
+        (
+            TensorDescriptor(
+                q, [*q.shape], [*q.stride()[:3], 1], [1, 16, 4, 256], gl.NVMMASharedLayout(128, 16, 4)
+            ),
+            TensorDescriptor(
+                q, [*q.shape], [*q.stride()[:3], 1], [1, 16, 4, 64], gl.NVMMASharedLayout(128, 16, 4)
+            ),
+        ),
+        (
+            TensorDescriptor(k, shape, strides, [1, 1, 1, 64, 256], gl.NVMMASharedLayout(128, 16, 5)),
+            TensorDescriptor(k, shape, strides, [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)),
+        ),
+        (),
+        (),
+    )
+
+
+def launch_plan(q, k, v, out, seqlens_kv, block_table):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `heads` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    tiles = triton.cdiv(heads, 16) * triton.cdiv(seqlen_q, 4)
+    counts = (heads, heads * batch, seqlen_q, block_table.shape[1] * 64, block_table.stride(0), 6)
+    rows = batch * heads * seqlen_q
+    workspaces = ((6, rows, 512), (6, rows))
+    return (tiles * batch * 6,), workspaces, counts
+
+
+def epilogue_plan(q, k, v, out, seqlens_kv, block_table):
+    """Grid of `combine`, and its arguments from `stride_ob` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    rows = batch * heads * seqlen_q
+    return (rows, 1), (*(out.stride(axis) for axis in (0, 1, 2)), heads, seqlen_q, rows, 6)
+
+
+def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
+    """Attention of q [batch, heads, seqlen_q, 576] over keys of one head, whose first columns are values.
+
+    k is [pages, 1, 64, 576], v its first 512 columns.
+    Returns the output [batch, heads, seqlen_q, 512] and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, _, _ = k.shape
+    if kv_heads != 1:
+        raise ValueError(f"k has {kv_heads} heads, expected 1")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.float16, (batch, heads, seqlen_q, 576)),
+        ("k", k, torch.float16, (k.shape[0], kv_heads, 64, 576)),
+        ("v", v, torch.float16, (k.shape[0], kv_heads, 64, 512)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    if (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+        raise ValueError("v is a tensor of its own, expected the first 512 columns of k")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], 512, dtype=q.dtype, device=q.device)
+    lse = None
+    if out.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    tensors = (q, k, v, out, seqlens_kv, block_table)
+    row_lse = out if lse is None else lse
+    grid, shapes, integers = launch_plan(*tensors)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    decode_latent_hopper[grid](
+        *(descriptor for parts in descriptors(*tensors[:4]) for descriptor in parts),
+        row_lse,
+        *tensors[4:],
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    grid, integers = epilogue_plan(*tensors)
+    combine[grid](out, row_lse, *workspaces, *integers, num_warps=4, num_stages=1)
+    return out, lse

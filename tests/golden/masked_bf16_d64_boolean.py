@@ -1,0 +1,246 @@
+"""Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
+keeps a tile of queries and streams K and V.
+
+Computes     bf16, head dim 64, value head dim 64, causal: none
+With         boolean bias
+Config       block_m 128, block_n 64, 8 warps, 3 stages, two_phases True, decomposed False,
+             long_first False, heads_inner False, register cap 0
+Assumes      strides that are multiples of 16, 32-bit offsets
+Template     forward_masked 75ecf23042ea
+
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
+2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
+of a tile sees are not read.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+  place                             where a query stands among the keys of its sequence
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(128)
+BLOCK_N = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(64)
+VALUE_HEAD_DIM = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_masked(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    bias,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sequence = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_exists = queries < seqlen_q
+    key_offsets = tl.arange(0, BLOCK_N)
+    columns_64 = tl.arange(0, 64)
+
+    q_base = q + sequence * stride_qb + head * stride_qh
+    o_base = out + sequence * stride_ob + head * stride_oh
+    k_base = k + sequence * stride_kb + kv_head * stride_kh
+    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    # [BLOCK_M, 64]
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+
+    band_stop = seqlen_kv
+    # Blocks that every query of the tile sees whole.
+    open_stop = seqlen_kv // BLOCK_N * BLOCK_N
+
+    bias_queries = tl.minimum(queries, seqlen_q - 1)
+    scale_log2 = scale * LOG2_E
+    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
+    bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
+
+    for start in tl.range(0, open_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+        seen = tl.load(bias_at) != 0
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(open_stop, band_stop, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile, k_tile.T)
+        seen = (keys < seqlen_kv)[None, :]
+        bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+        seen &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(q.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + columns_64[None, :],
+        o_tile,
+        mask=query_exists[:, None],
+    )
+
+
+def launch_plan(q, k, v, out, bias):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    strides += [
+        bias.stride(0),
+        bias.stride(1),
+        bias.stride(2),
+    ]
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+
+
+def attention(q, k, v, scale=None, *, bias):
+    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+
+    q         [batch, heads, seqlen_q, head_dim]
+    k, v      [batch, kv_heads, seqlen_kv, head dim]
+    bias      [batch, heads, seqlen_q, seqlen_kv]: True where a query sees a key
+
+    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
+    head dim, in float32 (None: this kernel does not write it).
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    if triton.knobs.runtime.interpret:
+        if q.dtype != torch.float32:
+            raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
+        dtype = torch.float32
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
+        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 64)),
+        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 64)),
+        ("bias", bias, torch.bool, (batch, heads, seqlen_q, seqlen_kv)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if any(stride % 16 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    # Offsets within a batch have 32 bits.
+    span = sum((bias.shape[i] - 1) * bias.stride(i) for i in (1, 2, 3)) + 1024 * (bias.stride(2) + 1)
+    if span >= 2**31:
+        raise ValueError(f"bias spans {span} elements in one batch, expected fewer than 2**31")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = None
+    if out.numel() == 0:
+        return out, lse
+    side = (bias,)
+    grid, _, integers = launch_plan(q, k, v, out, *side)
+    forward_masked[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *side,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=8,
+        num_stages=3,
+    )
+    return out, lse

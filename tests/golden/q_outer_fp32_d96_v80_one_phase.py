@@ -1,0 +1,215 @@
+"""Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
+
+Computes     fp32, head dim 96, value head dim 80, causal: none
+Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, qk_ahead False, two_phases False,
+             decomposed True, long_first False, heads_inner False, register cap 0, products ieee
+Assumes      strides that are multiples of 1, 64-bit offsets
+Template     forward_q_outer 4f9ac02ad9d3
+
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
+2018), in base 2, with an unnormalised accumulator that is divided once at the end.
+
+Sub-notation
+  stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
+  *_tile                            a block that is held on the chip, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Tunables
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = tl.constexpr(32)
+BLOCK_N = tl.constexpr(32)
+HEAD_DIM = tl.constexpr(96)
+VALUE_HEAD_DIM = tl.constexpr(80)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_q_outer(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    # Which tile of queries, of which head of which sequence.
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // group_size
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    key_offsets = tl.arange(0, BLOCK_N)
+
+    q_base = q + batch * stride_qb + head * stride_qh
+    k_base = k + batch * stride_kb + kv_head * stride_kh
+    v_base = v + batch * stride_vb + kv_head * stride_vh
+    o_base = out + batch * stride_ob + head * stride_oh
+    columns_16 = tl.arange(0, 16)
+    columns_32 = tl.arange(0, 32)
+    columns_64 = tl.arange(0, 64)
+
+    query_exists = queries < seqlen_q
+    # [BLOCK_M, 64]
+    q_tile_0 = tl.load(
+        q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    # [BLOCK_M, 32]
+    q_tile_1 = tl.load(
+        q_base + queries[:, None] * stride_qs + (columns_32 + 64)[None, :],
+        mask=query_exists[:, None],
+        other=0.0,
+    )
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator_0 = tl.zeros([BLOCK_M, 64], tl.float32)
+    accumulator_1 = tl.zeros([BLOCK_M, 16], tl.float32)
+    scale_log2 = scale * LOG2_E
+
+    last_key = seqlen_kv
+
+    for start in tl.range(0, last_key, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 64]
+        k_tile_0 = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile_0, k_tile_0.T, input_precision="ieee")
+        # [BLOCK_N, 32]
+        k_tile_1 = tl.load(
+            k_base + keys[:, None] * stride_ks + (columns_32 + 64)[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tile_1, k_tile_1.T, logits, input_precision="ieee")
+        logits = tl.where((start + key_offsets)[None, :] < seqlen_kv, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        low_weights = weights.to(v.dtype.element_ty)
+        # [BLOCK_N, 64]
+        v_tile_0 = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_64[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        accumulator_0 = tl.dot(low_weights, v_tile_0, accumulator_0 * rescale[:, None], input_precision="ieee")
+        # [BLOCK_N, 16]
+        v_tile_1 = tl.load(
+            v_base + keys[:, None] * stride_vs + (columns_16 + 64)[None, :],
+            mask=(keys < seqlen_kv)[:, None],
+            other=0.0,
+        )
+        accumulator_1 = tl.dot(low_weights, v_tile_1, accumulator_1 * rescale[:, None], input_precision="ieee")
+
+    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    o_tile_0 = (accumulator_0 / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + columns_64[None, :],
+        o_tile_0,
+        mask=query_exists[:, None],
+    )
+    o_tile_1 = (accumulator_1 / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(
+        o_base + queries[:, None] * stride_os + (columns_16 + 64)[None, :],
+        o_tile_1,
+        mask=query_exists[:, None],
+    )
+    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
+
+
+def launch_plan(q, k, v, out):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    grid = (triton.cdiv(seqlen_q, 32) * heads * batch,)
+    strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+
+
+def attention(q, k, v, scale=None):
+    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+
+    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32.
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    batch, heads, seqlen_q, _ = q.shape
+    _, kv_heads, seqlen_kv, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, tensor, dtype_taken, shape in (
+        ("q", q, torch.float32, (batch, heads, seqlen_q, 96)),
+        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 96)),
+        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 80)),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != dtype_taken:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
+        span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
+    forward_q_outer[grid](
+        *(q, k, v, out, out if lse is None else lse),
+        *workspaces,
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, lse

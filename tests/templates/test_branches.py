@@ -1,0 +1,122 @@
+"""Every branch that templates take for golden and shipped kernels is in the text of a file to review.
+
+Files are those of tests/golden and kernels_generated. A branch is a condition of a template and its value:
+of `if`, of `x if y else z`, of each side of `and` and `or`, and whether a loop runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jinja2
+import pytest
+from jinja2 import nodes
+
+from flashtune.kernel import Kernel
+from flashtune.record import Record
+from flashtune.templates import rendering
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from scripts.kernels import shipped_records, winners
+from tests.golden_files import summed
+from tests.golden_kernels import COMBINATIONS, kernel_of
+from tests.templates import test_backward_hopper_golden, test_golden
+
+pytestmark = pytest.mark.slow
+
+Branch = tuple[str, int, int, bool]  # template, line, number of the condition, its value
+Value = TypeVar("Value")
+
+
+class Recorded(jinja2.Environment):
+    """Templates as rendering has them, whose every condition passes through `take`."""
+
+    def __init__(self, usual: jinja2.Environment) -> None:
+        super().__init__(loader=usual.loader, undefined=usual.undefined, autoescape=usual.autoescape)
+        self.trim_blocks, self.lstrip_blocks = usual.trim_blocks, usual.lstrip_blocks
+        self.keep_trailing_newline = usual.keep_trailing_newline
+        self.taken: set[Branch] = set()
+        self.globals["take"] = self._take
+
+    def _take(self, template: str, line: int, number: int, value: Value) -> Value:
+        self.taken.add((template, line, number, bool(value)))
+        return value
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        numbers = iter(range(10**6))
+
+        def recorded(condition: nodes.Expr) -> nodes.Expr:
+            line = condition.lineno
+            place = [nodes.Const(value) for value in (name, line, next(numbers))]
+            take = nodes.Name("take", "load")
+            return nodes.Call(take, [*place, condition], [], None, None, lineno=line)
+
+        for branch in [*tree.find_all(nodes.If)]:
+            assert isinstance(branch.test, nodes.Expr)
+            branch.test = recorded(branch.test)
+        for choice in [*tree.find_all(nodes.CondExpr)]:
+            choice.test = recorded(choice.test)
+        for both in [*tree.find_all((nodes.And, nodes.Or))]:
+            both.left, both.right = recorded(both.left), recorded(both.right)
+        for loop in [*tree.find_all(nodes.For)]:
+            loop.iter = recorded(nodes.Filter(loop.iter, "list", [], [], None, None, lineno=loop.lineno))
+            if isinstance(loop.test, nodes.Expr):
+                loop.test = recorded(loop.test)
+        tree.set_environment(self)
+        return tree
+
+
+Branches = Callable[[Callable[[], Kernel]], frozenset[Branch]]
+
+
+@pytest.fixture
+def branches(monkeypatch: pytest.MonkeyPatch) -> Branches:
+    """Gives the branches that a function takes, which renders."""
+    environment = Recorded(rendering._environment())
+    monkeypatch.setattr(rendering, "_environment", lambda: environment)
+
+    def taken(rendered: Callable[[], Kernel]) -> frozenset[Branch]:
+        environment.taken.clear()
+        rendered()
+        return frozenset(environment.taken)
+
+    return taken
+
+
+def goldens() -> dict[str, Callable[[], Kernel]]:
+    def rendered(name: str) -> Callable[[], Kernel]:
+        return lambda: kernel_of(name)
+
+    backward = test_backward_hopper_golden.GOLDENS
+    return {
+        **{name: rendered(name) for name in COMBINATIONS},
+        **{f"backward/{name}": kernel for name, kernel in backward.items()},
+    }
+
+
+def of_record(record: Record) -> Callable[[], Kernel]:
+    config = record.config
+    assert config is not None
+    return lambda: render(find_family(record.family), record.problem, config, record.specialization)
+
+
+def test_every_branch_of_a_golden_or_shipped_kernel_is_in_a_file(branches: Branches) -> None:
+    without_file = {
+        *summed(test_golden.GOLDEN),
+        *(f"backward/{name}" for name in summed(test_backward_hopper_golden.GOLDEN)),
+    }
+    records = shipped_records()
+    shipped = {record.kernel: record for record in records if record.config is not None}
+    of_goldens = {name: branches(kernel) for name, kernel in goldens().items()}
+    in_files = frozenset[Branch]().union(
+        *(taken for name, taken in of_goldens.items() if name not in without_file),
+        *(branches(of_record(record)) for record in winners(records).values()),
+    )
+    assert len(in_files) > 2000
+    for name in without_file:
+        assert sorted(of_goldens[name] - in_files) == [], name
+    for record in shipped.values():
+        missing = sorted(branches(of_record(record)) - in_files)
+        assert missing == [], f"add a golden file like {record.family} of {record.problem.key}"
