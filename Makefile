@@ -16,7 +16,7 @@ WORKERS ?= 2
 GPU_WORKERS ?= 8
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
-BY_TRITON := tests/templates tests/golden tests/tuner/test_unwritten.py tests/runtime/test_descriptors.py tests/runtime/test_descriptor_launch.py tests/runtime/test_descriptor_binding.py tests/runtime/test_queueing.py
+BY_TRITON := tests/templates tests/golden tests/tuner/binary/test_unwritten.py tests/runtime/launch/test_descriptors.py tests/runtime/launch/test_descriptor_launch.py tests/runtime/launch/test_descriptor_binding.py tests/runtime/launch/test_queueing.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -98,7 +98,7 @@ no-times:
 	@rm -rf $(TIMES)
 
 slowest: $(DEVELOPS) ## Print the slowest tests of the last `make test`, by CPU time
-	@PYTHONPATH=$(CURDIR) $(PY) -m tests.times $(TIMES)/*.tsv
+	@PYTHONPATH=$(CURDIR) $(PY) -m tests.support.times $(TIMES)/*.tsv
 
 .PHONY: lint format types pyright imports
 lint: $(DEVELOPS) ## Check style and formatting

@@ -26,20 +26,20 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.problem import Causal, Problem
+from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.problem import Causal, Problem
-from flashtune.standard import standard_attention
-from flashtune.target import Target, device_target
+from flashtune.runtime.unfused import standard_attention
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
-from flashtune.tuner.finals import kernel_run
-from flashtune.tuner.fitting import NOTHING
-from flashtune.tuner.measurement import measure_interleaved
-from flashtune.tuner.request import Experience, SearchRequest
-from flashtune.tuner.search import run_search
-from flashtune.tuner.selection import candidate_of
-from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.tensors import make_tensors
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.timed_runs import kernel_run
+from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.tuner.perf_model.calibration import NOTHING
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Experience, SearchRequest
+from flashtune.tuner.search.selection import candidate_of
+from flashtune.tuner.workloads.shapes import parse_shape
 
 try:
     import helion

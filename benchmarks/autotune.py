@@ -27,21 +27,21 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from flashtune.compilation import load_module
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
-from flashtune.errors import FlashtuneError
-from flashtune.kernel import Kernel
-from flashtune.problem import Problem
-from flashtune.target import Target, device_target
+from flashtune.launch.compilation import load_module
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, demand, open_spaces
-from flashtune.tuner.finals import run_finals
-from flashtune.tuner.fitting import NOTHING, shipped_fit
-from flashtune.tuner.request import Budget, Experience, SearchRequest
-from flashtune.tuner.search import run_search
-from flashtune.tuner.selection import candidate_of
-from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.tensors import Tensors, make_tensors
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.execution.timed_runs import run_finals
+from flashtune.tuner.perf_model.calibration import NOTHING, shipped_fit
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.selection import candidate_of
+from flashtune.tuner.workloads.shapes import parse_shape
 
 SHAPE = "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal"
 FAMILY = "forward_q_outer"

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.prediction import TABLES
-from flashtune.problem import Causal
-from flashtune.tuner.pages import table
-from flashtune.tuner.truth import TruthTable, fastest, read_tables
+from flashtune.core.problem import Causal
+from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.perf_model.measurements import TruthTable, fastest, read_tables
 
 SCRIPT = "benchmarks/axes.py"
 

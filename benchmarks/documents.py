@@ -34,11 +34,11 @@ from benchmarks import (
 )
 from benchmarks.figures import with_figures
 from benchmarks.numbers import pages
+from benchmarks.reports import read_report
+from benchmarks.sanitizer.report import SanitizerReport, report_lines
 from benchmarks.saved import RESULTS, ROOT
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.tuner.pages import with_tables
-from flashtune.tuner.reports import read_report
-from flashtune.tuner.sanitizing_report import SanitizerReport, report_lines
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.tuner.cli.report.doc_tables import with_tables
 from tests.mutants import pages as mutants
 
 PICTURES = ROOT / "docs/pictures"

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.tuner.measurement import measure_interleaved
-from flashtune.versions import driver_version
+from flashtune.dispatch.versions import driver_version
+from flashtune.tuner.execution.timing import measure_interleaved
 
 TOKENS, WIDTH = 16_384, 2048
 ROUNDS = 21

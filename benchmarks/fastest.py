@@ -33,15 +33,14 @@ from typing import Any
 import msgspec
 
 from benchmarks.saved import RESULTS, load, save
-from flashtune.compilation import first_line
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.features import Bias, Feature
-from flashtune.mask_sharing import MaskSharing, distinct_ways, narrowed
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Record
-from flashtune.tables import tuned_records
-from flashtune.target import Target, device_target
-from flashtune.tuner.pages import table
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed
+from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
+from flashtune.core.record import Record
+from flashtune.core.target import Target, device_target
+from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.compilation import first_line
+from flashtune.tuner.cli.report.doc_tables import table
 
 SCRIPT = "benchmarks/fastest.py"
 SAVED = RESULTS / "nvidia-h200-fastest.json"
@@ -178,7 +177,7 @@ def drawn(count: int, seed: int, tuned: Iterable[Problem]) -> Iterator[Problem]:
 def _measured(options: argparse.Namespace) -> Report:
     import torch
 
-    from flashtune.tuner.bench_peers import cudnn_version
+    from flashtune.tuner.bench.peer_runs import cudnn_version
 
     if not torch.cuda.is_available():
         raise UsageError("fastest.py measures GPU time, and no GPU is visible here: pass --load FILE")
@@ -212,8 +211,8 @@ def _records(target: Target) -> tuple[Record, ...]:
 
 def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]) -> None:
     """Leaves the generated kernels in Triton's cache, compiled on all cores: a first call compiles alone."""
-    from flashtune.tuner.regret import dispatched
-    from flashtune.tuner.regret_run import Jobs, compile_all
+    from benchmarks.dispatch_regret.regret import dispatched
+    from benchmarks.dispatch_regret.regret_run import Jobs, compile_all
 
     jobs: Jobs = {case.problem: (dispatched(target, case.problem, records),) for case in listed}
     compile_all(jobs, target, functools.partial(print, flush=True))
@@ -235,11 +234,11 @@ def _row(case: Case, device: Any) -> Row:
     import torch
 
     import flashtune
-    from flashtune.tuner.bench import side_options
-    from flashtune.tuner.bench_admission import capture
-    from flashtune.tuner.measurement import measure_interleaved, once
-    from flashtune.tuner.sdpa import BACKENDS
-    from flashtune.tuner.tensors import make_tensors
+    from flashtune.tuner.bench.admission import capture
+    from flashtune.tuner.bench.bench import side_options
+    from flashtune.tuner.execution.inputs import make_tensors
+    from flashtune.tuner.execution.sdpa import BACKENDS
+    from flashtune.tuner.execution.timing import measure_interleaved, once
 
     problem = case.problem
     with torch.cuda.device(device), torch.no_grad():
@@ -313,7 +312,7 @@ def _capture_peer(problem: Problem, tensors: Any, backend: Any) -> tuple[Callabl
 
     from torch.nn.attention import sdpa_kernel
 
-    from flashtune.tuner.bench_admission import capture
+    from flashtune.tuner.bench.admission import capture
 
     attend = _sdpa(problem, tensors)
     if attend is None:
@@ -331,8 +330,8 @@ def _sdpa(problem: Problem, tensors: Any) -> Callable[[], Any] | None:
     """SDPA as a program calls it: a bias or a mask is passed as it is, without flashtune's conversion."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from flashtune.masked_sdpa import is_masked
-    from flashtune.tuner.sdpa import sdpa_call
+    from flashtune.dispatch.masked_sdpa import is_masked
+    from flashtune.tuner.execution.sdpa import sdpa_call
 
     if not is_masked(problem) or problem.is_causal:
         return sdpa_call(problem, tensors)

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks import policies_report
 from benchmarks.saved import RESULTS, ROOT, document
-from flashtune.errors import UsageError
-from flashtune.tuner.truth import read_tables
+from flashtune.core.errors import UsageError
+from flashtune.tuner.perf_model.measurements import read_tables
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"

@@ -31,13 +31,13 @@ import torch
 
 from benchmarks.first_use_cases import CASES, Case
 from benchmarks.saved import RESULTS, Source, load, save, this_run
-from flashtune.binaries import binary_of
-from flashtune.dtypes import TORCH_DTYPES
-from flashtune.kernel import Alignment
-from flashtune.rendered import kernel_of
-from flashtune.self_check import forget_verdicts, passes_self_check, rehearsing
-from flashtune.target import Target, device_target
-from flashtune.tuner.pages import table
+from flashtune.core.kernel import Alignment
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.target import Target, device_target
+from flashtune.launch.binary_cache import binary_of
+from flashtune.launch.source_cache import kernel_of
+from flashtune.runtime.self_check import forget_verdicts, passes_self_check, rehearsing
+from flashtune.tuner.cli.report.doc_tables import table
 
 ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0
@@ -145,8 +145,8 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
     """Leaves all kernels in Triton's cache."""
     # Modules that a fresh process's check must import for itself come along with these.
     from flashtune.tuner.candidates import Candidate, Scope
-    from flashtune.tuner.compile_pool import CompilePool
-    from flashtune.tuner.processes import usable_cores
+    from flashtune.tuner.execution.compile_pool import CompilePool
+    from flashtune.tuner.execution.processes import usable_cores
 
     with CompilePool(usable_cores()) as pool:
         jobs = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from flashtune.dispatch import select
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Problem
-from flashtune.record import Record
-from flashtune.tables import tuned_records
-from flashtune.target import Target
-from flashtune.tuner.shapes import parse_shape
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import Target
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.tables import tuned_records
+from flashtune.tuner.workloads.shapes import parse_shape
 
 
 class Case(msgspec.Struct, frozen=True):

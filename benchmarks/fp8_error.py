@@ -21,11 +21,11 @@ from torch import Tensor
 
 import flashtune
 from benchmarks.saved import RESULTS, Source, load, save, this_run
-from flashtune.problem import Dtype
-from flashtune.proof.gate import WEIGHT_RANGE
-from flashtune.quantization import E4M3, LARGEST, given_scales, quantize
-from flashtune.side import Side
-from flashtune.tuner.pages import table
+from flashtune.core.extra_inputs import Side
+from flashtune.core.problem import Dtype
+from flashtune.request.quantization import E4M3, LARGEST, given_scales, quantize
+from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.verification.tolerance import WEIGHT_RANGE
 
 SEED = 7
 OUTLIER_SHARE = 0.001

@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.saved import KERNELS, RESULTS
-from flashtune.errors import FlashtuneError, TableError
-from flashtune.kernel import Kernel, Specialization
+from flashtune.core.errors import FlashtuneError, TableError
+from flashtune.core.kernel import Kernel, Specialization
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.bench_grid import case_of
-from flashtune.tuner.bench_records import OURS, Bench
-from flashtune.tuner.bench_run import read_report
+from flashtune.tuner.bench.driver import read_report
+from flashtune.tuner.bench.grids import case_of
+from flashtune.tuner.bench.results import OURS, Bench
 
 # What the table and the sentences of README.md are made of.
 MEASURED = ("nvidia-h200-bench.json", "nvidia-h200-backward.json")

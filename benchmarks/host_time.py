@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune import calls, servers
-from flashtune.compilation import kernel_folder
-from flashtune.request import read_request
-from flashtune.side import NO_SIDE, Side
-from flashtune.versions import driver_version
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.dispatch.versions import driver_version
+from flashtune.launch.compilation import kernel_folder
+from flashtune.request.request import read_request
+from flashtune.runtime import call_cache, executors
 
 # Fewer calls than a launch queue holds.
 CALLS = 200
@@ -142,7 +142,7 @@ def _gpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
 def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     """Key, lookup and allocation alone."""
     request = read_request(q, k, v, options.causal, "bhsd", False, "generated")
-    key = calls.call_key(q, k, v, options.causal, "bhsd", False, "generated")
+    key = call_cache.call_key(q, k, v, options.causal, "bhsd", False, "generated")
 
     def nothing(
         q: Tensor,
@@ -155,7 +155,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     ) -> None:
         """Stands where the launch would be."""
 
-    calls._servers[key] = servers.launcher(nothing, request, q)
+    call_cache._servers[key] = executors.launcher(nothing, request, q)
     call = {
         "generated_without_launch": lambda: flashtune.attention(
             q, k, v, causal=options.causal, prefer="generated"

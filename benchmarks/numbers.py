@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.errors import TableError
+from flashtune.core.errors import TableError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXEMPTIONS = Path(__file__).with_name("exempt_numbers.toml")

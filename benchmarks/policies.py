@@ -22,14 +22,21 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.search_replay.baselines import POLICIES
+from benchmarks.search_replay.replays import (
+    JUDGED_SHARE,
+    Run,
+    Summary,
+    experience_without,
+    replayed,
+    summarize,
+)
+from flashtune.core.errors import FlashtuneError
 from flashtune.db.store import open_store
-from flashtune.errors import FlashtuneError
-from flashtune.tuner.baselines import POLICIES
-from flashtune.tuner.fitting import NOTHING
-from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.replays import JUDGED_SHARE, Run, Summary, experience_without, replayed, summarize
-from flashtune.tuner.request import Experience
-from flashtune.tuner.truth import TruthTable, read_tables
+from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.perf_model.calibration import NOTHING
+from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
+from flashtune.tuner.search.request import Experience
 
 TABLES = Path("tests/data/truth")
 SEEDS = 20

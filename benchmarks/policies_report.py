@@ -20,8 +20,8 @@ import msgspec
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
 from benchmarks.policies import COLD
-from flashtune.errors import TableError
-from flashtune.tuner.replays import JUDGED_SHARE, NEAR, Summary
+from benchmarks.search_replay.replays import JUDGED_SHARE, NEAR, Summary
+from flashtune.core.errors import TableError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/policies_report.py"

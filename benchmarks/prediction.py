@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flashtune.errors import FlashtuneError
-from flashtune.problem import Causal
-from flashtune.target import find_target
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Causal
+from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.fitting import FILE, NOTHING, Fit, expected_ms, fit_tables
-from flashtune.tuner.truth import TruthTable, read_tables
+from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Fit, expected_ms, fit_tables
+from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests/data/truth"

@@ -1,7 +1,7 @@
 """Tables of random problems that generated kernels were compared with the reference on.
 
-    python -m tests.gpu.random_problems 2000 --save benchmarks/results/nvidia-h200-random-problems.json
-    python -m tests.gpu.random_gradients 580 --save benchmarks/results/nvidia-h200-random-gradients.json
+    python -m tests.gpu.random.random_problems 2000 --save FILE
+    python -m tests.gpu.random.random_gradients 580 --save FILE
 
 write what this module reads; `python -m benchmarks.documents --write` puts the tables into the pages.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.saved import RESULTS, Saved, load
-from flashtune.tuner.pages import table
-from tests.gpu.random_checks import Summary
+from flashtune.tuner.cli.report.doc_tables import table
+from tests.gpu.random.random_checks import Summary
 
 SCRIPT = "benchmarks/random_report.py"
 KEPT = ("random-problems", "random-gradients")

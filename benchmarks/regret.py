@@ -20,13 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flashtune.db.table import shipped_table
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.problem import Causal
-from flashtune.record import Record
-from flashtune.target import Target, device_target, find_target
-from flashtune.tuner.pages import table
-from flashtune.tuner.regret import (
+from benchmarks.dispatch_regret.regret import (
     SHARES,
     Figures,
     Point,
@@ -36,8 +30,14 @@ from flashtune.tuner.regret import (
     figures,
     regret,
 )
-from flashtune.tuner.reports import read_report, write_report
-from flashtune.versions import current_versions
+from benchmarks.reports import read_report, write_report
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.problem import Causal
+from flashtune.core.record import Record
+from flashtune.core.target import Target, device_target, find_target
+from flashtune.db.table import shipped_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.cli.report.doc_tables import table
 
 RESULTS = Path("benchmarks/results")
 FAMILY = "forward_hopper"
@@ -103,7 +103,7 @@ def _options() -> argparse.Namespace:
 
 
 def _measured(options: argparse.Namespace) -> RegretReport:
-    from flashtune.tuner.regret_run import measure_regret
+    from benchmarks.dispatch_regret.regret_run import measure_regret
 
     until = time.monotonic() + options.seconds
     target = device_target(options.device)

@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from flashtune.errors import TableError
-from flashtune.tuner.pages import table
+from flashtune.core.errors import TableError
+from flashtune.tuner.cli.report.doc_tables import table
 
 SCRIPT = "benchmarks/saved.py"
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +98,7 @@ def this_run() -> Source:
     import torch
     import triton
 
-    from flashtune.versions import driver_version
+    from flashtune.dispatch.versions import driver_version
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     module = getattr(sys.modules["__main__"], "__spec__", None)

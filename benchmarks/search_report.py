@@ -17,8 +17,8 @@ from benchmarks import autotune
 from benchmarks.policies_report import problem_title
 from benchmarks.saved import RESULTS
 from benchmarks.stability import Stability
-from flashtune.errors import TableError
-from flashtune.tuner.pages import table
+from flashtune.core.errors import TableError
+from flashtune.tuner.cli.report.doc_tables import table
 
 SCRIPT = "benchmarks/search_report.py"
 

@@ -18,19 +18,19 @@ from pathlib import Path
 import msgspec
 import torch
 
+from benchmarks.dispatch_regret.regret import dispatched
 from benchmarks.saved import RESULTS, Source, load, save, this_run
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import Target, device_target
 from flashtune.db.table import shipped_table
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.problem import Problem
-from flashtune.record import Record
-from flashtune.target import Target, device_target
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.finals import kernel_run
-from flashtune.tuner.measurement import measure_interleaved
-from flashtune.tuner.pages import table
-from flashtune.tuner.regret import dispatched
-from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.tensors import make_tensors
+from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.timed_runs import kernel_run
+from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/serving.py"
 SAVED = RESULTS / "nvidia-h200-serving.json"

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.saved import RESULTS
-from flashtune.errors import TableError
-from flashtune.tuner.audit import Audit
-from flashtune.tuner.cli.sram_audit import markdown_parts
+from flashtune.core.errors import TableError
+from flashtune.tuner.cli.commands.sram_audit import markdown_parts
+from flashtune.tuner.sram_audit.audit import Audit
 
 SCRIPT = "benchmarks/sram_audit.py"
 SAVED = RESULTS / "sram-audit.json"

@@ -22,23 +22,23 @@ from pathlib import Path
 import msgspec
 import torch
 
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
-from flashtune.errors import FlashtuneError
-from flashtune.problem import Problem
-from flashtune.record import Record
-from flashtune.target import Target, device_target
 from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
-from flashtune.tuner.closing import FINALISTS, FINALS_WITHIN
-from flashtune.tuner.equipment import Equipment, open_equipment
-from flashtune.tuner.finals import run_finals
-from flashtune.tuner.fitting import shipped_fit
-from flashtune.tuner.ranking import promising
-from flashtune.tuner.request import Budget, Experience, SearchRequest
-from flashtune.tuner.resume import warm_configs
-from flashtune.tuner.search import run_search
-from flashtune.tuner.selection import candidate_of, finalists, select
-from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.execution.backend import Equipment, open_equipment
+from flashtune.tuner.execution.timed_runs import run_finals
+from flashtune.tuner.perf_model.calibration import shipped_fit
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.finals import FINALISTS, FINALS_WITHIN
+from flashtune.tuner.search.ranking import promising
+from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.selection import candidate_of, finalists, select
+from flashtune.tuner.search.warm_start import warm_configs
+from flashtune.tuner.workloads.shapes import parse_shape
 
 SHAPES = (
     "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal",

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flashtune.errors import FlashtuneError
-from flashtune.problem import Causal, Problem
-from flashtune.tuner.bench_grid import GRIDS, case_of, grid_problems, read_figures
-from flashtune.tuner.bench_peers import CUDNN
-from flashtune.tuner.bench_records import OURS, Bench, Row
-from flashtune.tuner.bench_run import read_report
-from flashtune.tuner.bench_summary import AgainstPoint, against
-from flashtune.tuner.pages import table
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Causal, Problem
+from flashtune.tuner.bench.driver import read_report
+from flashtune.tuner.bench.grids import GRIDS, case_of, grid_problems, read_figures
+from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.bench.results import OURS, Bench, Row
+from flashtune.tuner.bench.summary import AgainstPoint, against
+from flashtune.tuner.cli.report.doc_tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"

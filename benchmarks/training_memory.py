@@ -26,19 +26,19 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.dtypes import TORCH_DTYPES
-from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.record import Versions
-from flashtune.standard import standard_attention
-from flashtune.target import Target, device_target
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.record import Versions
+from flashtune.core.target import Target, device_target
+from flashtune.dispatch.versions import current_versions
+from flashtune.runtime.unfused import standard_attention
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
-from flashtune.tuner.chosen import choose
-from flashtune.tuner.finals import kernel_run
-from flashtune.tuner.sdpa import BACKENDS
-from flashtune.tuner.tensors import make_tensors
-from flashtune.versions import current_versions
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.sdpa import BACKENDS
+from flashtune.tuner.execution.timed_runs import kernel_run
+from flashtune.tuner.tables.kernel_choice import choose
 
 LENGTHS = tuple(1024 << step for step in range(8))
 FAMILIES_AT = 16_384

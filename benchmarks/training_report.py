@@ -20,10 +20,10 @@ from benchmarks import dropout, training_memory
 from benchmarks.training_memory import GIB, OURS, Peak
 from benchmarks.training_pictures import losses_picture, memory_picture
 from examples.training import report as example
-from flashtune.errors import TableError
-from flashtune.problem import Causal
-from flashtune.tuner.pages import table
-from flashtune.tuner.shapes import parse_shape
+from flashtune.core.errors import TableError
+from flashtune.core.problem import Causal
+from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.workloads.shapes import parse_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.versions import driver_version
+from flashtune.dispatch.versions import driver_version
 
 # Fewer steps than a launch queue holds launches, of up to five kernels each.
 STEPS = 100

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.saved import RESULTS, ROOT, sources
-from flashtune.errors import FlashtuneError, TableError
-from flashtune.problem import Problem
-from flashtune.tuner.bench_grid import case_of, grid_problems
-from flashtune.tuner.bench_peers import CUDNN
-from flashtune.tuner.bench_records import OURS, BenchRun
-from flashtune.tuner.bench_run import read_report
-from flashtune.tuner.pages import table
+from flashtune.core.errors import FlashtuneError, TableError
+from flashtune.core.problem import Problem
+from flashtune.tuner.bench.driver import read_report
+from flashtune.tuner.bench.grids import case_of, grid_problems
+from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.bench.results import OURS, BenchRun
+from flashtune.tuner.cli.report.doc_tables import table
 
 SCRIPT = "benchmarks/tritons.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))

@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashtune.errors import FlashtuneError
-from flashtune.problem import Problem
-from flashtune.record import Outcome
-from flashtune.target import device_target
-from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.truth import TruthTable, fastest, file_name, read_table
-from flashtune.tuner.truth_run import Drawing, Workers, make_table
+from benchmarks.exhaustive.run import Drawing, Workers, make_table
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome
+from flashtune.core.target import device_target
+from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.perf_model.measurements import TruthTable, fastest, file_name, read_table
+from flashtune.tuner.workloads.shapes import parse_shape
 
 PRESET = (
     ("forward_hopper", "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal"),

@@ -1,7 +1,6 @@
-"""Records as JSON and back. What comes from outside is refused unless every field is in bounds.
+"""Records and self-checks as JSON and back. Every field is checked against its bounds.
 
-A record's config belongs to its family, so decoding takes two stages: the record with its config
-left raw, then the config by the family's own type.
+A record's config belongs to its family. It is decoded in a second stage, by the family's type.
 """
 
 from __future__ import annotations
@@ -13,11 +12,30 @@ from typing import Any, overload
 
 import msgspec
 
-from flashtune.config import Config
-from flashtune.db.checks import Check
-from flashtune.errors import TableError
-from flashtune.record import Provenance, Record, Verdict
+from flashtune.core.config import Config
+from flashtune.core.errors import TableError
+from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
+from flashtune.core.target import TargetName
 from flashtune.templates.registry import find_family
+
+
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a self-check said of one kernel on one GPU under one set of versions.
+
+    Attributes:
+        digest: The kernel's digest.
+        target: Name of the GPU that it ran on.
+        versions: What was installed.
+        verdict: What the check found.
+        seconds: What a self-check of the loaded kernel took; None where another command made the verdict.
+    """
+
+    digest: Digest
+    target: TargetName
+    versions: Versions
+    verdict: Verdict
+    seconds: Seconds | None = None
+
 
 # Computations that are no family: they have neither config nor kernel.
 BASELINES = frozenset({"standard", "sdpa"})

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
 
-from flashtune.db.failures import ELSEWHERE, sqlite_error
+from flashtune.core.errors import StoreError
+from flashtune.db.errors import ELSEWHERE, sqlite_error
 from flashtune.db.limits import require_file, restrict, statement_seconds
 from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
-from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path

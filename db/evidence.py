@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from flashtune.core.record import Measurement, Record, SharedTime, Versions
 from flashtune.db.table import TunedTable
-from flashtune.record import Measurement, Record, SharedTime, Versions
 
 
 def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Record, ...]:

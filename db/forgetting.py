@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sqlalchemy import delete, func, select
 
-from flashtune.db.rows import fetched, select_records
-from flashtune.db.rules import serves_any_tensors
+from flashtune.db.eligibility import serves_any_tensors
+from flashtune.db.queries import chosen, fetched, select_records, take_selection, take_stand_in
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
-from flashtune.db.selecting import chosen, take_selection, take_stand_in
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:

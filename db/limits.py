@@ -7,7 +7,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from flashtune.errors import StoreError
+from flashtune.core.errors import StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
-from flashtune.errors import MachineError, StoreError, UsageError
-from flashtune.machine import cache_folder
+from flashtune.core.errors import MachineError, StoreError, UsageError
+from flashtune.core.machine import cache_folder
 
 SQLITE = "sqlite:///"
 FILE_NAME = "flashtune.sqlite"

@@ -12,40 +12,38 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sqlalchemy import select
 
+from flashtune.core.errors import TableError
 from flashtune.db.codec import decode_check, raw_bytes
+from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
 from flashtune.db.engine import explained
-from flashtune.db.failures import UnreadableRecord
+from flashtune.db.errors import UnreadableRecord
 from flashtune.db.limits import MAX_VALUE_BYTES
 from flashtune.db.location import describe
-from flashtune.db.rows import (
+from flashtune.db.queries import (
     CHUNK,
     bounded,
+    chosen,
+    chosen_among,
     fetched,
     insert_record,
     insert_records,
     now,
-    select_records,
-    write_check,
-)
-from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
-from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
-from flashtune.db.selecting import (
-    chosen,
-    chosen_among,
     offer_stand_in,
     select_chosen,
+    select_records,
     take_selection,
     take_unchosen,
+    write_check,
 )
+from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
-from flashtune.errors import TableError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Select, Table
 
-    from flashtune.db.rows import Fetched
+    from flashtune.core.record import Record
+    from flashtune.db.queries import Fetched
     from flashtune.db.table import TunedTable
-    from flashtune.record import Record
 
 # Why a record may not become a selection; empty if it may.
 WhyRefused = Callable[["Record"], str]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import column, inspect, select, table, text
 
-from flashtune.db.creation import HEAD, REVISIONS, alone, older_schema
+from flashtune.core.errors import StoreError
 from flashtune.db.engine import explained, make_engine, reading, writing
-from flashtune.db.failures import ELSEWHERE
+from flashtune.db.errors import ELSEWHERE
+from flashtune.db.light.bootstrap import HEAD, REVISIONS, alone, older_schema
 from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import database_url, describe, sqlite_path
-from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine

@@ -8,14 +8,14 @@ import msgspec
 from sqlalchemy import delete, select, update
 
 from flashtune.db.codec import decode_check, raw_bytes
-from flashtune.db.rows import insert_record, write_check
+from flashtune.db.queries import insert_record, write_check
 from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.stored_rows import stored_text
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flashtune.record import Record
+    from flashtune.core.record import Record
 
 
 def replace_record(connection: Connection, record_id: int, record: Record) -> None:

@@ -6,26 +6,34 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from flashtune.core.errors import StoreError
+from flashtune.db.eligibility import why_not_selectable
 from flashtune.db.engine import reading, writing
 from flashtune.db.forgetting import Choose, Forgettable, Group, TakenBack, affected, forget, groups
 from flashtune.db.location import database_url, describe
 from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
 from flashtune.db.migrate import ready_engine, source_engine
+from flashtune.db.queries import (
+    fetched,
+    insert_record,
+    now,
+    select_chosen,
+    select_records,
+    take_selection,
+    take_stand_in,
+    write_check,
+)
 from flashtune.db.replacing import replace_record
-from flashtune.db.rows import fetched, insert_record, now, select_records, write_check
-from flashtune.db.rules import why_not_selectable
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
-from flashtune.db.selecting import select_chosen, take_selection, take_stand_in
 from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table
-from flashtune.errors import StoreError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Table
 
-    from flashtune.db.checks import Check
-    from flashtune.problem import Problem
-    from flashtune.record import Record
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Record
+    from flashtune.db.codec import Check
 
 __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
 

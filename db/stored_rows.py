@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from flashtune.core.errors import TableError
+from flashtune.core.record import Record
 from flashtune.db.codec import decode_stored
-from flashtune.db.failures import UnreadableRecord
+from flashtune.db.errors import UnreadableRecord
 from flashtune.db.limits import MAX_VALUE_BYTES
-from flashtune.errors import TableError
-from flashtune.record import Record
 
 
 class StoredRecord(msgspec.Struct, frozen=True):

@@ -14,13 +14,12 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.db.checks import Check
-from flashtune.db.codec import UNDECODABLE, brief, decode_record, encode_record, fingerprint
-from flashtune.db.rules import serves_any_tensors, why_not_selectable
-from flashtune.errors import TableError
-from flashtune.files import read_bounded
-from flashtune.record import Digest, Measurement, Record, ShortText, Versions
-from flashtune.target import TargetName, names_gpu
+from flashtune.core.errors import TableError
+from flashtune.core.file_lock import read_bounded
+from flashtune.core.record import Digest, Measurement, Record, ShortText, Versions
+from flashtune.core.target import TargetName, names_gpu
+from flashtune.db.codec import UNDECODABLE, Check, brief, decode_record, encode_record, fingerprint
+from flashtune.db.eligibility import serves_any_tensors, why_not_selectable
 
 SCHEMA = 2
 # Tables of schema 1 have neither receipts nor times.

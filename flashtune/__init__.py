@@ -19,8 +19,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashtune.api import attention
-    from flashtune.errors import (
+    from flashtune.api.attention import attention
+    from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
+    from flashtune.api.merge_states import merge_attention
+    from flashtune.api.paged import attention_paged, plan_paged
+    from flashtune.api.plan import Plan, plan
+    from flashtune.api.varlen import attention_varlen, plan_varlen
+    from flashtune.core.errors import (
         CacheFullError,
         FlashtuneError,
         KernelError,
@@ -32,16 +37,11 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from flashtune.explanation import Explanation, explain, explain_paged, explain_varlen
-    from flashtune.kv_cache import PagedKVCache
-    from flashtune.merging import merge_attention
-    from flashtune.notices import FlashtuneWarning
-    from flashtune.paged import attention_paged, plan_paged
-    from flashtune.planning import Plan, plan
-    from flashtune.quantization import quantize
-    from flashtune.recording import record_calls
-    from flashtune.tables import table_hash
-    from flashtune.varlen import attention_varlen, plan_varlen
+    from flashtune.core.notices import FlashtuneWarning
+    from flashtune.dispatch.tables import table_hash
+    from flashtune.kv_cache.cache import PagedKVCache
+    from flashtune.recording.recorder import record_calls
+    from flashtune.request.quantization import quantize
 
     __version__: str
 
@@ -90,25 +90,25 @@ _HOMES = {
             "UsageError",
             "VerificationError",
         ),
-        "flashtune.errors",
+        "flashtune.core.errors",
     ),
-    "attention": "flashtune.api",
-    "attention_paged": "flashtune.paged",
-    "attention_varlen": "flashtune.varlen",
-    "explain": "flashtune.explanation",
-    "explain_paged": "flashtune.explanation",
-    "explain_varlen": "flashtune.explanation",
-    "Explanation": "flashtune.explanation",
-    "FlashtuneWarning": "flashtune.notices",
-    "PagedKVCache": "flashtune.kv_cache",
-    "merge_attention": "flashtune.merging",
-    "plan": "flashtune.planning",
-    "plan_paged": "flashtune.paged",
-    "plan_varlen": "flashtune.varlen",
-    "Plan": "flashtune.planning",
-    "quantize": "flashtune.quantization",
-    "record_calls": "flashtune.recording",
-    "table_hash": "flashtune.tables",
+    "attention": "flashtune.api.attention",
+    "attention_paged": "flashtune.api.paged",
+    "attention_varlen": "flashtune.api.varlen",
+    "explain": "flashtune.api.explain",
+    "explain_paged": "flashtune.api.explain",
+    "explain_varlen": "flashtune.api.explain",
+    "Explanation": "flashtune.api.explain",
+    "FlashtuneWarning": "flashtune.core.notices",
+    "PagedKVCache": "flashtune.kv_cache.cache",
+    "merge_attention": "flashtune.api.merge_states",
+    "plan": "flashtune.api.plan",
+    "plan_paged": "flashtune.api.paged",
+    "plan_varlen": "flashtune.api.varlen",
+    "Plan": "flashtune.api.plan",
+    "quantize": "flashtune.request.quantization",
+    "record_calls": "flashtune.recording.recorder",
+    "table_hash": "flashtune.dispatch.tables",
 }
 
 
@@ -116,7 +116,7 @@ if not TYPE_CHECKING:  # a type checker would take this for leave to misspell na
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            from flashtune.versions import package_version
+            from flashtune.dispatch.versions import package_version
 
             value: object = package_version()
         elif name in _HOMES:

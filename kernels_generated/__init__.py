@@ -1,0 +1,1 @@
+"""Rendered kernels of the shipped selections, to read. Nothing imports them."""

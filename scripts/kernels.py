@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flashtune.problem import Causal, Problem
-from flashtune.record import Record
-from flashtune.tuner.bench_peers import CUDNN
-from flashtune.tuner.export import kernel_files, write_file
-from flashtune.tuner.stored import shipped_tables
+from flashtune.core.problem import Causal, Problem
+from flashtune.core.record import Record
+from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.tables.export import kernel_files, write_file
+from flashtune.tuner.tables.lookup import shipped_tables
 
 FOLDER = Path(__file__).resolve().parent.parent / "kernels_generated"
 INDEX = "README.md"

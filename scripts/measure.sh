@@ -29,9 +29,9 @@ measure $name-serving.json python -m benchmarks.serving --save $results/$name-se
 named $name-decode.json flashtune bench --grid decode --save $results/$name-decode.json
 measure $name-first-use.json python -m benchmarks.first_use --save $results/$name-first-use.json
 measure $name-random-problems.json \
-    python -m tests.gpu.random_problems 2000 --save $results/$name-random-problems.json
+    python -m tests.gpu.random.random_problems 2000 --save $results/$name-random-problems.json
 measure $name-random-gradients.json \
-    python -m tests.gpu.random_gradients 580 --seed 1 --kernels 60 --save $results/$name-random-gradients.json
+    python -m tests.gpu.random.random_gradients 580 --seed 1 --kernels 60 --save $results/$name-random-gradients.json
 named $name-sanitizer.json.gz \
     python scripts/sanitize.py --seconds 270 --out $results/$name-sanitizer.json.gz
 cp $results/sources.json "$out/"

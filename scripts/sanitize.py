@@ -22,19 +22,19 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.errors import FlashtuneError, UsageError
-from flashtune.target import Target, device_target
-from flashtune.tuner.processes import usable_cores
-from flashtune.tuner.reports import read_report, write_report
-from flashtune.tuner.sanitizing import (
+from benchmarks.reports import read_report, write_report
+from benchmarks.sanitizer.points import cases_of, subjects
+from benchmarks.sanitizer.report import SanitizerReport, report_lines
+from benchmarks.sanitizer.sanitizing import (
     MEMCHECK,
     RACECHECK,
     TOOLS,
     Subject,
     find_sanitizer,
 )
-from flashtune.tuner.sanitizing_points import cases_of, subjects
-from flashtune.tuner.sanitizing_report import SanitizerReport, report_lines
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.target import Target, device_target
+from flashtune.tuner.execution.processes import usable_cores
 
 RESULTS = Path("benchmarks/results")
 
@@ -70,8 +70,8 @@ def _work(options: argparse.Namespace) -> int:
     """What runs under the tool: kernels that are offered in a folder, each once."""
     import torch
 
-    from flashtune.tuner.sanitizing_tensors import launch_once
-    from flashtune.tuner.sanitizing_work import Desk, work
+    from benchmarks.sanitizer.tensors import launch_once
+    from benchmarks.sanitizer.work import Desk, work
 
     name, until, folder = options.work
     target = device_target(0)
@@ -122,7 +122,7 @@ def _by_tool(
     stopped: threading.Event,
 ) -> SanitizerReport:
     """The report with what one tool finds in the time that it has; writes it as it grows."""
-    from flashtune.tuner.sanitizing_run import Examination, examine
+    from benchmarks.sanitizer.runner import Examination, examine
 
     listed = subjects(target, options.samples, options.seed)
     report, left = report.asking(tool, listed)

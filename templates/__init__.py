@@ -1,0 +1,5 @@
+"""Kernel families, one folder each, and the code that finds and renders them.
+
+`common` has the macros, arguments and models that families share. Imports `core` alone; families import no
+other family.
+"""

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import msgspec
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature
-from flashtune.kernel import Argument, Kernel, Specialization, Step
-from flashtune.problem import Direction, Dtype, Problem
-from flashtune.target import Target
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Argument, Kernel, Specialization, Step
+from flashtune.core.problem import Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
 
 
 class Context(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ import hashlib
 import re
 from importlib import resources
 
-from flashtune.canonical_source import canonical_template
+from flashtune.core.kernel import canonical_template
 
 ROOM = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 import flashtune.templates as room
-from flashtune.errors import TableError
+from flashtune.core.errors import TableError
 from flashtune.templates.family import Family
 
 SHARED = "common"

@@ -9,10 +9,10 @@ from importlib import resources
 import jinja2
 import msgspec
 
-from flashtune.config import Config
-from flashtune.errors import KernelError
-from flashtune.kernel import Kernel, Specialization
-from flashtune.problem import Problem
+from flashtune.core.config import Config
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
 from flashtune.templates.common.checks import checks_of
 from flashtune.templates.family import Context, Family, kernel_of_source
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash

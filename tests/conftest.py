@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests import families, fuzzing, sampling, times
+from tests.support import families, fuzzing, sampling, times
 
 # Timings differ widely between machines, and a failure must come back on the next run.
 hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
@@ -80,5 +80,5 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(name="fuzz_count", scope="session")
 def fuzz_count_of_a_run() -> Callable[[int, int], int]:
-    """`fuzz_count(small, large)` of `tests.fuzzing`: the number of cases that a fuzzer tries."""
+    """`fuzz_count(small, large)` of `tests.support.fuzzing`: the number of cases that a fuzzer tries."""
     return fuzzing.fuzz_count

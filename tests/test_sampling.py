@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests import conftest
-from tests.sampling import covering
+from tests.support.sampling import covering
 
 pytest_plugins = ["pytester"]
 MODULE = """

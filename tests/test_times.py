@@ -1,4 +1,4 @@
-"""Times of tests: `pytest --times FILE` and `python -m tests.times FILES`."""
+"""Times of tests: `pytest --times FILE` and `python -m tests.support.times FILES`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import conftest
-from tests.times import Times, read, summary
+from tests.support.times import Times, read, summary
 
 pytest_plugins = ["pytester"]
 MODULE = """

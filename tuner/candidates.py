@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.config import Config, Space
-from flashtune.errors import ProblemError, UsageError
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.target import Target
+from flashtune.core.config import Config, Space
+from flashtune.core.errors import ProblemError, UsageError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import family_names, find_family
 
@@ -137,7 +137,7 @@ def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Special
     """
     import torch
 
-    from flashtune.kernel import specialization_of
+    from flashtune.core.kernel import specialization_of
 
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)

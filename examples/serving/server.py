@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashtune
 from examples.serving.model import Transformer, integers
-from flashtune.errors import CacheFullError
+from flashtune.core.errors import CacheFullError
 
 PAGE_SIZE = 16
 # Tokens of one step: a prompt that is longer is read in chunks.

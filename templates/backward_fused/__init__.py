@@ -1,0 +1,1 @@
+"""Gradients by one kernel in Triton; all programs add to dq in float32."""

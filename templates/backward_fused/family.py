@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Bias, Feature
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Direction, Dtype, Problem
-from flashtune.target import Target
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.problem import Bias, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
     Products,
@@ -21,22 +20,22 @@ from flashtune.templates.backward_fused.space import (
     usual_config,
 )
 from flashtune.templates.backward_fused.sram import fused_items
-from flashtune.templates.common.backward_arguments import (
+from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
     seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.backward_portable import (
+from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     PortableContext,
     portable_fields,
     refusal,
     rows_of_step,
 )
-from flashtune.templates.common.backward_span import PRODUCTS_OF_ALL, delta_span, keys_span
-from flashtune.templates.common.tiles import Chunk, head_chunks
-from flashtune.templates.common.traffic import cycled_rows, keys_kept, unpacked
+from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
+from flashtune.templates.common.model.sram import Chunk, head_chunks
+from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, unpacked
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import enum
 
-from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
-from flashtune.features import Bias
-from flashtune.kernel import Alignment
-from flashtune.problem import Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.backward_tiles import (
+from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.core.kernel import Alignment
+from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
+from flashtune.templates.common.model.sram_backward import (
     backward_chunks,
     fits_warps,
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 # What the copy engine addresses begins on a border of so many float32 numbers.
 DESCRIBED_NUMBERS = 4

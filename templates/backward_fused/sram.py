@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.target import Target
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction, can_copy, chunks_of
-from flashtune.templates.common.sram import ASYNC_BYTES, Engine, engine_of
-from flashtune.templates.common.tiles import columns
+from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4

@@ -1,0 +1,1 @@
+"""Gradients by one warp-specialized kernel in Gluon for sm_90."""

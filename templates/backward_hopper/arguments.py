@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
-from flashtune.problem import Dtype, Problem
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
+from flashtune.core.problem import Dtype, Problem
 from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackwardConfig, width_of
-from flashtune.templates.common.arguments import pointer_type
-from flashtune.templates.common.backward_arguments import plain_arguments, seed_arguments, stride_arguments
-from flashtune.templates.common.side import side_numbers
+from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.common.args.backward_arguments import (
+    plain_arguments,
+    seed_arguments,
+    stride_arguments,
+)
+from flashtune.templates.common.args.side import side_numbers
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
 COUNTS = ("blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal")

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.target import Target
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.arguments import (
     finish_arguments,
     kernel_arguments,
@@ -32,8 +31,8 @@ from flashtune.templates.backward_hopper.space import (
 )
 from flashtune.templates.backward_hopper.span import hopper_backward_span
 from flashtune.templates.backward_hopper.sram import hopper_backward_items
-from flashtune.templates.common.tiles import MIN_DOT_WIDTH
-from flashtune.templates.common.traffic import cycled_rows, keys_kept
+from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
+from flashtune.templates.common.model.traffic import cycled_rows, keys_kept
 from flashtune.templates.family import Context, TrafficItem
 
 HOPPER = 90

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.config import Axis, AxisValue, BlockSize, Config, Space, Stages
-from flashtune.problem import Causal, Problem
+from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space, Stages
+from flashtune.core.problem import Causal, Problem
 
 GROUP_WARPS = 4
 # Keys whose gradients a group keeps, the rows of one matrix instruction; there are two groups.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from flashtune.problem import Causal, Problem
-from flashtune.target import Target
+from flashtune.core.problem import Causal, Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
-from flashtune.templates.common.pace import BANDWIDTH_SHARE
-from flashtune.templates.common.traffic import cycled_queries
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
+from flashtune.templates.common.model.traffic import cycled_queries
 
 # None of these was fitted.
 # Before the first and after the last block, of three kernels one behind the other, in µs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtune.problem import Problem
+from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, width_of
 from flashtune.templates.family import TrafficItem
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Bias, Feature
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.target import Target
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import (
     Products,
     SplitConfig,
@@ -18,20 +17,20 @@ from flashtune.templates.backward_split.space import (
 )
 from flashtune.templates.backward_split.span import split_span, split_traffic
 from flashtune.templates.backward_split.sram import split_columns, split_items
-from flashtune.templates.common.backward_arguments import (
+from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
     seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.backward_portable import (
+from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     PortableContext,
     portable_fields,
     refusal,
 )
-from flashtune.templates.common.tiles import power_of_two
-from flashtune.templates.common.traffic import unpacked
+from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.family import TrafficItem
 
 # What hides keys from some queries of a block and not from others.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 
-from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.backward_tiles import (
+from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
+from flashtune.templates.common.model.sram_backward import (
     SMALL_SRAM,
     backward_chunks,
     fits_warps,
@@ -16,7 +17,6 @@ from flashtune.templates.common.backward_tiles import (
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.tiles import Chunk, columns, is_exact, power_of_two
 
 
 class Products(enum.StrEnum):

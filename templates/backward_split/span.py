@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from flashtune.problem import Problem
-from flashtune.target import Target
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import SplitConfig
-from flashtune.templates.common.backward_span import PRODUCTS_OF_KEYS, delta_span, keys_span, queries_span
-from flashtune.templates.common.traffic import cycled_rows, keys_kept, streamed_item, tiles_of_queries
+from flashtune.templates.common.model.makespan_backward import (
+    PRODUCTS_OF_KEYS,
+    delta_span,
+    keys_span,
+    queries_span,
+)
+from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, streamed_item, tiles_of_queries
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.target import Target
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of
-from flashtune.templates.common.backward_sram import Walk, walk_columns, walk_items
-from flashtune.templates.common.tiles import columns
+from flashtune.templates.common.model.sram import columns
+from flashtune.templates.common.model.sram_backward import Walk, walk_columns, walk_items
 from flashtune.templates.family import TrafficItem
 
 KEYS, QUERIES = "k and v", "q and dout"

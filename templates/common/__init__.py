@@ -1,1 +1,1 @@
-"""What two families share unchanged: macros, and the arithmetic of tiles."""
+"""Macros, arguments and models that families share."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from flashtune.features import KvDtype
-from flashtune.kernel import POINTER_ALIGNMENT, Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.templates.common.asked import Asked, asked_of
+from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
+from flashtune.core.problem import Dtype, KvDtype, Problem
+from flashtune.templates.common.args.feature_context import Asked, asked_of
 from flashtune.templates.family import Context, Family
 
 

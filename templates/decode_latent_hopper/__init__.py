@@ -1,0 +1,1 @@
+"""Decoding with latent keys (MLA) in Gluon for sm_90."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flashtune.config import LaunchOptions
-from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
-from flashtune.problem import Problem
-from flashtune.templates.common.arguments import forward_arguments, pointer_type
-from flashtune.templates.common.side import side_tensors
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
+from flashtune.core.problem import Problem
+from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
+from flashtune.templates.common.args.side import side_tensors
 from flashtune.templates.decode_latent_hopper.space import COMBINE_WARPS, ROWS, LatentConfig, copied_keys
 
 # What every program found of its keys: outputs, and log-sum-exps in units of log2.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.tiles import power_of_two
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
 from flashtune.templates.decode_latent_hopper.space import (
     COMBINE_WARPS,
@@ -25,7 +25,6 @@ from flashtune.templates.decode_latent_hopper.space import (
 from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.sram import latent_items
 from flashtune.templates.family import Context, TrafficItem
-from flashtune.visibility import distinct_keys
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)

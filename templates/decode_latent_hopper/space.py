@@ -7,10 +7,10 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.config import Axis, Config, Space
-from flashtune.problem import Problem
-from flashtune.target import Target
-from flashtune.visibility import distinct_keys
+from flashtune.core.config import Axis, Config, Space
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 
 Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Queries = Annotated[int, msgspec.Meta(ge=1, le=64)]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.config import Space
-from flashtune.problem import Problem
-from flashtune.target import Target
+from flashtune.core.config import Space
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig, row_tiles
-from flashtune.visibility import distinct_keys
 
 # In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
 # kernel that combines parts.

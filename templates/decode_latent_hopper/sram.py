@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtune.problem import Problem
+from flashtune.core.problem import Problem
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig
 from flashtune.templates.family import TrafficItem
 

@@ -1,0 +1,1 @@
+"""Decoding in Triton: keys are split among programs, and a second kernel combines the parts."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import Problem
-from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.asked import asked_arguments
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.problem import Problem
+from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.args.feature_context import asked_arguments
 from flashtune.templates.decode_split_kv.space import DecodeConfig, combine_options
 
 # What every program found of its keys: outputs, and log-sum-exps in units of log2.

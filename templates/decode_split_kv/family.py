@@ -7,13 +7,23 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Bias, Feature, KvDtype, KvScale
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_of
-from flashtune.templates.common.tiles import Chunk, power_of_two
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import (
+    MAX_HEAD_DIM,
+    Bias,
+    Causal,
+    Direction,
+    Dtype,
+    Feature,
+    KvDtype,
+    KvScale,
+    Problem,
+)
+from flashtune.core.target import Target
+from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, Asked, asked_of
+from flashtune.templates.common.model.sram import Chunk, power_of_two
 from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
@@ -32,7 +42,6 @@ from flashtune.templates.decode_split_kv.space import (
 from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwise
 from flashtune.templates.decode_split_kv.sram import decode_items
 from flashtune.templates.family import Context, TrafficItem
-from flashtune.visibility import distinct_keys
 
 # More queries than these are another family's.
 MOST_QUERIES = 16

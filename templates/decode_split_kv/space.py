@@ -7,12 +7,12 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact, power_of_two
-from flashtune.visibility import distinct_keys
+from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact, power_of_two
 
 Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
 

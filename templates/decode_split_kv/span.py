@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.config import Space
-from flashtune.problem import Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.tiles import columns
+from flashtune.core.config import Space
+from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import columns
 from flashtune.templates.decode_split_kv.space import (
     FLOAT32,
     WARPGROUP_ROWS,
@@ -19,7 +20,6 @@ from flashtune.templates.decode_split_kv.space import (
     query_chunks,
     value_chunks,
 )
-from flashtune.visibility import distinct_keys
 
 # In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
 # kernel that combines parts.

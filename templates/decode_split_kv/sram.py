@@ -6,11 +6,11 @@ import math
 
 import msgspec
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.target import Target
-from flashtune.templates.common.sram import Engine, Tiles, engine_of
-from flashtune.templates.common.stream import Stream
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Engine, Tiles, engine_of
+from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.decode_split_kv.space import DecodeConfig, query_chunks, value_chunks
 from flashtune.templates.family import TrafficItem
 

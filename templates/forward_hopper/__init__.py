@@ -1,0 +1,1 @@
+"""The forward pass as a warp-specialized kernel in Gluon for sm_90."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flashtune.kernel import POINTER_ALIGNMENT, Argument, Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.templates.common.arguments import COUNTS, SCALES, pointer_type
-from flashtune.templates.common.side import side_numbers, side_tensors
-from flashtune.templates.common.tiles import Chunk, head_chunks
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
+from flashtune.templates.common.args.side import side_numbers, side_tensors
+from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 # The copy engine's widest row that keeps banks of shared memory apart.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.errors import KernelError
-from flashtune.features import Feature
-from flashtune.kernel import Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.arguments import transpose_arguments
-from flashtune.templates.common.tiles import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items, unpacked
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import transpose_arguments
+from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
+from flashtune.templates.common.model.traffic import streamed_items, unpacked
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (

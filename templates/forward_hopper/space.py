@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.config import Axis, AxisValue, BlockSize, Config, Space
-from flashtune.problem import Dtype, Problem
-from flashtune.templates.common.tiles import columns, head_chunks, is_exact
+from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space
+from flashtune.core.problem import Dtype, Problem
+from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
 WeightTiles = Annotated[int, msgspec.Meta(ge=0, le=2)]

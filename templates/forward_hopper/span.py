@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.config import Space
-from flashtune.problem import Problem
-from flashtune.target import Target
-from flashtune.templates.common.pace import Pace, block_us, tile_us, together_us, traffic_us
-from flashtune.templates.common.schedule import Cost, Tiling, are_alike, busiest, extremes, staying
-from flashtune.templates.common.traffic import AtOnce, unpacked
+from flashtune.core.config import Space
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.cost import Pace, block_us, tile_us, together_us, traffic_us
+from flashtune.templates.common.model.tile_schedule import Cost, Tiling, are_alike, busiest, extremes, staying
+from flashtune.templates.common.model.traffic import AtOnce, unpacked
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: the more there are, the more of the softmax runs beside the others' products.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashtune.problem import Problem
-from flashtune.templates.common.tiles import columns, head_chunks
+from flashtune.core.problem import Problem
+from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_hopper.space import HopperConfig
 

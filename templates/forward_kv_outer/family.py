@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
-from flashtune.features import Feature
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.span import portable_span
-from flashtune.templates.common.sram import Tiles, engine_of
-from flashtune.templates.common.tiles import Chunk, head_chunks, is_exact, power_of_two
-from flashtune.templates.common.traffic import AtOnce, cycled_rows, missed
+from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
+from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 

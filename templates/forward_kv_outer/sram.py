@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtune.templates.common.sram import (
+from flashtune.templates.common.model.sram import (
     SHARING_RELEASE,
     Engine,
     Tiles,

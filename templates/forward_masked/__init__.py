@@ -1,0 +1,1 @@
+"""The forward pass in Triton with masks, biases, packed sequences and pages."""

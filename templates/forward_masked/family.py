@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Bias, Feature, KvDtype, KvScale
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.asked import CONVERTS_E4M3, Asked, asked_arguments, asked_of
-from flashtune.templates.common.span import portable_span
-from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items, tiles_of_queries, unpacked
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.problem import (
+    MAX_HEAD_DIM,
+    Bias,
+    Causal,
+    Direction,
+    Dtype,
+    Feature,
+    KvDtype,
+    KvScale,
+    Problem,
+)
+from flashtune.core.target import Target
+from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, Asked, asked_arguments, asked_of
+from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.sram import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_masked.space import (
     HOPPER,

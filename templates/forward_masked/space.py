@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 
-from flashtune.config import Axis, BlockSize, Config, RegisterCap, Space
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks, is_exact
+from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact
 
 
 class Products(enum.StrEnum):

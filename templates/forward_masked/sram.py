@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.sram import Engine, Tiles, engine_of
-from flashtune.templates.common.stream import Stream, stream_columns, stream_items
-from flashtune.templates.common.tiles import head_chunks
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import Engine, Tiles, engine_of, head_chunks
+from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.config import Config, LaunchOptions, Space
-from flashtune.features import Feature
-from flashtune.kernel import Alignment, Argument, Specialization, Step
-from flashtune.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.arguments import forward_arguments
-from flashtune.templates.common.span import portable_span, resident_programs
-from flashtune.templates.common.sram import Tiles, engine_of
-from flashtune.templates.common.stream import Stream, stream_columns, stream_items
-from flashtune.templates.common.tiles import Chunk, head_chunks, power_of_two
-from flashtune.templates.common.traffic import streamed_items, tiles_of_queries
+from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.model.makespan import portable_span, resident_programs
+from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, power_of_two
+from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import documents, figures, headline, numbers, saved
 from benchmarks.numbers import Exemption, Kind, unbacked
-from flashtune.errors import TableError, UsageError
+from flashtune.core.errors import TableError, UsageError
 
 EXEMPTIONS = numbers.read_exemptions(numbers.EXEMPTIONS)
 

@@ -12,12 +12,11 @@ import torch
 from benchmarks import fastest
 from benchmarks.fastest import MASKS, TUNED, UNTUNED, Case, Report, Row, cases, drawn, faults, judged, lines
 from benchmarks.saved import ROOT, save
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
 from flashtune.db.table import shipped_table
-from flashtune.features import Bias, Feature
-from flashtune.mask_sharing import MaskSharing
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.tuner.shapes_file import read_shapes_file
-from flashtune.tuner.tensors import make_tensors
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.workloads.shapes_file import read_shapes_file
 
 
 def a_row(**changes: object) -> Row:

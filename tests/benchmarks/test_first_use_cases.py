@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.first_use_cases import CASES
-from flashtune.kernel import Alignment
-from flashtune.problem import Direction
-from flashtune.tables import tuned_records
-from flashtune.target import find_target
+from flashtune.core.kernel import Alignment
+from flashtune.core.problem import Direction
+from flashtune.core.target import find_target
+from flashtune.dispatch.tables import tuned_records
 from flashtune.templates.registry import family_names
 from flashtune.tuner.candidates import contiguous_specialization
 

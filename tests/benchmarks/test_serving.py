@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.dispatch_regret.regret import dispatched
 from benchmarks.serving import GROUPS
+from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
-from flashtune.target import find_target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.regret import dispatched
-from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.workloads.shapes import parse_shape
 
 TARGET = "nvidia-h200"
 

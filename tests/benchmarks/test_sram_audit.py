@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from benchmarks import sram_audit
-from flashtune.errors import TableError
+from flashtune.core.errors import TableError
 from flashtune.templates.registry import families
-from flashtune.tuner.audit import Audit, Row
+from flashtune.tuner.sram_audit.audit import Audit, Row
 
 
 def test_the_saved_run_holds_every_family() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from benchmarks import training_report
 from benchmarks.training_memory import STANDARD
 from benchmarks.training_pictures import memory_picture
-from flashtune.errors import TableError
+from flashtune.core.errors import TableError
 
 
 def test_a_way_that_fits_at_no_length_has_no_line() -> None:

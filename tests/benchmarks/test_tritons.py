@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from benchmarks.tritons import GRIDS, compare, lines
-from flashtune.errors import TableError
-from flashtune.problem import Problem
-from flashtune.record import Versions
-from flashtune.tuner.bench_grid import grid_problems
-from flashtune.tuner.bench_peers import CUDNN
-from flashtune.tuner.bench_records import OURS, Bench, BenchRun, Copy, Environment, Row
+from flashtune.core.errors import TableError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Versions
+from flashtune.tuner.bench.grids import grid_problems
+from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.bench.results import OURS, Bench, BenchRun, Copy, Environment, Row
 
 PROBLEMS = tuple(problem for grid in GRIDS.values() for problem in grid_problems(grid))
 

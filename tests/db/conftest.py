@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from flashtune.config import Config
+from flashtune.core.config import Config
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
+from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
-from flashtune.kernel import Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
-from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 
 FAMILY = "forward_q_outer"

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.chosen import chosen_in_file
-from flashtune.db.failures import UnreadableRecord
+from flashtune.core.errors import StoreError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.db.errors import UnreadableRecord
+from flashtune.db.light.selections import chosen_in_file
 from flashtune.db.location import database_url
 from flashtune.db.store import open_store
 from flashtune.db.stored_rows import StoredRecord
-from flashtune.errors import StoreError
-from flashtune.problem import Problem
-from flashtune.record import Record
-from tests.db.hostile import execute
+from tests.db.files.hostile import execute
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
 def test_reading_imports_no_sqlalchemy(file: Path) -> None:
     code = (
         "import sys\n"
-        "from flashtune.tuner.stored import database_selections\n"
+        "from flashtune.tuner.tables.lookup import database_selections\n"
         f"assert len(database_selections({str(file)!r})) == 4\n"
         "print('sqlalchemy' in sys.modules)\n"
     )

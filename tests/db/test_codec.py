@@ -9,14 +9,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from flashtune.config import Config
-from flashtune.db import codec
-from flashtune.db.codec import decode_record, encode_record
-from flashtune.errors import TableError
-from flashtune.kernel import Alignment, Specialization
-from flashtune.mask_sharing import MaskSharing
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import (
+from flashtune.core.config import Config
+from flashtune.core.errors import TableError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import (
     Measurement,
     Outcome,
     PeerTime,
@@ -27,7 +25,9 @@ from flashtune.record import (
     Verdict,
     Versions,
 )
-from flashtune.target import TARGETS, Target
+from flashtune.core.target import TARGETS, Target
+from flashtune.db import codec
+from flashtune.db.codec import decode_record, encode_record
 from flashtune.templates.registry import families
 
 MakeRecord = Callable[..., Record]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.reader import open_reader
+from flashtune.db.light.reader import open_reader
 from flashtune.db.store import open_store
 
 WRITER = Path(__file__).with_name("writer.py")

@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from flashtune.db.checks import Check
-from flashtune.db.failures import UnreadableRecord
-from flashtune.db.reader import open_reader
+from flashtune.core.errors import StoreError, TableError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Provenance, Record, Verdict
+from flashtune.db.codec import Check
+from flashtune.db.errors import UnreadableRecord
+from flashtune.db.light.reader import open_reader
 from flashtune.db.store import MergeCounts, Store, open_store
 from flashtune.db.table import TunedTable, shipped_table
-from flashtune.errors import StoreError, TableError
-from flashtune.problem import Problem
-from flashtune.record import Outcome, Provenance, Record, Verdict
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]

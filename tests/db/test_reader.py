@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.failures import UnreadableRecord
-from flashtune.db.reader import open_reader
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.db.errors import UnreadableRecord
+from flashtune.db.light.reader import open_reader
 from flashtune.db.store import Store, open_store
-from flashtune.problem import Problem
-from flashtune.record import Record
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
@@ -136,7 +136,7 @@ def test_a_forked_child_reads_too(path: Path, make_record: MakeRecord) -> None:
         store.pin(store.add(make_record()))
     script = (
         "import os\n"
-        "from flashtune.db.reader import open_reader\n"
+        "from flashtune.db.light.reader import open_reader\n"
         f"reader = open_reader({str(path)!r})\n"
         f"assert len(reader.selections({TARGET!r})) == 1\n"
         "child = os.fork()\n"
@@ -152,7 +152,7 @@ def test_reading_imports_nothing_heavy(path: Path, make_record: MakeRecord) -> N
         store.pin(store.add(make_record()))
     script = (
         "import sys\n"
-        "from flashtune.db.reader import open_reader\n"
+        "from flashtune.db.light.reader import open_reader\n"
         "from flashtune.db.table import shipped_table\n"
         f"assert len(open_reader({str(path)!r}).selections({TARGET!r})) == 1\n"
         f"shipped_table({TARGET!r})\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flashtune.core.target import TARGETS
 from flashtune.db.table import shipped_table
-from flashtune.target import TARGETS
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render

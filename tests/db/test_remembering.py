@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db import creation
-from flashtune.db.checks import Check
-from flashtune.db.creation import HEAD, create_database
+from flashtune.core.errors import StoreError
+from flashtune.core.record import Verdict, Versions
+from flashtune.db.codec import Check
+from flashtune.db.light import bootstrap
+from flashtune.db.light.bootstrap import HEAD, create_database
+from flashtune.db.light.reader import open_reader
+from flashtune.db.light.self_checks import remember_check
 from flashtune.db.migrate import Upgraded, upgrade
-from flashtune.db.reader import open_reader
-from flashtune.db.remembering import remember_check
 from flashtune.db.store import open_store
-from flashtune.errors import StoreError
-from flashtune.record import Verdict, Versions
 
 TARGET = "nvidia-h200"
 VERSIONS = Versions("0.1.0", "t" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
@@ -64,14 +64,14 @@ def test_a_new_database_is_whole_and_on_the_disk_when_it_gets_its_name(
         steps.append([file.name for file in draft.parent.iterdir()])
         return replace(draft, target)
 
-    make_tables = creation._make_tables
+    make_tables = bootstrap._make_tables
 
     def made(connection: sqlite3.Connection) -> None:
         # What a log does not get into the file on a full disk is lost with the log.
         steps.append(connection.execute("PRAGMA journal_mode").fetchone()[0])
         make_tables(connection)
 
-    monkeypatch.setattr(creation, "_make_tables", made)
+    monkeypatch.setattr(bootstrap, "_make_tables", made)
     monkeypatch.setattr(os, "fsync", lambda _: steps.append("synced"))
     monkeypatch.setattr(Path, "replace", named)
     create_database(path)
@@ -84,9 +84,9 @@ def test_a_database_that_could_not_be_made_leaves_no_table_behind(
 ) -> None:
     if empty:
         path.touch()
-    made = creation._statements()
+    made = bootstrap._statements()
     with monkeypatch.context() as broken:
-        broken.setattr(creation, "_statements", lambda: (*made, "INSERT INTO nowhere VALUES (1)"))
+        broken.setattr(bootstrap, "_statements", lambda: (*made, "INSERT INTO nowhere VALUES (1)"))
         with pytest.raises(StoreError, match="no such table: nowhere"):
             remember_check(make_check(), str(path))
     assert path.exists() == empty

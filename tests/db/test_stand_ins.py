@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flashtune.core.errors import StoreError, TableError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Record
+from flashtune.core.target import find_target
+from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors
 from flashtune.db.forgetting import Forgettable
-from flashtune.db.reader import open_reader
-from flashtune.db.rows import now
-from flashtune.db.rules import by_problem, is_better_selection, serves_any_tensors
+from flashtune.db.light.reader import open_reader
+from flashtune.db.queries import now
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
-from flashtune.errors import StoreError, TableError
-from flashtune.problem import Problem
-from flashtune.record import Outcome, Record
-from flashtune.target import find_target
 from flashtune.templates.family import Family
-from flashtune.tuner.forgetting import next_best
+from flashtune.tuner.tables.forget import next_best
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]

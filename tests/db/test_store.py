@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text, update
 
-from flashtune.db.checks import Check
-from flashtune.db.failures import UnreadableRecord
-from flashtune.db.reader import open_reader
+from flashtune.core.errors import StoreError, TableError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Provenance, Record, Verdict
+from flashtune.db.codec import Check
+from flashtune.db.errors import UnreadableRecord
+from flashtune.db.light.reader import open_reader
 from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
-from flashtune.errors import StoreError, TableError
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.record import Outcome, Provenance, Record, Verdict
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]

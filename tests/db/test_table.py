@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from flashtune.core.errors import TableError
+from flashtune.core.problem import Causal, Problem
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
-from flashtune.errors import TableError
-from flashtune.problem import Causal, Problem
-from flashtune.record import Outcome, Provenance, Record
-from flashtune.target import TARGETS
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]

@@ -8,17 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flashtune import self_check, tables
+from flashtune.core.errors import TableError
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
 from flashtune.db import table as module
-from flashtune.db.checks import Check
+from flashtune.db.codec import Check
 from flashtune.db.evidence import under
 from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
-from flashtune.errors import TableError
-from flashtune.mask_sharing import MaskSharing
-from flashtune.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
-from flashtune.tuner.table_receipts import verified_kernels, with_receipts
-from flashtune.versions import current_versions, is_proven
+from flashtune.dispatch import tables
+from flashtune.dispatch.versions import current_versions, is_proven
+from flashtune.runtime import self_check
+from flashtune.tuner.tables.table_receipts import verified_kernels, with_receipts
 
 TARGET = "nvidia-h200"
 FAMILY = "forward_q_outer"

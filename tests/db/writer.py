@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Versions
 from flashtune.db.store import open_store
-from flashtune.kernel import Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.record import Measurement, Outcome, Provenance, Record, Versions
 
 PROBLEM = Problem(
     dtype=Dtype.FP16, head_dim=64, value_head_dim=64, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.calls import forget_servers
-from flashtune.notices import forget_told
-from flashtune.options import CausalOption
-from flashtune.request import read_request
-from flashtune.self_check import forget_verdicts
-from flashtune.tables import tuned_records
+from flashtune.core.notices import forget_told
+from flashtune.dispatch.tables import tuned_records
+from flashtune.request.options import CausalOption
+from flashtune.request.request import read_request
+from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.self_check import forget_verdicts
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 Triple = tuple[Tensor, Tensor, Tensor]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashtune import decision
-from flashtune.tables import Tables, tuned_records
+from flashtune.dispatch import decision
+from flashtune.dispatch.tables import Tables, tuned_records
 from tests.gpu.calls import forget
 
 

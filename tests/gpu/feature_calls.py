@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api import dense_call
-from flashtune.options import Call
-from flashtune.paged import paged_call
-from flashtune.side import Side
-from flashtune.varlen import varlen_call
-from tests.features import Paged, expected, paged, starts
+from flashtune.api.attention import dense_call
+from flashtune.api.paged import paged_call
+from flashtune.api.varlen import varlen_call
+from flashtune.core.extra_inputs import Side
+from flashtune.request.options import Call
+from tests.problems.features import Paged, expected, paged, starts
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 KEYS = (700, 0, 33, 256, 129)

@@ -12,5 +12,5 @@ ON_HOPPER = pytest.mark.skipif(
 SERVED = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("untuned"),
-    pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning"),
+    pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning"),
 ]

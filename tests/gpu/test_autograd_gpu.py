@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashtune
-from tests.gpu.gradient_calls import DEVICE, DROPOUT, attend, gradients, leaves
+from tests.gpu.families.gradient_calls import DEVICE, DROPOUT, attend, gradients, leaves
 from tests.gpu.marks import SERVED
 
 pytestmark = SERVED

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import flashtune
+from flashtune.core.kernel import Specialization
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Causal
+from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune.core.target import device_target
 from flashtune.db.store import open_store
-from flashtune.delegation import sdpa_attention, usual_backend
-from flashtune.dispatch import default_selection
-from flashtune.kernel import Specialization
-from flashtune.masked_sdpa import PEERS
-from flashtune.notices import FlashtuneWarning
-from flashtune.options import CausalOption
-from flashtune.problem import Causal
-from flashtune.proof import check
-from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
-from flashtune.rendered import kernel_of
-from flashtune.target import device_target
+from flashtune.dispatch.lookup import default_selection
+from flashtune.dispatch.masked_sdpa import PEERS
+from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.launch.source_cache import kernel_of
+from flashtune.request.options import CausalOption
+from flashtune.verification import check
 from tests.gpu.calls import close, forget, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
 

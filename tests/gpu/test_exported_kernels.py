@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtune.kernel import Specialization
-from flashtune.record import Outcome, Provenance, Record
-from flashtune.target import device_target
+from flashtune.core.kernel import Specialization
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.target import device_target
+from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
-from flashtune.tuner.config_text import change_config
-from flashtune.tuner.export import kernel_files
-from flashtune.tuner.shapes import parse_shape
-from flashtune.versions import current_versions
+from flashtune.tuner.tables.export import kernel_files
+from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
 
 pytestmark = pytest.mark.gpu
 

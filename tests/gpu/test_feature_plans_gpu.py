@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import binaries
-from flashtune.paged import paged_call
-from flashtune.varlen import varlen_call
-from tests.features import starts
+from flashtune.api.paged import paged_call
+from flashtune.api.varlen import varlen_call
+from flashtune.launch import binary_cache
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,
@@ -28,16 +27,19 @@ from tests.gpu.feature_calls import (
     packed,
 )
 from tests.gpu.marks import SERVED
+from tests.problems.features import starts
 
 pytestmark = SERVED
 
 
 def test_new_numbers_of_tokens_compile_nothing() -> None:
     flashtune.attention_varlen(*packed(), causal=True, prefer="generated")
-    compiled = binaries._compiled.cache_info().currsize
+    compiled = binary_cache._compiled.cache_info().currsize
     for fewer in range(1, 20):
         check_varlen(*packed((QUERIES[0] - fewer, *QUERIES[1:])), causal=True)
-    assert binaries._compiled.cache_info().currsize <= compiled + 1, "one more, that writes the log-sum-exp"
+    assert binary_cache._compiled.cache_info().currsize <= compiled + 1, (
+        "one more, that writes the log-sum-exp"
+    )
 
 
 def test_a_plan_is_replayed_while_lengths_and_pages_change() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.paged import paged_call
-from tests.features import expected, paged, starts
+from flashtune.api.paged import paged_call
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,
@@ -31,6 +30,7 @@ from tests.gpu.feature_calls import (
     packed,
 )
 from tests.gpu.marks import SERVED
+from tests.problems.features import expected, paged, starts
 
 pytestmark = SERVED
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.errors import KernelError, VerificationError
-from flashtune.notices import FlashtuneWarning
-from flashtune.proof import check
-from flashtune.record import Verdict
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.record import Verdict
+from flashtune.verification import check
 from tests.gpu.calls import close, forget, generated, reference, tensors
 from tests.gpu.marks import SERVED
 

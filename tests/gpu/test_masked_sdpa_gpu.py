@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 from torch.nn.attention import sdpa_kernel
 
-from flashtune import masked_sdpa
-from flashtune.features import Bias
-from flashtune.masked_sdpa import masked_attention, refusal
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.request import read_request
-from flashtune.side import Side
-from flashtune.side_inputs import side_views
-from flashtune.standard_features import standard_features
-from flashtune.tuner.sdpa import BACKENDS
+from flashtune.core.extra_inputs import Side
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.dispatch import masked_sdpa
+from flashtune.dispatch.masked_sdpa import masked_attention, refusal
+from flashtune.request.request import read_request
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.unfused import standard_features
+from flashtune.tuner.execution.sdpa import BACKENDS
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import decision
-from flashtune.kernel import Alignment
-from flashtune.options import CausalOption
+from flashtune.core.kernel import Alignment
+from flashtune.dispatch import decision
+from flashtune.request.options import CausalOption
 from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
 

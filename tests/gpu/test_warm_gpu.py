@@ -19,7 +19,7 @@ FIRST_CALL = """
 import torch
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from flashtune.proof import check
+from flashtune.verification import check
 
 def refuse(*_, **__):
     raise RuntimeError("works at the first call")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.calls import forget_servers
-from flashtune.notices import forget_told
+from flashtune.core.notices import forget_told
+from flashtune.runtime.call_cache import forget_servers
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2

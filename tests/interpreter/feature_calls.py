@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api import dense_call
-from flashtune.calls import forget_servers
-from flashtune.compilation import interpreting
-from flashtune.notices import forget_told
-from flashtune.paged import paged_call
-from flashtune.varlen import varlen_call
-from tests.features import KEYS, QUERIES, agrees, starts
+from flashtune.api.attention import dense_call
+from flashtune.api.paged import paged_call
+from flashtune.api.varlen import varlen_call
+from flashtune.core.notices import forget_told
+from flashtune.launch.compilation import interpreting
+from flashtune.runtime.call_cache import forget_servers
+from tests.problems.features import KEYS, QUERIES, agrees, starts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 

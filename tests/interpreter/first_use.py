@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from flashtune.compilation import kernel_folder
-from flashtune.kernel import Specialization
-from flashtune.launch import bind
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof import check
-from flashtune.record import Verdict
-from flashtune.self_check import passes_self_check
-from flashtune.standard import standard_attention
-from flashtune.target import find_target
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Verdict
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import kernel_folder
+from flashtune.launch.forward import bind
+from flashtune.runtime.self_check import passes_self_check
+from flashtune.runtime.unfused import standard_attention
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.verification import check
 
 TARGET = find_target("nvidia-l4")
 CPU = torch.device("cpu")

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune import PagedKVCache, append
-from flashtune.append import Pool, append_rows
+from flashtune import PagedKVCache
+from flashtune.kv_cache import append
+from flashtune.kv_cache.append import append_rows
+from flashtune.kv_cache.layout import ENCODINGS, Pool
 
 E4M3 = torch.float8_e4m3fn
 PLAIN = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +30,7 @@ def by_torch(k: Tensor, v: Tensor, pools: Pools, slots: Tensor, patched: pytest.
 
 
 def cache_pools(dtype: torch.dtype, growing: bool, layout: str, widths: tuple[int, int]) -> Pools:
-    quantized = dtype in append.ENCODINGS
+    quantized = dtype in ENCODINGS
     cache = PagedKVCache(
         6,
         16,

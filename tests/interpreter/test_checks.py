@@ -6,15 +6,15 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.compilation import load_module
-from flashtune.kernel import Kernel, Specialization
-from flashtune.target import find_target
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import load_module
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
-from flashtune.tuner.config_text import change_config
-from flashtune.tuner.shapes import parse_shape
-from tests.golden_kernels import kernel_of
+from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.golden_kernels import kernel_of
 
 TARGET = find_target("h200")
 (PROBLEM,) = parse_shape("heads=4,kv_heads=2,seqlen=48,head_dim=64,dtype=bf16,causal,batch=2")

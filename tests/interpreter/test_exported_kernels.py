@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Direction, Problem
-from flashtune.record import Outcome, Provenance, Record
-from flashtune.target import find_target
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.target import find_target
+from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
-from flashtune.tuner.config_text import change_config
-from flashtune.tuner.export import kernel_files
-from flashtune.tuner.shapes import parse_shape
-from flashtune.versions import current_versions
+from flashtune.tuner.tables.export import kernel_files
+from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
 
 LOADING = """
 import importlib.util, sys

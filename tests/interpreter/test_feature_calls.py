@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.paged import paged_call
-from tests.features import KEYS, QUERIES, expected, paged, starts
+from flashtune.api.paged import paged_call
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import (
     HEADS,
@@ -20,6 +19,7 @@ from tests.interpreter.feature_calls import (
     dense,
     packed,
 )
+from tests.problems.features import KEYS, QUERIES, expected, paged, starts
 
 fresh_runtime = feature_calls.fresh_runtime
 

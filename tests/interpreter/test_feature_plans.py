@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api import dense_call
-from flashtune.calls import forget_servers
-from flashtune.errors import ProblemError
-from flashtune.paged import paged_call
-from tests.features import KEYS, agrees, expected, paged, starts
+from flashtune.api.attention import dense_call
+from flashtune.api.paged import paged_call
+from flashtune.core.errors import ProblemError
+from flashtune.runtime.call_cache import forget_servers
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
+from tests.problems.features import KEYS, agrees, expected, paged, starts
 
 fresh_runtime = feature_calls.fresh_runtime
 
@@ -62,7 +62,7 @@ def test_a_plan_with_a_shared_prefix_keeps_what_serves_it(monkeypatch: pytest.Mo
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
     forget_servers()
-    monkeypatch.delattr("flashtune.feature_calls.prepared")
+    monkeypatch.delattr("flashtune.runtime.feature_call_cache.prepared")
     assert torch.equal(plan(q, *cache)[0], out)
 
 

@@ -24,7 +24,7 @@ def test_all_are_right_and_few_check(
     monkeypatch.syspath_prepend(ROOT)  # processes find the tests where this one does
     checks = tmp_path / "checks"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.interpreter.first_use", "flashtune.db.remembering"])
+    context.set_forkserver_preload(["tests.interpreter.first_use", "flashtune.db.light.self_checks"])
     start = time.time() + 4.0
     with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
         jobs = [pool.submit(use_first, start, checks) for _ in range(PROCESSES)]

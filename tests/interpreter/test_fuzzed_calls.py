@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.fuzzed_calls import check_fuzzed_calls
 from tests.interpreter import feature_calls
+from tests.problems.fuzzed_calls import check_fuzzed_calls
 
 fresh_runtime = feature_calls.fresh_runtime
 

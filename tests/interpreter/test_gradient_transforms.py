@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from flashtune.errors import ProblemError
+from flashtune.core.errors import ProblemError
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import attend, close, expected, loss, tensors
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import training
-from flashtune.errors import KernelError
-from flashtune.notices import FlashtuneWarning
+from flashtune.core.errors import KernelError
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.runtime import prepare_training
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
     HEADS,
@@ -175,7 +175,7 @@ def test_baselines_compute_in_their_own_types_under_autocast(
     def refuse(*_: object) -> object:
         raise KernelError("PTXASError: out of registers")
 
-    monkeypatch.setattr(training, "prepare_backward", refuse)
+    monkeypatch.setattr(prepare_training, "prepare_backward", refuse)
     q, k, v = tensors()
 
     def attended() -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
     def refuse(*_: object) -> object:
         raise KernelError("PTXASError: out of registers")
 
-    monkeypatch.setattr(training, "prepare_backward", refuse)
+    monkeypatch.setattr(prepare_training, "prepare_backward", refuse)
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

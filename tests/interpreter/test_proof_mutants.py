@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.compilation import interpreting
-from flashtune.config import Config
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.cases import Level
-from flashtune.proof.check import check_kernel
-from flashtune.target import find_target
+from flashtune.core.config import Config
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import interpreting
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_kernel
 from tests.mutants.catalogue import interpreted_mutants
 from tests.mutants.core import Mutant
 from tests.mutants.interpreted import interpreted

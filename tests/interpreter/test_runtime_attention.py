@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.calls import forget_servers
-from flashtune.compilation import interpreting
-from flashtune.notices import forget_told
-from flashtune.options import CausalOption, LayoutOption
+from flashtune.core.notices import forget_told
+from flashtune.launch.compilation import interpreting
+from flashtune.request.options import CausalOption, LayoutOption
+from flashtune.runtime.call_cache import forget_servers
 
 # What separates float32 from float64 here, and 16-bit rounding of the result.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

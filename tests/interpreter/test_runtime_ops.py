@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashtune
-import flashtune.ops as ops
+import flashtune.runtime.torch_ops as ops
 
 Triple = tuple[Tensor, Tensor, Tensor]
 OPTIONS: list[dict[str, Any]] = [

@@ -14,15 +14,15 @@ import click
 import torch
 import triton
 
-from flashtune.compilation import interpreting
-from flashtune.errors import FlashtuneError
-from flashtune.proof.cases import Level
-from flashtune.proof.check import INTERPRETER
-from flashtune.target import device_target
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.target import device_target
+from flashtune.launch.compilation import interpreting
+from flashtune.verification.cases import Level
+from flashtune.verification.check import INTERPRETER
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants, runs_on
 from tests.mutants.interpreted import interpreted
 from tests.mutants.pages import pages_runs, texts
-from tests.mutants.pools import WORKERS, Plan
+from tests.mutants.portable.pools import WORKERS, Plan
 from tests.mutants.results import CAUGHT, Control, Fate, Found, Run, save, summary, tally
 from tests.mutants.right import sampled_subjects, shipped_subjects, verify_right
 from tests.mutants.runner import run_mutants

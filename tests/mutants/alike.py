@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flashtune.backward import bind_backward
-from flashtune.config import Config
-from flashtune.kernel import Kernel, Specialization
-from flashtune.launch import bind, compile_binary
-from flashtune.problem import Problem
-from flashtune.proof import cases
-from flashtune.proof.cases import Case, Level, splits_of
-from flashtune.proof.gradients import cases as gradient_cases
-from flashtune.proof.gradients import prepared as gradients
-from flashtune.proof.inputs import BITS, poison
-from flashtune.proof.prepared import prepare
-from flashtune.target import Target
+from flashtune.core.config import Config
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.launch.backward import bind_backward
+from flashtune.launch.forward import bind, compile_binary
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import find_family
-from tests.gpu.hopper_jobs import DEVICE, random_trial
-from tests.gpu.random_cases import random_case
-from tests.gpu.random_gradients import random_gradients
+from flashtune.verification import cases
+from flashtune.verification.cases import Case, Level, splits_of
+from flashtune.verification.gradients import cases as gradient_cases
+from flashtune.verification.gradients import inputs as gradients
+from flashtune.verification.inputs.guarded_tensors import BITS, poison
+from flashtune.verification.inputs.prepared import prepare
+from tests.gpu.hopper.hopper_jobs import DEVICE, random_trial
+from tests.gpu.random.random_cases import random_case
+from tests.gpu.random.random_gradients import random_gradients
 
 RANDOM_PROBLEMS = 20
 # Launches of a kernel whose sums have no order: how far these lie apart bounds what another order makes.

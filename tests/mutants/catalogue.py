@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from flashtune.target import Target
+from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
-from tests.mutants import (
-    backward_figures,
-    backward_pairs,
-    dropping,
-    fused,
+from tests.mutants import serving_size as serving
+from tests.mutants import third_tiles
+from tests.mutants.core import Mutant
+from tests.mutants.forward_hopper import (
     hopper_eight_bits,
     hopper_masks,
     hopper_places,
     hopper_rings,
     hopper_softmax,
     hopper_waits,
-    third_tiles,
 )
-from tests.mutants import backward_size as backward
-from tests.mutants import serving_size as serving
-from tests.mutants.core import Mutant
 from tests.mutants.gluon import gluon_mutants
-from tests.mutants.portable import INTERPRETED, USUAL
-from tests.mutants.portable_orders import portable_mutants
+from tests.mutants.portable import backward_figures, backward_pairs, dropping, fused
+from tests.mutants.portable import backward_size as backward
+from tests.mutants.portable.portable import INTERPRETED, USUAL
+from tests.mutants.portable.portable_orders import portable_mutants
 from tests.mutants.serving import serving_mutants, serving_mutants_of_a_gpu
 
 

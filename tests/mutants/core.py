@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from flashtune.config import Config
-from flashtune.kernel import Kernel, Specialization
-from flashtune.problem import Problem
+from flashtune.core.config import Config
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants import (
+from tests.mutants.backward_hopper import (
     backward_hopper_figures,
     backward_hopper_masks,
     backward_hopper_places,
     backward_hopper_turns,
     backward_hopper_waits,
-    latent_keys,
-    latent_places,
-    latent_waits,
 )
 from tests.mutants.core import Mutant
+from tests.mutants.latent_decode import latent_keys, latent_places, latent_waits
 
 
 def gluon_mutants() -> tuple[Mutant, ...]:

@@ -7,9 +7,9 @@ import warnings
 
 import torch
 
-from flashtune.proof.cases import Level
-from flashtune.proof.check import check_rendered
-from flashtune.target import find_target
+from flashtune.core.target import find_target
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_rendered
 from tests.mutants.core import Mutant, broken
 from tests.mutants.results import Fate, Found, found_of
 

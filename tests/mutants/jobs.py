@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from flashtune.config import Config
-from flashtune.errors import KernelError
-from flashtune.kernel import Kernel
-from flashtune.problem import Problem
-from flashtune.proof.cases import Level
-from flashtune.proof.check import check_delayed, check_kernel, check_rendered
-from flashtune.record import Verdict
-from flashtune.target import Target, device_target
+from flashtune.core.config import Config
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.core.record import Verdict
+from flashtune.core.target import Target, device_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.resources import occupancy, overflow, read_resources
-from tests.gpu.hopper_jobs import DEVICE, context_lost_ends_the_process
+from flashtune.tuner.binary.resources import occupancy, overflow, read_resources
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_delayed, check_kernel, check_rendered
+from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
 from tests.mutants.alike import cases_of, unlike
 from tests.mutants.core import Subject
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flashtune.proof.check import INTERPRETER
+from flashtune.verification.check import INTERPRETER
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
 from tests.mutants.core import broken
 from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.errors import FlashtuneError
+from flashtune.core.errors import FlashtuneError
 from tests.mutants.core import Mutant, broken
 
 

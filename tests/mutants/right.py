@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 from pebble import ProcessPool
 
+from benchmarks.sanitizer.points import drawn
+from benchmarks.sanitizer.sanitizing import Subject as Point
+from flashtune.core.errors import ProblemError
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.db.table import shipped_table
-from flashtune.errors import ProblemError
-from flashtune.problem import Problem
-from flashtune.proof.delays import delayed
-from flashtune.proof.prepared import STEPS_PER_SEED
-from flashtune.target import Target
 from flashtune.templates.family import why_not
 from flashtune.templates.registry import families, find_family
-from flashtune.tuner.processes import failure_of
-from flashtune.tuner.sanitizing import Subject as Point
-from flashtune.tuner.sanitizing_points import drawn
+from flashtune.tuner.execution.processes import failure_of
+from flashtune.verification.inputs.prepared import STEPS_PER_SEED
+from flashtune.verification.schedule_fuzzing import delayed
 from tests.mutants import jobs
 from tests.mutants.core import Subject, rendered
-from tests.mutants.pools import Plan, compiling, ended, on_the_gpu, with_late
+from tests.mutants.portable.pools import Plan, compiling, ended, on_the_gpu, with_late
 from tests.mutants.results import Control
 from tests.mutants.runner import verify_controls
 

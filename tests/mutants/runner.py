@@ -12,10 +12,10 @@ from concurrent.futures import Future
 import msgspec
 from pebble import ProcessPool
 
-from flashtune.tuner.processes import failure_of
+from flashtune.tuner.execution.processes import failure_of
 from tests.mutants import jobs
 from tests.mutants.core import Mutant, Subject, broken, rendered
-from tests.mutants.pools import (
+from tests.mutants.portable.pools import (
     SHARED_SECONDS,
     START_SECONDS,
     Compiling,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.mutants import (
+from tests.mutants.core import Mutant
+from tests.mutants.portable import (
     decode_caches,
     decode_scores,
     decode_splits,
@@ -10,7 +11,6 @@ from tests.mutants import (
     masked_places,
     masked_scores,
 )
-from tests.mutants.core import Mutant
 from tests.mutants.serving_size import Size
 
 

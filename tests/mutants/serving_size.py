@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Causal, Dtype, Problem
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.registry import find_family
 from tests.mutants.core import Mutant, Patch, Subject
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtune.kernel import Specialization
-from flashtune.problem import Causal
-from tests.mutants import backward_hopper, backward_size, fused, hopper, latent, serving_size
-from tests.mutants import portable as forward
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal
+from tests.mutants import serving_size
+from tests.mutants.backward_hopper import backward_hopper
 from tests.mutants.core import Mutant, Part, Patch, Subject
+from tests.mutants.forward_hopper import hopper
+from tests.mutants.latent_decode import latent
+from tests.mutants.portable import backward_size, fused
+from tests.mutants.portable import portable as forward
 
 LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
 LOW_SCORES = "low_scores = dscores.to(q.dtype.element_ty)"

@@ -10,21 +10,22 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune import backward_servers, choices, decision, delegation, masked_sdpa, pair_decision, serving
-from flashtune.calls import forget_servers
-from flashtune.kernel import Specialization
-from flashtune.masked_sdpa import forget_refusals
-from flashtune.notices import forget_told
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
-from flashtune.self_check import forget_verdicts
-from flashtune.tables import tuned_records
-from flashtune.target import find_target
+from flashtune.core.kernel import Specialization
+from flashtune.core.notices import forget_told
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune.core.target import find_target
+from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
+from flashtune.dispatch.masked_sdpa import forget_refusals
+from flashtune.dispatch.tables import tuned_records
+from flashtune.dispatch.versions import current_versions
+from flashtune.runtime import backward_executors, kernel_fallback, prepare
+from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.self_check import forget_verdicts
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.versions import current_versions
-from tests.machine import Machine
-from tests.tensor_maps import Driver
+from tests.emulator.tensor_maps import Driver
+from tests.support.machine import Machine
 
 TARGET = find_target("h200")
 
@@ -118,12 +119,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (decision, pair_decision):
         monkeypatch.setattr(module, "device_target", lambda index: TARGET)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
-    for module in (delegation, masked_sdpa):
+    for module in (sdpa, masked_sdpa):
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(choices, "binary_of", fake.binary_of)
-    monkeypatch.setattr(serving, "bind", fake.bind)
-    monkeypatch.setattr(choices, "rehearsing", fake.rehearsing)
-    monkeypatch.setattr(choices, "passes_self_check", fake.passes)
-    monkeypatch.setattr(backward_servers, "bind_backward", fake.bind_backward)
+    monkeypatch.setattr(kernel_fallback, "binary_of", fake.binary_of)
+    monkeypatch.setattr(prepare, "bind", fake.bind)
+    monkeypatch.setattr(kernel_fallback, "rehearsing", fake.rehearsing)
+    monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
+    monkeypatch.setattr(backward_executors, "bind_backward", fake.bind_backward)
     return fake

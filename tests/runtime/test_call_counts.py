@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtune
-from flashtune.call_counts import CallCount, add_counts, read_counts
-from flashtune.errors import UsageError
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
+from flashtune.core.errors import UsageError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.recording.call_log import CallCount, add_counts, read_counts
 
 
 def test_who_may_read_a_file_stays_as_it_was(problem: Problem, file: Path) -> None:
@@ -49,7 +49,7 @@ def test_processes_write_one_file_at_once(problem: Problem, file: Path) -> None:
         import sys
         from pathlib import Path
         import msgspec
-        from flashtune.call_counts import CallCount, add_counts
+        from flashtune.recording.call_log import CallCount, add_counts
         count = msgspec.json.decode(sys.argv[2], type=CallCount)
         for _ in range(10):
             add_counts(Path(sys.argv[1]), [count])

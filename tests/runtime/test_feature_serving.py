@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import decision, dispatch, serving
-from flashtune.api import dense_call
-from flashtune.call_counts import read_counts
-from flashtune.errors import FlashtuneError, KernelError, ProblemError
-from flashtune.feature_request import read_call
-from flashtune.features import Feature
-from flashtune.kernel import Kernel
-from flashtune.nearest import nearest_record, same_computation, tuned_alike
-from flashtune.problem import Causal
-from flashtune.side import Side
+from flashtune.api.attention import dense_call
+from flashtune.api.varlen import varlen_call
+from flashtune.core.errors import FlashtuneError, KernelError, ProblemError
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Causal, Feature
+from flashtune.dispatch import decision, lookup
+from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
+from flashtune.recording.call_log import read_counts
+from flashtune.request.feature_request import read_call
+from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
-from flashtune.varlen import varlen_call
-from tests.features import agrees, paged, starts
-from tests.machine import Machine
+from tests.problems.features import agrees, paged, starts
 from tests.runtime.conftest import TARGET, MakeRecord
+from tests.support.machine import Machine
 
 HEADS = 4
 
@@ -62,8 +62,8 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
         found.choices += 1
         return real(*given)
 
-    monkeypatch.setattr(serving, "bind", bind)
-    monkeypatch.setattr(serving, "decide", decide)
+    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(prepare, "decide", decide)
     return found
 
 
@@ -73,7 +73,7 @@ def packed(*lengths: int) -> tuple[Any, ...]:
     return q, k, k.clone(), starts(lengths), starts(lengths), max(lengths), max(lengths)
 
 
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_new_numbers_of_tokens_choose_no_kernel_again(bound: Bound, machine: Machine) -> None:
     for lengths in ((70, 50), (71, 50), (90, 38)):
         assert flashtune.attention_varlen(*packed(*lengths), causal=True).shape == (sum(lengths), HEADS, 64)
@@ -110,7 +110,7 @@ def test_what_nobody_computes_names_what_to_leave_out(
     lesser = [find_family("forward_q_outer"), find_family("forward_masked")]
     real = type(lesser[1]).features
     monkeypatch.setattr(type(lesser[1]), "features", real - {Feature.PAGES})
-    monkeypatch.setattr(dispatch, "families", lambda: lesser)
+    monkeypatch.setattr(lookup, "families", lambda: lesser)
     token = torch.randn(2, HEADS, 32)
     for sinks in (None, torch.zeros(HEADS)):
         with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200: leave out pages$"):
@@ -163,7 +163,7 @@ def test_few_queries_are_decoded_and_many_are_not(machine: Machine) -> None:
     assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 2 + ["forward_masked"]
 
 
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_packed_calls_are_recorded_as_one_problem(bound: Bound, tmp_path: Path) -> None:
     with flashtune.record_calls(tmp_path / "calls.jsonl"):
         for lengths in ((70, 50), (71, 50), (71, 50)):

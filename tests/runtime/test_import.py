@@ -51,7 +51,7 @@ def test_names_are_listed_and_unknown_ones_refused() -> None:
 
 def test_all_error_classes_are_exported() -> None:
     import flashtune
-    from flashtune import errors
+    from flashtune.core import errors
 
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert classes <= set(flashtune.__all__)

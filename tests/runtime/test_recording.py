@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import flashtune
-from flashtune import backward_servers, calls, recording, serving
-from flashtune.call_counts import MAX_CALLS, CallCount, merged, read_counts
-from flashtune.kernel import Alignment, Specialization
-from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Direction, Problem
-from tests.machine import Machine, inputs, tuned
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Direction, Problem
+from flashtune.recording import recorder
+from flashtune.recording.call_log import MAX_CALLS, CallCount, merged, read_counts
+from flashtune.runtime import backward_executors, call_cache, prepare
 from tests.runtime.conftest import MakeRecord
+from tests.support.machine import Machine, inputs, tuned
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +61,14 @@ def test_a_call_goes_straight_to_its_server_where_nothing_is_recorded(problem: P
     def serve(number: int) -> int:
         return number
 
-    assert recording.counted(serve, problem, Specialization()) is serve
+    assert recorder.counted(serve, problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
-        assert {server.__name__ for server in calls._servers.values()} == {"serve_plain"}
-        assert all(hasattr(server, "__wrapped__") for server in calls._servers.values())
-    assert not calls._servers
+        assert {server.__name__ for server in call_cache._servers.values()} == {"serve_plain"}
+        assert all(hasattr(server, "__wrapped__") for server in call_cache._servers.values())
+    assert not call_cache._servers
     flashtune.attention(*inputs(problem), causal=True)
-    assert not any(hasattr(server, "__wrapped__") for server in calls._servers.values())
+    assert not any(hasattr(server, "__wrapped__") for server in call_cache._servers.values())
 
 
 def test_a_plan_counts_if_it_was_made_while_recording(problem: Problem, file: Path) -> None:
@@ -101,7 +102,7 @@ def test_empty_calls_are_left_out(problem: Problem, file: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file: Path) -> None:
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
@@ -112,12 +113,12 @@ def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file:
     assert found == {problem: (3, True), backward: (3, False)}
 
 
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_compiled_programs_are_recorded(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(backward_servers, "bind_backward", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(backward_executors, "bind_backward", lambda *_, **__: lambda *_: None)
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
 
     def loss(*tensors: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_both_passes_of_compiled_programs_are_recorded(
 def test_calls_with_features_are_recorded_with_them(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "bind", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         for _ in range(2):
@@ -160,14 +161,14 @@ def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file:
 
     with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
         program()
-    assert not recording.recording()
+    assert not recorder.recording()
     assert [count.calls for count in read_counts(file)] == [1]
 
 
 def test_a_process_keeps_a_bounded_number_of_problems(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_LINES", 2)
+    monkeypatch.setattr(recorder, "MAX_LINES", 2)
     with flashtune.record_calls(file):
         for length in (64, 128, 192, 64):
             flashtune.attention(*inputs(with_length(problem, length)), causal=True)
@@ -184,9 +185,9 @@ def test_the_most_called_are_kept(problem: Problem) -> None:
 PROGRAM = """
 import warnings
 warnings.simplefilter("error")
-from flashtune import recording
-from flashtune.kernel import Specialization
-from flashtune.problem import Dtype, Problem
+from flashtune.recording import recorder as recording
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
 problem = Problem(dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=1, kv_heads=1, batch=1,
                   seqlen_q=8, seqlen_kv=8)
 serve = recording.counted(abs, problem, Specialization())
@@ -195,7 +196,7 @@ print(serve(-1), serve(-2))
 
 
 def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, recording.VARIABLE: name}
+    environment = {**os.environ, recorder.VARIABLE: name}
     argv = [sys.executable, "-c", PROGRAM]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 

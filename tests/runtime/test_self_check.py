@@ -15,26 +15,26 @@ import msgspec
 import pytest
 import torch
 
-import flashtune.proof.rehearsal
-from flashtune import self_check
-from flashtune.db.checks import Check
+import flashtune.verification.warmup
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record, Verdict
+from flashtune.core.target import find_target
+from flashtune.db.codec import Check
 from flashtune.db.store import open_store
-from flashtune.errors import KernelError
-from flashtune.kernel import Kernel
-from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Problem
-from flashtune.proof import check
-from flashtune.record import Record, Verdict
-from flashtune.rendered import kernel_of
-from flashtune.self_check import (
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.source_cache import kernel_of
+from flashtune.runtime import self_check
+from flashtune.runtime.self_check import (
     forget_verdicts,
     known_seconds,
     known_verdict,
     passes_self_check,
     rehearsing,
 )
-from flashtune.target import find_target
-from flashtune.versions import current_versions
+from flashtune.verification import check
 
 Make = Callable[..., Record]
 TARGET = find_target("h200")
@@ -202,7 +202,7 @@ def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
     error: KernelError | None,
 ) -> None:
     rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
     record = make_record(problem)
     assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
@@ -218,7 +218,7 @@ def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
 def test_one_rehearsal_does_for_all_kernels_of_a_kind(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
-    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", lambda *_: None)
+    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", lambda *_: None)
     record = make_record(problem)
     assert record.config is not None
     kinds = (
@@ -238,7 +238,7 @@ def test_what_fails_in_a_rehearsal_is_left_to_the_check(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsal = Rehearsal(fails=True)
-    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
     record = make_record(problem)
     assert record.config is not None
     with rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
@@ -249,7 +249,7 @@ def test_a_known_kernel_is_not_rehearsed(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
     rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.proof.rehearsal, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
     monkeypatch.setattr(check, "check_rendered", Checker(True))
     record = make_record(problem)
     assert record.config is not None
@@ -281,9 +281,9 @@ def test_a_check_imports_no_sqlalchemy(own_database: Path) -> None:
     """Whose import would take longer than the check."""
     program = (
         "import sys\n"
-        "from flashtune.db.checks import Check\n"
-        "from flashtune.db.remembering import remember_check\n"
-        "from flashtune.record import Verdict, Versions\n"
+        "from flashtune.db.codec import Check\n"
+        "from flashtune.db.light.self_checks import remember_check\n"
+        "from flashtune.core.record import Verdict, Versions\n"
         "verdict = Verdict(True, 0.5, 9, '', 'NVIDIA H200')\n"
         "versions = Versions('0', '0', '0', '0', '0', '0')\n"
         "remember_check(Check(digest='0' * 32, target='nvidia-h200', versions=versions, verdict=verdict))\n"

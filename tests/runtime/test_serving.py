@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import flashtune
-from flashtune import calls, decision
-from flashtune.errors import ProblemError
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Problem
-from flashtune.record import Record
-from flashtune.request import read_request
-from tests.machine import Machine, expected, inputs, tuned
+from flashtune.core.errors import ProblemError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.dispatch import decision
+from flashtune.request.request import read_request
+from flashtune.runtime import call_cache
+from tests.support.machine import Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]
 
@@ -109,7 +110,7 @@ def test_the_standard_computation_may_win_on_short_sequences(
     assert machine.launches == 0
 
 
-@pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_gradients_go_through_generated_kernels(machine: Machine, problem: Problem) -> None:
     q, k, v = (tensor.requires_grad_() for tensor in inputs(problem, torch.float32))
     out = flashtune.attention(q, k, v, causal=True)
@@ -164,13 +165,13 @@ def test_threads_prepare_a_kind_of_call_once(machine: Machine, problem: Problem,
 
 
 def test_the_memo_is_bounded(machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MEMO_LIMIT", 4)
+    monkeypatch.setattr(call_cache, "MEMO_LIMIT", 4)
     q, k, v = inputs(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in range(1, 12):
             flashtune.attention(q[:, :, :length], k, v, causal=True)
-    assert len(calls._servers) <= 4
+    assert len(call_cache._servers) <= 4
 
 
 def test_explain_tells_what_serves_and_runs_nothing(

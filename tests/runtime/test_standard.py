@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.proof.gate import worst_ratio
-from flashtune.proof.reference import expect, sample
-from flashtune.standard import standard_attention
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.runtime.unfused import standard_attention
+from flashtune.verification.reference.forward import expect, sample
+from flashtune.verification.tolerance import worst_ratio
 
 DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
 LENGTHS = [(1, 1), (1, 9), (9, 1), (12, 12), (7, 19), (19, 7)]

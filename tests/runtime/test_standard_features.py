@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from flashtune import merge_attention
-from flashtune.api import dense_call
-from flashtune.decision import Server
-from flashtune.errors import ProblemError
-from flashtune.feature_request import read_call
-from flashtune.options import Call
-from flashtune.paged import paged_call
-from flashtune.servers import baseline_server
-from flashtune.varlen import varlen_call
-from tests.features import KEYS, QUERIES, agrees, paged, starts
+from flashtune.api.attention import dense_call
+from flashtune.api.paged import paged_call
+from flashtune.api.varlen import varlen_call
+from flashtune.core.errors import ProblemError
+from flashtune.dispatch.decision import Server
+from flashtune.request.feature_request import read_call
+from flashtune.request.options import Call
+from flashtune.runtime.executors import baseline_server
+from tests.problems.features import KEYS, QUERIES, agrees, paged, starts
 
 HEADS = 4
 INT = torch.int32

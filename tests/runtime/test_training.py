@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import calls
-from flashtune.errors import KernelError, ProblemError, VerificationError
-from flashtune.notices import FlashtuneWarning
-from flashtune.problem import Problem
-from tests.machine import Machine, tuned
+from flashtune.core.errors import KernelError, ProblemError, VerificationError
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Problem
+from flashtune.runtime import call_cache
 from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
+from tests.support.machine import Machine, tuned
 
 
 @quiet
@@ -49,7 +49,7 @@ def test_what_is_faster_over_both_passes_serves_both(
     q, k, v = leaves(problem, torch.bfloat16)
 
     def server(forward: float, backward: float) -> tuple[str, str]:
-        calls.forget_servers()
+        call_cache.forget_servers()
         tuned(
             machine,
             make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
@@ -126,11 +126,11 @@ def test_reproducible_gradients_are_another_problem(machine: Machine, problem: P
         close(gradients(problem, q, k, v), right(q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(calls._servers) == 2
+    assert len(call_cache._servers) == 2
     with torch.no_grad():
         flashtune.attention(q, k, v, deterministic=True)
         flashtune.attention(q, k, v)
-    assert len(calls._servers) == 3, "of no meaning where nobody goes back"
+    assert len(call_cache._servers) == 3, "of no meaning where nobody goes back"
 
 
 @quiet
@@ -153,7 +153,7 @@ def test_a_capture_meets_no_new_shape(
     def refuse(q: Tensor) -> None:
         raise KernelError("a CUDA graph is being captured")
 
-    monkeypatch.setattr(calls, "_refuse_capture", refuse)
+    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
     with pytest.raises(KernelError, match="captured"):
         flashtune.attention(*leaves(problem))
 

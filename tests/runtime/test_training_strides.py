@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import flashtune
-from flashtune import backward_servers, serving
-from flashtune.errors import KernelError
-from flashtune.kernel import Alignment
-from flashtune.problem import Problem
-from flashtune.side import Side
-from tests.machine import Machine, expected
+from flashtune.core.errors import KernelError
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Alignment
+from flashtune.core.problem import Problem
+from flashtune.runtime import backward_executors, prepare
 from tests.runtime.training_calls import close, leaves, quiet, server_of
+from tests.support.machine import Machine, expected
 
 
 @quiet
@@ -70,8 +70,8 @@ def test_strides_that_hooks_change_are_bound_anew(
         bound.append(side.bias.stride())
         return lambda *_: None
 
-    monkeypatch.setattr(serving, "bind", lambda *_, **__: lambda *_: None)
-    monkeypatch.setattr(backward_servers, "bind_backward", bind_backward)
+    monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(backward_executors, "bind_backward", bind_backward)
     q, k, v = leaves(problem, torch.bfloat16)
     bias = torch.randn(512, 512, dtype=torch.bfloat16).expand(2, 8, 512, 512)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda kept: kept):
@@ -83,7 +83,7 @@ def test_strides_that_hooks_change_are_bound_anew(
 def test_launches_are_kept_for_so_many_strides(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward_servers, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(backward_executors, "MOST_LAUNCHES", 2)
     q, k, v = leaves(problem)
     out = flashtune.attention(q, k, v, causal=True)
     for length in (512, 513, 514, 515):

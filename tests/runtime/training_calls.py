@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune import backward_servers
-from flashtune.problem import Direction, Problem
-from flashtune.record import Record
-from flashtune.target import find_target
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import Record
+from flashtune.core.target import find_target
+from flashtune.runtime import backward_executors
 from flashtune.templates.registry import find_family
-from tests.machine import expected, inputs
+from tests.support.machine import expected, inputs
 
 Make = Callable[..., Record]
-quiet = pytest.mark.filterwarnings("ignore::flashtune.notices.FlashtuneWarning")
+quiet = pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 
 
 def leaves(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,8 +52,8 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def server_of(out: Tensor) -> backward_servers.BackwardServer:
+def server_of(out: Tensor) -> backward_executors.BackwardServer:
     """What goes back from an output."""
     server = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
-    assert isinstance(server, backward_servers.BackwardServer)
+    assert isinstance(server, backward_executors.BackwardServer)
     return server

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flashtune.kernel import Alignment, Argument, Specialization
-from flashtune.launch import compile_binary
-from flashtune.problem import Dtype
-from flashtune.target import find_target
-from flashtune.templates.common.arguments import forward_arguments, transpose_arguments
-from tests.plain_e4m3 import MISTAKES, plain_e4m3
+from flashtune.core.kernel import Alignment, Argument, Specialization
+from flashtune.core.problem import Dtype
+from flashtune.core.target import find_target
+from flashtune.launch.forward import compile_binary
+from flashtune.templates.common.args.arguments import forward_arguments, transpose_arguments
+from tests.problems.plain_e4m3 import MISTAKES, plain_e4m3
 
 PLAIN = Specialization()
 

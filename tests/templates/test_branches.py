@@ -13,15 +13,16 @@ import jinja2
 import pytest
 from jinja2 import nodes
 
-from flashtune.kernel import Kernel
-from flashtune.record import Record
+from flashtune.core.kernel import Kernel
+from flashtune.core.record import Record
 from flashtune.templates import rendering
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from scripts.kernels import shipped_records, winners
 from tests.golden_files import summed
-from tests.golden_kernels import COMBINATIONS, kernel_of
-from tests.templates import test_backward_hopper_golden, test_golden
+from tests.support.golden_kernels import COMBINATIONS, kernel_of
+from tests.templates import test_golden
+from tests.templates.backward import test_backward_hopper_golden
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.compilation import load_module
-from flashtune.kernel import Alignment
+from flashtune.core.kernel import Alignment
+from flashtune.launch.compilation import load_module
 from flashtune.templates import hashing, rendering
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import family_names
 from flashtune.templates.rendering import CHECKS
-from tests.golden_kernels import COMBINATIONS, FEATURES, kernel_of
+from tests.support.golden_kernels import COMBINATIONS, FEATURES, kernel_of
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn,

@@ -10,12 +10,11 @@ import jinja2
 import jinja2.meta
 import pytest
 
-from flashtune.canonical_source import _TEMPLATE, canonical_template
-from flashtune.kernel import Kernel
+from flashtune.core.kernel import _TEMPLATE, Kernel, canonical_template
 from flashtune.templates import hashing, rendering
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
 from flashtune.templates.registry import family_names
-from tests.golden_kernels import COMBINATIONS, kernel_of
+from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
 Read = Callable[[str], str]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from flashtune.compilation import compile_kernel
-from flashtune.kernel import Kernel
-from flashtune.problem import Causal
-from flashtune.target import find_target
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Causal
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import family_names
-from tests import golden_kernels, hopper_backward
+from tests.problems import hopper_backward
+from tests.support import golden_kernels
 
 H200 = find_target("h200")
 GOLDEN = {

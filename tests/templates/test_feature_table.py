@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.features import Feature
+from flashtune.core.problem import Feature
 from flashtune.templates.registry import families
-from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.workloads.shapes import parse_shape
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 # Keys of shapes that are not called as their features are.

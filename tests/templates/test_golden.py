@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.compilation import compile_kernel
-from flashtune.target import find_target
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel
 from tests import golden_files
-from tests.golden_kernels import COMBINATIONS, HOPPER, LATENT, kernel_of
+from tests.support.golden_kernels import COMBINATIONS, HOPPER, LATENT, kernel_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MAX_LINE = 125

@@ -10,13 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.compilation import compile_kernel, load_module
-from flashtune.features import Bias, Feature, KvDtype, KvScale
-from flashtune.kernel import Alignment, Kernel, Specialization
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.side import NUMBERS
-from flashtune.target import find_target
-from flashtune.templates.common.asked import FARTHEST, asked_of
+from flashtune.core.extra_inputs import NUMBERS
+from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, Feature, KvDtype, KvScale, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel, load_module
+from flashtune.templates.common.args.feature_context import FARTHEST, asked_of
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render

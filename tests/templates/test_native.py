@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from flashtune.compilation import compile_kernel
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Dtype, Problem
-from flashtune.target import find_target
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import families, family_names, find_family
 from flashtune.templates.rendering import render

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from flashtune import templates
-from flashtune.config import Config
-from flashtune.errors import KernelError, TableError
-from flashtune.kernel import Alignment, Kernel, Specialization
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.templates.common.tiles import Chunk, columns, head_chunks
+from flashtune.core.config import Config
+from flashtune.core.errors import KernelError, TableError
+from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.templates.common.model.sram import Chunk, columns, head_chunks
 from flashtune.templates.family import Context, Family
 from flashtune.templates.hashing import TEMPLATE, _imported, template_hash
 from flashtune.templates.registry import families, family_names, find_family

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtune.problem import Causal
-from flashtune.target import find_target
-from flashtune.templates.common.pace import together_us, traffic_us
-from flashtune.templates.common.schedule import (
+from flashtune.core.problem import Causal
+from flashtune.core.target import find_target
+from flashtune.templates.common.model.cost import together_us, traffic_us
+from flashtune.templates.common.model.tile_schedule import (
     MOST_TILES,
     RESIDENT,
     Cost,
@@ -30,8 +30,8 @@ from flashtune.templates.common.schedule import (
 )
 from flashtune.templates.forward_hopper.space import Order
 from flashtune.templates.registry import families, find_family
-from flashtune.tuner.truth import TruthTable, read_tables
-from tests.hopper import a_problem
+from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
+from tests.problems.hopper import a_problem
 
 H200 = find_target("h200")
 DATA = Path(__file__).parents[1] / "data" / "truth"

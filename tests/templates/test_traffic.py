@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.target import Target, find_target
 from flashtune.db.table import shipped_table
-from flashtune.problem import Causal, Direction, Dtype, Problem
-from flashtune.proof.lengths import is_ragged
-from flashtune.standard import standard_hbm_items
-from flashtune.target import Target, find_target
-from flashtune.templates.common.traffic import (
+from flashtune.runtime.unfused import standard_hbm_items
+from flashtune.templates.common.model.traffic import (
     cycled_queries,
     floor_sum,
     missed,
@@ -26,6 +25,7 @@ from flashtune.templates.common.traffic import (
 )
 from flashtune.templates.family import Family, TrafficItem
 from flashtune.templates.registry import families, find_family
+from flashtune.verification.lengths import is_ragged
 
 H200 = find_target("h200")
 LENGTH = st.integers(0, 400)

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from flashtune.errors import FlashtuneError, MachineError
+from flashtune.core.errors import FlashtuneError, MachineError
 
 INTERRUPTED = 130
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
@@ -91,7 +91,7 @@ class CommandGroup(click.Group):
         """The command of a name, or None."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"{__name__}.{module_name(cmd_name)}")
+        module = importlib.import_module(f"{__name__}.commands.{module_name(cmd_name)}")
         command: click.Command = module.command
         return command
 
@@ -114,7 +114,7 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keeps the command line, so that a command can tell how to repeat it."""
-        ctx.meta["flashtune.arguments"] = tuple(args)
+        ctx.meta["flashtune.core.arguments"] = tuple(args)
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class CommandGroup(click.Group):
         except FlashtuneError as error:
             raise Failure(error) from error
         except (MemoryError, ImportError, RuntimeError) as error:
-            from flashtune.machine import machine_fault
+            from flashtune.core.machine import machine_fault
 
             fault = machine_fault(error)
             if fault is None:

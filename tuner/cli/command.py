@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from flashtune.address_space import address_space_fault
-from flashtune.errors import MachineError
+from flashtune.core.errors import MachineError
+from flashtune.launch.address_space import address_space_fault
 
 # Sections of a help page, in their order, and the parameters that belong to each.
 SECTIONS: dict[str, frozenset[str]] = {

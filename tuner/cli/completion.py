@@ -9,14 +9,14 @@ import click
 
 def complete_targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
     """The GPUs of the table that begin so, by their short names."""
-    from flashtune.target import TARGETS
+    from flashtune.core.target import TARGETS
 
     return _beginning(incomplete, (target.short_name for target in TARGETS))
 
 
 def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
     """The known models that begin so."""
-    from flashtune.tuner.known_models import MODELS
+    from flashtune.tuner.workloads.presets import MODELS
 
     return _beginning(incomplete, (model.name for model in MODELS))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flashtune.errors import UsageError
+from flashtune.core.errors import UsageError
 from flashtune.tuner.cli.options import (
     NO_SHAPE,
     AnyCommand,
@@ -17,11 +17,11 @@ from flashtune.tuner.cli.options import (
     gather_problems,
 )
 from flashtune.tuner.cli.shape_options import PHASE_OPTION, PHASES, SHAPE_OPTIONS
-from flashtune.tuner.model_sizes import ModelSizes, Phase
+from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 
 if TYPE_CHECKING:
-    from flashtune.problem import Problem
-    from flashtune.tuner.models import ModelAttention
+    from flashtune.core.problem import Problem
+    from flashtune.tuner.workloads.models import ModelAttention
 
 # Lengths of a whole model's overview.
 LENGTHS = "1024..131072"

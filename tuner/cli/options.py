@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashtune.errors import UsageError
+from flashtune.core.errors import UsageError
 from flashtune.tuner.cli.completion import complete_families, complete_targets
 from flashtune.tuner.cli.shape_options import SHAPE_OPTIONS
-from flashtune.tuner.model_sizes import ModelSizes, Phase
+from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 
 if TYPE_CHECKING:
-    from flashtune.problem import Problem
-    from flashtune.target import Target
-    from flashtune.tuner.models import ModelAttention
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.tuner.workloads.models import ModelAttention
 
 AnyCommand = Callable[..., Any]
 
@@ -82,10 +82,10 @@ def gather_problems(
     """
     if not (shapes or models or hf_configs or shapes_files or sizes.any_size):
         return ()
-    from flashtune.tuner.models import model_problems
-    from flashtune.tuner.passes import training_passes
-    from flashtune.tuner.shapes import parse_shape
-    from flashtune.tuner.shapes_file import read_shapes_file
+    from flashtune.tuner.workloads.models import model_problems
+    from flashtune.tuner.workloads.passes import training_passes
+    from flashtune.tuner.workloads.shapes import parse_shape
+    from flashtune.tuner.workloads.shapes_file import read_shapes_file
 
     found: list[Problem] = []
     for text in shapes:
@@ -109,8 +109,8 @@ def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tupl
     Raises:
         UsageError: There is no such model, or a file is no config.
     """
-    from flashtune.tuner.hf_config import read_hf_config
-    from flashtune.tuner.known_models import find_model
+    from flashtune.tuner.workloads.hf_config import read_hf_config
+    from flashtune.tuner.workloads.presets import find_model
 
     return (*map(find_model, models), *map(read_hf_config, hf_configs))
 
@@ -152,7 +152,7 @@ def _from_environment(name: str) -> bool:
 
 
 def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int | None]:
-    from flashtune.target import device_target, find_target
+    from flashtune.core.target import device_target, find_target
 
     if name is not None and device is not None:
         raise UsageError("--target works without a GPU, --device is one of this machine: give one of the two")

@@ -78,7 +78,7 @@ def say(sentence: str) -> None:
 def command_line() -> str:
     """The command line of the running command, as a user can type it again."""
     ctx = click.get_current_context()
-    return shlex.join(["flashtune", *ctx.meta.get("flashtune.arguments", ())])
+    return shlex.join(["flashtune", *ctx.meta.get("flashtune.core.arguments", ())])
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def write_result(path: Path | None, content: bytes) -> None:
     Raises:
         FlashtuneError: The file cannot be written.
     """
-    from flashtune.tuner.export import write_file
+    from flashtune.tuner.tables.export import write_file
 
     if path is None or str(path) == "-":
         click.echo(content.decode(), nl=False)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 
 import click
 
+from flashtune.tuner.analysis.model_overview import MODEL_HEADS, model_row
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
 from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import optional_problem_options
-from flashtune.tuner.known_models import MODELS
-from flashtune.tuner.model_rows import MODEL_HEADS, model_row
+from flashtune.tuner.workloads.presets import MODELS
 
 TITLE = """# The command line
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from flashtune.tuner.cli.completion import complete_models
-from flashtune.tuner.model_sizes import DEFAULT_BATCH, DEFAULT_PAGE_SIZE, DEFAULT_SEQLEN, Phase
+from flashtune.tuner.workloads.model_sizes import DEFAULT_BATCH, DEFAULT_PAGE_SIZE, DEFAULT_SEQLEN, Phase
 
 SHAPE_HELP = (
     "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtune.db.store import open_store
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.record import (
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import (
     Measurement,
     Outcome,
     PeerTime,
@@ -21,13 +20,14 @@ from flashtune.record import (
     Resources,
     Verdict,
 )
-from flashtune.target import find_target
+from flashtune.core.target import find_target
+from flashtune.db.store import open_store
+from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
-from flashtune.tuner.config_text import change_config
-from flashtune.tuner.shapes import parse_shape
-from flashtune.versions import current_versions
+from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
 

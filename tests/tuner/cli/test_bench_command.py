@@ -11,14 +11,14 @@ import pytest
 import torch
 from click.testing import Result
 
-from flashtune.problem import Problem
-from flashtune.tuner import bench_run
-from flashtune.tuner.bench_grid import GRIDS, grid_problems
-from flashtune.tuner.bench_records import OURS, Bench, LeftOut
-from flashtune.tuner.bench_run import BenchRequest, report_of, run_benches
-from flashtune.tuner.cli.bench import GRIDS as NAMED_GRIDS
-from flashtune.tuner.cli.bench_panels import CEILING
-from tests.tuner.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
+from flashtune.core.problem import Problem
+from flashtune.tuner.bench import driver
+from flashtune.tuner.bench.driver import BenchRequest, report_of, run_benches
+from flashtune.tuner.bench.grids import GRIDS, grid_problems
+from flashtune.tuner.bench.results import OURS, Bench, LeftOut
+from flashtune.tuner.cli.commands.bench import GRIDS as NAMED_GRIDS
+from flashtune.tuner.cli.report.bench_panels import CEILING
+from tests.tuner.bench.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
 
 Run = Callable[..., Result]
 
@@ -70,7 +70,7 @@ def test_json_saved_and_shown_is_the_same(run: Run, saved: Path, tmp_path: Path)
 
 def test_a_plot_has_a_panel_for_each_mask_and_head_dim(run: Run, saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from flashtune.tuner.cli.bench_plot import figure
+    from flashtune.tuner.cli.report.bench_plot import figure
 
     page = tmp_path / "plot.html"
     assert run("bench", "--load", saved, "--plot", page).exit_code == 0
@@ -151,12 +151,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
         return a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench_run, "device_target", lambda index: None)
-    monkeypatch.setattr(bench_run, "compile_ahead", lambda problems, target: ())
-    monkeypatch.setattr(bench_run, "measure_ceiling", lambda dtype, device, rounds: empty.ceilings[0])
-    monkeypatch.setattr(bench_run, "measure_copy", lambda device, rounds: empty.copy)
-    monkeypatch.setattr(bench_run, "environment", lambda device: empty.environment)
-    monkeypatch.setattr(bench_run, "run_bench", fake_bench)
+    monkeypatch.setattr(driver, "device_target", lambda index: None)
+    monkeypatch.setattr(driver, "compile_ahead", lambda problems, target: ())
+    monkeypatch.setattr(driver, "measure_ceiling", lambda dtype, device, rounds: empty.ceilings[0])
+    monkeypatch.setattr(driver, "measure_copy", lambda device, rounds: empty.copy)
+    monkeypatch.setattr(driver, "environment", lambda device: empty.environment)
+    monkeypatch.setattr(driver, "run_bench", fake_bench)
     return timed
 
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from flashtune.problem import Causal
-from flashtune.tuner.bench_grid import grid_problems
-from flashtune.tuner.bench_records import OURS, LeftOut
-from flashtune.tuner.bench_run import report_of
-from flashtune.tuner.cli.bench_markdown import markdown
-from flashtune.tuner.cli.bench_panels import CEILING, COPY, lengths_of, panels, title_of
-from flashtune.tuner.cli.bench_report import bench_line, bench_table, notes, summary
-from tests.tuner.bench_fakes import DETAIL, REFUSED, SPEEDS, a_bench, a_reading_bench, a_run
+from flashtune.core.problem import Causal
+from flashtune.tuner.bench.driver import report_of
+from flashtune.tuner.bench.grids import grid_problems
+from flashtune.tuner.bench.results import OURS, LeftOut
+from flashtune.tuner.cli.report.bench_markdown import markdown
+from flashtune.tuner.cli.report.bench_panels import CEILING, COPY, lengths_of, panels, title_of
+from flashtune.tuner.cli.report.bench_terminal import bench_line, bench_table, notes, summary
+from tests.tuner.bench.bench_fakes import DETAIL, REFUSED, SPEEDS, a_bench, a_reading_bench, a_run
 
 PAPER, DECODE = grid_problems("paper"), grid_problems("decode")
 WRONG = LeftOut("sdpa-efficient", 3.25)
@@ -74,7 +74,7 @@ def test_decoding_is_told_in_what_it_reads() -> None:
 
 def test_a_plot_of_decoding_has_the_copy_as_its_ceiling() -> None:
     pytest.importorskip("plotly")
-    from flashtune.tuner.cli.bench_plot import figure
+    from flashtune.tuner.cli.report.bench_plot import figure
 
     plot = figure(a_run(a_reading_bench(DECODE[0], RATES), a_bench(PAPER[0])))
     assert {trace.name: tuple(trace.y) for trace in plot.data if trace.line.dash == "dash"} == {
@@ -137,6 +137,6 @@ def test_markdown_holds_versions_command_and_every_row() -> None:
 
 def test_a_plot_of_one_shape_is_a_plot_too() -> None:
     pytest.importorskip("plotly")
-    from flashtune.tuner.cli.bench_plot import plot_page
+    from flashtune.tuner.cli.report.bench_plot import plot_page
 
     assert "flashtune" in plot_page(a_run(a_bench(PAPER[0])))

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from click.testing import Result
 
-from flashtune.db.checks import Check
+from flashtune.core.errors import KernelError
+from flashtune.core.record import Record, Resources
+from flashtune.core.target import find_target
+from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
-from flashtune.errors import KernelError
-from flashtune.record import Record, Resources
-from flashtune.target import find_target
-from flashtune.tuner.doctor import examine, gpu, interpreter, library, shipped
-from flashtune.tuner.finding import Level
+from flashtune.tuner.analysis.diagnostic import Level
+from flashtune.tuner.analysis.doctor import examine, gpu, interpreter, library, shipped
 
 Run = Callable[..., Result]
 
@@ -24,7 +24,7 @@ Run = Callable[..., Result]
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A compiler that answers at once, and caches of the test's own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr("flashtune.tuner.resources.read_resources", lambda *_: Resources(sram_bytes=1))
+    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", lambda *_: Resources(sram_bytes=1))
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:
@@ -76,7 +76,7 @@ def test_a_compiler_that_fails_is_a_failure(
     def refuse(*_: object) -> Resources:
         raise KernelError("ptxas failed (FileNotFoundError): reinstall triton")
 
-    monkeypatch.setattr("flashtune.tuner.resources.read_resources", refuse)
+    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", refuse)
     result = run("doctor", "--target", "h100")
     assert result.exit_code == 1
     assert "fail  compiler" in result.stdout
@@ -163,7 +163,7 @@ def test_the_shipped_kernels_are_counted_by_triton(
 
 def test_the_interpreter_wants_an_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interpreter().level is Level.OK
-    monkeypatch.setattr("flashtune.compilation.interpreting", lambda: True)
+    monkeypatch.setattr("flashtune.launch.compilation.interpreting", lambda: True)
     monkeypatch.setattr("triton.__version__", "3.6.0")
     monkeypatch.setattr("numpy.__version__", "2.4.1")
     assert interpreter().level is Level.FAIL

@@ -8,17 +8,17 @@ import msgspec
 import pytest
 from click.testing import Result
 
-from flashtune.errors import KernelError, ProblemError, UsageError
-from flashtune.problem import Causal, Problem
-from flashtune.record import Outcome, Provenance, Record, Resources
-from flashtune.standard import standard_hbm_items
-from flashtune.target import find_target
+from flashtune.core.errors import KernelError, ProblemError, UsageError
+from flashtune.core.problem import Causal, Problem
+from flashtune.core.record import Outcome, Provenance, Record, Resources
+from flashtune.core.target import find_target
+from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.registry import find_family
+from flashtune.tuner.analysis.explain import explain, rank, roofline
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.chosen import choose, default_kernel
-from flashtune.tuner.config_text import change_config
-from flashtune.tuner.explain import explain, rank, roofline
-from flashtune.tuner.shapes import parse_shape
+from flashtune.tuner.tables.kernel_choice import choose, default_kernel
+from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
 
 Run = Callable[..., Result]
 Stored = tuple[Record, ...]
@@ -33,7 +33,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> Resources:
         return Resources(sram_bytes=50_000, registers=128, spill_bytes=8)
 
-    monkeypatch.setattr("flashtune.tuner.explain.read_resources", read)
+    monkeypatch.setattr("flashtune.tuner.analysis.explain.read_resources", read)
 
 
 def test_the_selection_is_explained_against_its_rivals(run: Run, stored: Stored, shape: str) -> None:
@@ -93,7 +93,7 @@ def test_a_kernel_that_does_not_compile_is_explained_all_the_same(
     def refuse(*_: object) -> Resources:
         raise KernelError("RuntimeError: [PassManager::run failed]")
 
-    monkeypatch.setattr("flashtune.tuner.explain.read_resources", refuse)
+    monkeypatch.setattr("flashtune.tuner.analysis.explain.read_resources", refuse)
     result = run("explain", "--shape", shape, "--target", "h200")
     assert result.exit_code == 0, result.output
     assert "[PassManager::run failed]" in result.stdout
@@ -152,7 +152,7 @@ def test_a_named_family_is_its_best_record_or_its_default(stored: Stored, proble
 def test_a_near_shape_serves_with_its_own_specialization(
     stored: Stored, problem: Problem, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashtune.tuner.stored.shipped_table", lambda _: None)
+    monkeypatch.setattr("flashtune.tuner.tables.lookup.shipped_table", lambda _: None)
     near = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
     chosen = choose(near, H200, None)
     assert (chosen.source, chosen.record, chosen.tuned_for) == ("nearest", None, problem)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from flashtune.problem import Dtype
-from flashtune.target import find_target
-from flashtune.tuner.cli.model_plot import overview_figure
-from flashtune.tuner.known_models import MODELS, find_model
-from flashtune.tuner.model_overview import Overview, overviews
-from flashtune.tuner.model_sizes import ModelSizes, Phase
+from flashtune.core.problem import Dtype
+from flashtune.core.target import find_target
+from flashtune.tuner.analysis.model_overview import Overview, overviews
+from flashtune.tuner.cli.report.model_plot import overview_figure
+from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
+from flashtune.tuner.workloads.presets import MODELS, find_model
 
 Run = Callable[..., Result]
 H200 = find_target("h200")

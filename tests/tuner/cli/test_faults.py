@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.record import Outcome
 from flashtune.db.store import open_store
-from flashtune.record import Outcome
-from tests.full_disk import small_disk
+from tests.support.full_disk import small_disk
 
 SHAPE = "heads=1,seqlen=64,head_dim=16,dtype=fp16"
 COMMAND = ("search", "--shape", SHAPE, "--target", "a100", "--trials", "1", "--jobs", "1", "--quiet")

@@ -11,13 +11,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtune.errors import FlashtuneError, StoreError, UsageError
-from flashtune.target import TARGETS
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError
+from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
 from flashtune.tuner.cli import COMMANDS, main
 from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import problem_options, target_options
-from flashtune.tuner.known_models import MODELS
+from flashtune.tuner.workloads.presets import MODELS
 
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "alembic", "jinja2", "rich", "msgspec", "numpy")
 Run = Callable[..., Result]
@@ -80,7 +80,7 @@ def raising(error: BaseException) -> click.Command:
 def test_errors_are_one_sentence_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, sentence: str
 ) -> None:
-    monkeypatch.setattr("flashtune.tuner.cli.show.command", raising(error))
+    monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(error))
     result = CliRunner().invoke(main, ["show"])
     assert result.exit_code == code
     assert result.stderr == sentence
@@ -88,7 +88,7 @@ def test_errors_are_one_sentence_and_an_exit_code(
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.tuner.cli.show.command", raising(RuntimeError("a bug")))
+    monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(RuntimeError("a bug")))
     result = CliRunner().invoke(main, ["show"])
     assert isinstance(result.exception, RuntimeError)
 

@@ -8,13 +8,14 @@ import click
 import pytest
 from rich.console import Console
 
-from flashtune.problem import Dtype
-from flashtune.tuner.cli import EPILOG, doctor, output
-from flashtune.tuner.cli.model_table import print_overview
+from flashtune.core.problem import Dtype
+from flashtune.tuner.analysis.diagnostic import Finding, Level
+from flashtune.tuner.analysis.model_overview import Overview, Point, Way
+from flashtune.tuner.cli import EPILOG, output
+from flashtune.tuner.cli.commands import doctor
 from flashtune.tuner.cli.output import print_heading, say
-from flashtune.tuner.finding import Finding, Level
-from flashtune.tuner.model_overview import Overview, Point, Way
-from flashtune.tuner.model_sizes import Phase
+from flashtune.tuner.cli.report.model_table import print_overview
+from flashtune.tuner.workloads.model_sizes import Phase
 
 WIDTH = 80
 MEMORY = 2**40

@@ -10,24 +10,24 @@ import msgspec
 import pytest
 from click.testing import Result
 
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record, Resources
+from flashtune.core.target import TARGETS, find_target
 from flashtune.db.store import open_store
 from flashtune.db.table import load_table
-from flashtune.errors import KernelError
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.record import Record, Resources
-from flashtune.target import TARGETS, find_target
+from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner import verify as verify_room
-from flashtune.tuner.audit import Request, run_audit
-from flashtune.tuner.audit_points import computes_anything
-from flashtune.tuner.verify import verify_records
-from flashtune.tuner.verify_jobs import Subject
-from flashtune.tuner.verify_report import Means
-from flashtune.tuner.verify_runs import Runs
-from flashtune.versions import current_versions
-from tests.tuner.audit_fakes import Scripted
+from flashtune.tuner.sram_audit.audit import Request, run_audit
+from flashtune.tuner.sram_audit.points import computes_anything
+from flashtune.tuner.verify import record_checks as verify_room
+from flashtune.tuner.verify.job_runner import Runs
+from flashtune.tuner.verify.record_checks import verify_records
+from flashtune.tuner.verify.report import Means
+from flashtune.tuner.verify.verify_jobs import Subject
+from tests.tuner.sram_audit.audit_fakes import Scripted
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
@@ -112,7 +112,7 @@ def test_doctor_tries_gluon_where_a_gpu_has_kernels_in_it(
         return Resources(sram_bytes=1)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr("flashtune.tuner.resources.read_resources", refuse_gluon)
+    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", refuse_gluon)
     result = run("doctor", "--target", "h200", "--json")
     assert result.exit_code == 0, result.output
     found = {row["name"]: row for row in json.loads(result.stdout)}

@@ -13,12 +13,12 @@ import triton
 from click.testing import Result
 from rich.console import Console
 
+from flashtune.core.record import Provenance, Record, Standing, Verdict
 from flashtune.db.store import open_store
-from flashtune.record import Provenance, Record, Standing, Verdict
-from flashtune.tuner.listing import best_sdpa_ms, standing, tflops
-from flashtune.tuner.shapes import parse_shape
-from flashtune.tuner.short_shape import short_shape
-from flashtune.tuner.stored import shipped_selections
+from flashtune.tuner.tables.listing import best_sdpa_ms, standing, tflops
+from flashtune.tuner.tables.lookup import shipped_selections
+from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.tuner.workloads.short_shape import short_shape
 
 Run = Callable[..., Result]
 Stored = tuple[Record, ...]
@@ -53,7 +53,7 @@ def test_every_shipped_selection_fits_one_line_of_80_columns(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Output that is no terminal is not folded at 80 columns.
-    monkeypatch.setattr("flashtune.tuner.cli.show.console", lambda width: Console(width=80))
+    monkeypatch.setattr("flashtune.tuner.cli.commands.show.console", lambda width: Console(width=80))
     result = run("show", "--shipped", "--limit", "10000")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -96,7 +96,8 @@ def test_show_imports_no_torch(stored: Stored, tmp_path: Path) -> None:
         "result = CliRunner().invoke(main, ['show'])\n"
         "assert result.exit_code == 0, result.output\n"
         "assert 'h8/2' in result.stdout, result.output\n"
-        "slow = 'torch', 'numpy', 'sqlalchemy', 'alembic', 'jinja2', 'optuna', 'flashtune.tuner.models'\n"
+        "slow = 'torch', 'numpy', 'sqlalchemy', 'alembic', 'jinja2', 'optuna', "
+        "'flashtune.tuner.workloads.models'\n"
         "print([name for name in slow if name in sys.modules])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime)\n"
@@ -128,7 +129,7 @@ def test_show_of_records_of_another_triton_imports_no_triton(
 
 
 def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> None:
-    code = "from flashtune.versions import torch_version\nprint(torch_version())\n"
+    code = "from flashtune.dispatch.versions import torch_version\nprint(torch_version())\n"
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     with_torch = subprocess.run(
         [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, check=True
@@ -137,7 +138,10 @@ def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> Non
 
 
 def test_the_version_of_triton_is_the_same_with_and_without_importing_it() -> None:
-    code = "from flashtune.versions import triton_version\nprint(triton_version(), 'triton' in sys.modules)\n"
+    code = (
+        "from flashtune.dispatch.versions import triton_version\n"
+        "print(triton_version(), 'triton' in sys.modules)\n"
+    )
     without, with_triton = (
         subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True, check=True)
         for first in ("import sys\n", "import sys, triton\n")

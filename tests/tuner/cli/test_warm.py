@@ -13,17 +13,17 @@ import msgspec
 import pytest
 from click.testing import Result
 
-from flashtune.call_counts import CallCount, add_counts
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Record, Resources
+from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
-from flashtune.kernel import Alignment, Specialization
-from flashtune.problem import Problem
-from flashtune.record import Outcome, Record, Resources
-from flashtune.tables import tuned_records
-from flashtune.target import find_target
+from flashtune.dispatch.tables import tuned_records
+from flashtune.recording.call_log import CallCount, add_counts
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.compile_pool import Compiled, CompilePool
-from flashtune.tuner.passes import training_passes
-from flashtune.tuner.warming import calls_of, needs_of
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
+from flashtune.tuner.tables.warm import calls_of, needs_of
+from flashtune.tuner.workloads.passes import training_passes
 
 Run = Callable[..., Result]
 H100 = find_target("h100")
@@ -145,11 +145,11 @@ def test_a_later_process_compiles_nothing(
     code = (
         "import sys\n"
         "from triton.compiler import ASTSource\n"
-        "from flashtune.launch import compile_binary\n"
-        "from flashtune.tables import tuned_records\n"
-        "from flashtune.target import find_target\n"
-        "from flashtune.tuner.shapes import parse_shape\n"
-        "from flashtune.tuner.warming import calls_of, needs_of\n"
+        "from flashtune.launch.forward import compile_binary\n"
+        "from flashtune.dispatch.tables import tuned_records\n"
+        "from flashtune.core.target import find_target\n"
+        "from flashtune.tuner.workloads.shapes import parse_shape\n"
+        "from flashtune.tuner.tables.warm import calls_of, needs_of\n"
         "def refuse(*_): raise RuntimeError('compiles')\n"
         "ASTSource.make_ir = refuse\n"
         "target = find_target('a100')\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.kernel import Specialization
+from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
-from flashtune.kernel import Specialization
-from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import FamilySpace, Scope
 
@@ -28,10 +28,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes find nothing wrong, however busy the machine of the tests is."""
-    from flashtune.tuner import probing
+    from flashtune.tuner.execution import machine_probe
     from tests.tuner.search import fakes
 
-    monkeypatch.setattr(probing, "look_for_fault", fakes.nothing_wrong)
+    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.nothing_wrong)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 

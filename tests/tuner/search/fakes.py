@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from flashtune.config import Axis, Space
-from flashtune.errors import FlashtuneError
-from flashtune.problem import Causal, Dtype, Problem
-from flashtune.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
+from flashtune.core.config import Axis, Space
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.compile_pool import Compiled
-from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.probing import Probe
-from flashtune.tuner.ranking import Ranked
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.machine_probe import Probe
+from flashtune.tuner.search.ranking import Ranked
 
 Result = TypeVar("Result")
 
@@ -195,7 +195,7 @@ def evaluate_right(*_: object) -> Evaluation:
 
 
 def lose_device(*_: object) -> None:
-    from flashtune.tuner.evaluation import lost_device
+    from flashtune.tuner.execution.evaluation import lost_device
 
     raise lost_device(0, "it was unplugged")
 
@@ -204,7 +204,7 @@ def break_context(*_: object) -> Evaluation:
     """Breaks the GPU's context, as a kernel's stray access does, in the way that a job meets it."""
     import torch
 
-    from flashtune.tuner.jobs import leave_if_broken
+    from flashtune.tuner.execution.gpu_jobs import leave_if_broken
 
     device = torch.device("cuda", 0)
     table = torch.zeros(4, device=device)
@@ -239,7 +239,7 @@ def compile_without_space(problem: Problem, candidate: Candidate, *given: Any) -
     """Compiles with a disk that is full when Triton writes to it."""
     import triton
 
-    from flashtune.tuner.compile_pool import compile_candidate
+    from flashtune.tuner.execution.compile_pool import compile_candidate
 
     triton.compile = no_space
     return compile_candidate(problem, candidate, *given)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from flashtune.config import Axis, Space
+from flashtune.core.config import Axis, Space
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import find_target
 from flashtune.db.store import open_store
-from flashtune.problem import Dtype, Problem
-from flashtune.target import find_target
 from flashtune.templates.forward_q_outer.space import QOuterConfig
-from flashtune.tuner.request import Budget, SearchRequest
-from flashtune.tuner.search import run_search
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, SearchRequest
 
 SIZE = 8
 

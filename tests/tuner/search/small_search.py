@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.target import find_target
-from flashtune.tuner.equipment import Equipment
-from flashtune.tuner.request import Budget, Progress, SearchRequest, SearchResult
-from flashtune.tuner.search import run_search
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, Progress, SearchRequest, SearchResult
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, a_problem, a_space
 
 SPACES = ((FAMILY, a_space()),)

@@ -6,20 +6,20 @@ import msgspec
 import pytest
 import torch
 
+from flashtune.core.problem import Causal, Dtype
+from flashtune.core.record import Provenance
+from flashtune.core.target import device_target
 from flashtune.db.store import Store
-from flashtune.problem import Causal, Dtype
-from flashtune.record import Provenance
-from flashtune.target import device_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.bench import run_bench
-from flashtune.tuner.bench_peers import FLEX, STANDARD
-from flashtune.tuner.bench_records import OURS
+from flashtune.tuner.bench.bench import run_bench
+from flashtune.tuner.bench.peer_runs import FLEX, STANDARD
+from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
-from flashtune.tuner.finals import kernel_run, peer_runs
-from flashtune.tuner.passes import backward_of, forward_of
-from flashtune.tuner.request import Budget, SearchRequest
-from flashtune.tuner.search import run_search
-from flashtune.tuner.tensors import make_tensors
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.timed_runs import kernel_run, peer_runs
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, SearchRequest
+from flashtune.tuner.workloads.passes import backward_of, forward_of
 from tests.tuner.search.fakes import a_problem
 
 pytestmark = pytest.mark.gpu

@@ -5,24 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from flashtune.core.errors import ProblemError
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import Outcome, Provenance, Resources
+from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.errors import ProblemError
-from flashtune.problem import Direction, Problem
-from flashtune.record import Outcome, Provenance, Resources
-from flashtune.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_parts
 from flashtune.tuner.candidates import Candidate, contiguous_specialization, open_spaces
-from flashtune.tuner.compile_pool import Compiled, compile_candidate
-from flashtune.tuner.equipment import Equipment
-from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.fitting import formula_ms
-from flashtune.tuner.passes import backward_of, forward_of
-from flashtune.tuner.prediction import Predictor
-from flashtune.tuner.request import Budget, SearchRequest, SearchResult
-from flashtune.tuner.resources import read_parts
-from flashtune.tuner.search import run_search
-from flashtune.tuner.summary import summary_lines
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.perf_model.calibration import formula_ms
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
+from flashtune.tuner.search.summary import summary_lines
+from flashtune.tuner.workloads.passes import backward_of, forward_of
 from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
 
 H200 = find_target("h200")

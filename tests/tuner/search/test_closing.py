@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.record import Outcome, Verdict
 from flashtune.db.store import Store, open_store
-from flashtune.proof.delays import DELAYS
-from flashtune.record import Outcome, Verdict
-from flashtune.tuner import closing
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.request import Phase, Progress
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.search import finals
+from flashtune.tuner.search.request import Phase, Progress
+from flashtune.verification.schedule_fuzzing import DELAYS
 from tests.tuner.search.fakes import FakeMeasurer, by_tile, done, right
 from tests.tuner.search.small_search import SIZE, search
 
@@ -98,7 +98,7 @@ def test_where_all_are_wrong_when_late_nothing_is_selected(store: Store) -> None
 def test_after_all_finalists_failed_there_are_others(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing, "FINALISTS", 2)
+    monkeypatch.setattr(finals, "FINALISTS", 2)
     wrong = ranked[:4]
     measurer = FakeMeasurer(by_tile, lambda one: FAILURES[0] if one in wrong else _right_when_late(one))
     result = search(store, measurer)
@@ -112,7 +112,7 @@ def test_after_all_finalists_failed_there_are_others(
 def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(closing, "FINALISTS", 2)
+    monkeypatch.setattr(finals, "FINALISTS", 2)
 
     def interrupted(candidate: Candidate) -> Evaluation:
         if candidate in ranked[:failing]:

@@ -9,26 +9,25 @@ import time
 import pytest
 import torch
 
-from flashtune.config import Axis, Space
+from flashtune.core.config import Axis, Space
+from flashtune.core.kernel import Specialization
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Bias, Causal, Dtype
+from flashtune.core.record import Outcome, Provenance
+from flashtune.core.target import device_target
 from flashtune.db.store import Store
-from flashtune.features import Bias
-from flashtune.kernel import Specialization
-from flashtune.mask_sharing import MaskSharing
-from flashtune.problem import Causal, Dtype
-from flashtune.proof.cases import Level
-from flashtune.proof.check import check_kernel
-from flashtune.record import Outcome, Provenance
-from flashtune.target import device_target
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
-from flashtune.tuner import worker
 from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.finals import MORE_ROUNDS, peer_runs, run_finals
-from flashtune.tuner.measurement import measure, measure_interleaved
-from flashtune.tuner.request import Budget, SearchRequest
-from flashtune.tuner.search import run_search
-from flashtune.tuner.tensors import make_tensors
-from flashtune.tuner.worker import GpuWorker
+from flashtune.tuner.execution import gpu_worker
+from flashtune.tuner.execution.gpu_worker import GpuWorker
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.timed_runs import MORE_ROUNDS, peer_runs, run_finals
+from flashtune.tuner.execution.timing import measure, measure_interleaved
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.request import Budget, SearchRequest
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_kernel
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem
 
@@ -118,7 +117,7 @@ def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -
     compiled = fakes.compiled(candidate)
     with GpuWorker(0, seconds=60.0) as gpu:
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "evaluate_candidate", fakes.break_context)
+            patch.setattr(gpu_worker, "evaluate_candidate", fakes.break_context)
             broken = gpu.evaluate(a_scope(), candidate, compiled, None)
         after = gpu.evaluate(a_scope(), candidate, compiled, None)
         assert broken.result(WAIT).outcome is Outcome.LAUNCH_ERROR
@@ -130,7 +129,7 @@ def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> No
     compiled = fakes.compiled(candidate)
     with GpuWorker(0, seconds=20.0) as gpu:
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "evaluate_candidate", fakes.hang_on_gpu)
+            patch.setattr(gpu_worker, "evaluate_candidate", fakes.hang_on_gpu)
             hung = gpu.evaluate(a_scope(), candidate, compiled, None)
         after = gpu.evaluate(a_scope(), candidate, compiled, None)
         assert hung.result(WAIT).outcome is Outcome.TIMEOUT

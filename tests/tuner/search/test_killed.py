@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.record import Outcome, Provenance
 from flashtune.db.store import open_store
-from flashtune.record import Outcome, Provenance
 from tests.tuner.search.predicted_search import SIZE
 
 PROGRAM = Path(__file__).with_name("predicted_search.py")

@@ -7,26 +7,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from flashtune.config import Axis, Config, Space
+from flashtune.core.config import Axis, Config, Space
+from flashtune.core.errors import ProblemError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Resources
+from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.errors import ProblemError
-from flashtune.kernel import Specialization
-from flashtune.problem import Problem
-from flashtune.record import Outcome, Resources
-from flashtune.target import find_target
 from flashtune.templates.family import Family
 from flashtune.tuner.candidates import Candidate, Scope, open_spaces
-from flashtune.tuner.compile_pool import Compiled
-from flashtune.tuner.equipment import Equipment
-from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.fitting import NOTHING
-from flashtune.tuner.predict import predict_ms
-from flashtune.tuner.prediction import Predictor
-from flashtune.tuner.ranking import opening, rank
-from flashtune.tuner.request import Budget, SearchRequest, SearchResult
-from flashtune.tuner.resume import WARM_CONFIGS, known_winners, warm_configs
-from flashtune.tuner.search import run_search
-from flashtune.tuner.summary import summary_lines
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.perf_model.calibration import NOTHING
+from flashtune.tuner.perf_model.roofline import predict_ms
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.ranking import opening, rank
+from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
+from flashtune.tuner.search.summary import summary_lines
+from flashtune.tuner.search.warm_start import WARM_CONFIGS, known_winners, warm_configs
 from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
 
 H200 = find_target("h200")
@@ -137,7 +137,7 @@ def test_families_that_cannot_address_a_problems_own_tensors_are_not_searched(na
 def test_winners_of_near_shapes_are_tried_of_each_family(
     native: Family, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashtune.tuner.resume.shipped_table", lambda name: None)
+    monkeypatch.setattr("flashtune.tuner.search.warm_start.shipped_table", lambda name: None)
     result, _ = search(store, {native.name: 0.5}, trials=40)
     assert result.best is not None
     assert result.stand_in is not None

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune.core.errors import ProblemError
+from flashtune.core.record import Outcome, Provenance, Resources, Verdict
 from flashtune.db.store import Store
-from flashtune.errors import ProblemError
-from flashtune.record import Outcome, Provenance, Resources, Verdict
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.closing import FINALISTS
-from flashtune.tuner.compile_pool import Compiled
-from flashtune.tuner.evaluation import DeviceLostError, Evaluation, lost_device
-from flashtune.tuner.prediction import Predictor
-from flashtune.tuner.request import Budget, Phase, Progress, Stop
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, lost_device
+from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.search.finals import FINALISTS
+from flashtune.tuner.search.request import Budget, Phase, Progress, Stop
 from tests.tuner.search.fakes import (
     KERNEL,
     FakeCompiler,

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune.core.record import Outcome, Resources
 from flashtune.db.store import Store
-from flashtune.record import Outcome, Resources
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.compile_pool import Compiled
-from flashtune.tuner.evaluation import Evaluation
-from flashtune.tuner.prediction import Predictor
-from flashtune.tuner.request import Budget, Stop
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.search.request import Budget, Stop
 from tests.tuner.search.fakes import (
     KERNEL,
     FakeCompiler,
@@ -63,16 +63,16 @@ def test_a_search_without_trials_times_what_is_known_again_and_selects_that(stor
 def test_records_of_other_makers_are_made_again(
     store: Store, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    from flashtune.tuner import journal, resume
-    from flashtune.versions import current_versions
+    from flashtune.dispatch.versions import current_versions
+    from flashtune.tuner.search import trial_log, warm_start
 
     search(store, FakeMeasurer(by_tile))
 
     def other(family: str) -> Any:
         return msgspec.structs.replace(current_versions(family), **{changed: "9.9.9"})
 
-    monkeypatch.setattr(resume, "current_versions", other)
-    monkeypatch.setattr(journal, "current_versions", other)
+    monkeypatch.setattr(warm_start, "current_versions", other)
+    monkeypatch.setattr(trial_log, "current_versions", other)
     again = FakeMeasurer(by_tile)
     assert search(store, again).tally.reused == 0
     assert len(again.seen) == SIZE

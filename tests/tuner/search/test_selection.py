@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from flashtune.kernel import Specialization
-from flashtune.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
-from flashtune.tuner.measurement import Sampling, summarize
-from flashtune.tuner.noise import standard_error
-from flashtune.tuner.selection import finalists, select
+from flashtune.core.kernel import Specialization
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
+from flashtune.tuner.execution.noise import standard_error
+from flashtune.tuner.execution.timing import Sampling, summarize
+from flashtune.tuner.search.selection import finalists, select
 from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
 
 REFUSED = Verdict(passed=False, worst_ratio=9.0, checks=3, failed="needle", device="fake")

@@ -17,14 +17,15 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from flashtune.core.record import Outcome, PeerTime, Provenance, Record, Resources
+from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
-from flashtune.record import Outcome, PeerTime, Provenance, Record, Resources
-from flashtune.target import find_target
 from flashtune.tuner.cli import main
-from flashtune.tuner.equipment import Equipment
-from flashtune.tuner.expectation import Expectation, duration, expect, outlook, usual_compile_seconds
-from flashtune.tuner.progress import Place, counts, plain, share_done, shown
-from flashtune.tuner.request import (
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.search.coverage import Expectation, duration, expect, outlook, usual_compile_seconds
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.progress import Place, counts, plain, share_done, shown
+from flashtune.tuner.search.request import (
     Budget,
     Observer,
     Phase,
@@ -34,8 +35,7 @@ from flashtune.tuner.request import (
     Stop,
     Tally,
 )
-from flashtune.tuner.search import run_search
-from flashtune.tuner.summary import summary_lines
+from flashtune.tuner.search.summary import summary_lines
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_problem, a_space, by_tile
 
 SHAPE = "heads=1,seqlen=64,head_dim=16,dtype=fp16"
@@ -265,7 +265,7 @@ def test_an_interrupt_prints_the_best_so_far_and_the_command_that_resumes(
         observer(some_progress(problem=request.problem, best=result.best))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flashtune.tuner.search.run_search", interrupted)
+    monkeypatch.setattr("flashtune.tuner.search.driver.run_search", interrupted)
     done = CliRunner().invoke(main, [*ARGUMENTS, "--db", "my results.sqlite"])
     assert done.exit_code == 130, done.output
     assert result.best is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flashtune.config import Axis, BlockSize, Config, LaunchOptions, Space
-from flashtune.features import Feature
-from flashtune.kernel import Argument, Specialization
-from flashtune.problem import Direction, Dtype, Problem
-from flashtune.target import Target
-from flashtune.templates.common.arguments import forward_arguments
+from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.problem import Feature
+from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.family import Context, TrafficItem
 
 HOPPER = 90

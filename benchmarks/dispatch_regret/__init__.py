@@ -1,0 +1,1 @@
+"""How much longer dispatch's choice takes than the fastest kernel."""

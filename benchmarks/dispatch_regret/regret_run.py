@@ -1,0 +1,171 @@
+"""Times the finalists of shapes that nobody tuned, each shape in one interleaved run; needs a GPU."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.dispatch_regret.regret import (
+    SHARES,
+    Point,
+    RegretReport,
+    Timed,
+    dispatched,
+    finalists,
+    thinned,
+)
+from benchmarks.reports import write_report
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Measurement, Outcome, Record
+from flashtune.core.target import Target, device_target
+from flashtune.launch.compilation import first_line
+from flashtune.launch.forward import Binary, bind, compile_binary
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.execution.compile_pool import CompilePool
+from flashtune.tuner.execution.evaluation import lost_device
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.timing import Run, measure_interleaved, once, summarize
+
+ROUNDS = 15
+# What one launch shows to be so much slower than the best is timed no more closely, unless dispatch chose it.
+HOPELESS = 1.5
+# Tensors are as torch allocates them.
+TENSORS = Specialization()
+
+Told = Callable[[str], None]
+Jobs = dict[Problem, tuple[Candidate, ...]]
+
+
+def measure_regret(
+    report: RegretReport,
+    problems: Sequence[Problem],
+    records: tuple[Record, ...],
+    device: int,
+    until: float,
+    path: Path,
+    tell: Told,
+) -> RegretReport:
+    """Adds points to a report until all problems are measured or time is up; each is written at once.
+
+    Args:
+        report: What was measured before; its problems are left out.
+        problems: What to measure, in this order.
+        records: The table's.
+        device: Index of the GPU.
+        until: When to stop, by `time.monotonic`.
+        path: Where to write.
+        tell: Told how it goes.
+
+    Raises:
+        TargetError: There is no such GPU.
+        DeviceLostError: A launch broke the GPU's context; what was measured is written.
+    """
+    target = device_target(device)
+    known = {point.problem for point in report.points}
+    left = [problem for problem in problems if problem not in known]
+    chosen = {problem: _choices(problem, target, records) for problem in left}
+    jobs: Jobs = {
+        problem: tuple(dict.fromkeys((*finalists(problem, target, records), *chosen[problem])))
+        for problem in left
+    }
+    broken = compile_all(jobs, target, tell)
+    for number, problem in enumerate(left, start=1):
+        if time.monotonic() > until:
+            tell(f"time is up: {len(left) - number + 1} shapes were not measured")
+            break
+        candidates = tuple(one for one in jobs[problem] if (_static(problem), one) not in broken)
+        point = _measure(problem, candidates, chosen[problem], target, torch.device("cuda", device))
+        report = msgspec.structs.replace(report, points=(*report.points, point))
+        write_report(report, path)
+        tell(f"{number}/{len(left)} {problem.key}: {len(point.timed)} configs, best {point.best.ms:.4f} ms")
+    return report
+
+
+def _choices(problem: Problem, target: Target, records: tuple[Record, ...]) -> tuple[Candidate, ...]:
+    return tuple(dict.fromkeys(dispatched(target, problem, thinned(records, share)) for share in SHARES))
+
+
+def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Problem, Candidate]]:
+    """Leaves all kernels in Triton's cache, compiled on all cores.
+
+    Returns:
+        What cannot run there, by what it is rendered for.
+    """
+    distinct = dict.fromkeys(
+        (_static(problem), candidate) for problem, candidates in jobs.items() for candidate in candidates
+    )
+    started = time.monotonic()
+    with CompilePool(usable_cores()) as pool:
+        futures = {key: pool.submit(Scope(key[0], target, TENSORS, ()), key[1]) for key in distinct}
+        broken = frozenset(key for key, job in futures.items() if job.result().outcome is not Outcome.OK)
+    tell(
+        f"{len(distinct)} kernels compiled in {time.monotonic() - started:.0f} s, {len(broken)} of them unfit"
+    )
+    return broken
+
+
+def _static(problem: Problem) -> Problem:
+    """What a kernel is rendered for: lengths, heads and batch do not change it."""
+    return msgspec.structs.replace(problem, heads=1, kv_heads=1, batch=1, seqlen_q=1024, seqlen_kv=1024)
+
+
+@functools.cache
+def _kernel(static: Problem, candidate: Candidate) -> Kernel:
+    return render(find_family(candidate.family), static, candidate.config, TENSORS)
+
+
+@functools.cache
+def _binary(kernel: Kernel, target: Target) -> Binary:
+    return compile_binary(kernel, target)
+
+
+def _measure(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    chosen: Sequence[Candidate],
+    target: Target,
+    device: torch.device,
+) -> Point:
+    """One look at each candidate, then all that are near the best, and dispatch's choices, in turn."""
+    with torch.cuda.device(device):
+        tensors = make_tensors(problem, device)
+        runs: dict[Candidate, Run] = {}
+        looks: dict[Candidate, float] = {}
+        for candidate in candidates:
+            try:
+                runs[candidate] = _run(problem, candidate, target, tensors)
+                looks[candidate] = once(runs[candidate], device)
+            except KernelError:
+                continue  # too large for this GPU: no finalist
+            except RuntimeError as error:
+                label = f"{candidate.family} {candidate.config.label()} at {problem.key}"
+                raise lost_device(device.index, f"{label}: {first_line(error)}") from error
+        limit = HOPELESS * min(looks.values())
+        close = [one for one in looks if looks[one] <= limit or one in chosen]
+        measured = measure_interleaved([runs[one] for one in close], device, rounds=ROUNDS)
+    closely = dict(zip(close, measured, strict=True))
+    return Point(problem, tuple(_timed(one, closely.get(one), looks[one]) for one in looks))
+
+
+def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:
+    kernel = _kernel(_static(problem), candidate)
+    binary = _binary(kernel, target)
+    given = (tensors.q, tensors.k, tensors.v, tensors.out)
+    launch = bind(kernel, target, *given, tensors.side, compiled=binary)
+    return functools.partial(launch, *given, None, tensors.scale, tensors.side)
+
+
+def _timed(candidate: Candidate, measured: Measurement | None, look: float) -> Timed:
+    found = measured or summarize([look])
+    ms, p20, p80 = (round(value, 6) for value in (found.ms, found.p20, found.p80))
+    return Timed(candidate.family, candidate.config.label(), ms, p20, p80, found.samples)

@@ -1,0 +1,1 @@
+"""Measurement of every config of a problem."""

@@ -1,0 +1,114 @@
+"""What worker processes do for a truth table: describe a config's binary; prove and time a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+
+from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Measurement, Outcome
+from flashtune.core.target import Target
+from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.sass import Loop, read_loop
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.compile_pool import MAX_MESSAGE, Compiled, compile_candidate
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.gpu_jobs import leave_if_broken, prepare
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.execution.timed_runs import kernel_run
+from flashtune.tuner.execution.timing import Run, measure_interleaved
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_kernel
+
+ROUNDS = 9
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What compiling a candidate gave, and the inner loop of what came out."""
+
+    compiled: Compiled
+    loop: Loop | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Candidates that were timed in turn: what each came to, and the anchor's time, in ms."""
+
+    evaluations: tuple[Evaluation, ...]
+    anchor_ms: float
+
+
+def describe_candidate(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
+) -> Described:
+    """Compiles a candidate as a search does, and reads its inner loop.
+
+    Raises:
+        FlashtuneError: The machine cannot compile at all, as with a full disk.
+    """
+    compiled = compile_candidate(problem, candidate, specialization, target)
+    if compiled.resources is None or not target.is_nvidia:
+        return Described(compiled)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    # Triton's cache has the binary.
+    return Described(compiled, read_loop(compile_kernel(kernel, target).asm["cubin"]))
+
+
+def measure_batch(
+    problem: Problem,
+    anchor: Candidate,
+    candidates: tuple[Candidate, ...],
+    specialization: Specialization,
+    target: Target,
+    index: int,
+) -> Batch:
+    """Holds candidates against the reference on small problems, and times in turn those that are right.
+
+    The anchor is timed along with them, so that batches can be compared. Leaves the process if the
+    GPU's context broke; who broke it shows when they come one by one.
+
+    Raises:
+        DeviceLostError: The GPU cannot be used.
+        KernelError: The anchor itself does not work.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    with torch.cuda.device(device):
+        tensors = make_tensors(problem, device)
+        runs = [kernel_run(problem, anchor, specialization, target, tensors)]
+        judged = [_judged(problem, candidate, specialization, target, tensors) for candidate in candidates]
+        runs += [entry for entry in judged if not isinstance(entry, Evaluation)]
+        measured = iter(measure_interleaved(runs, device, rounds=ROUNDS))
+        anchor_ms = next(measured).ms
+        return Batch(tuple(_joined(judged, measured)), anchor_ms)
+
+
+def _judged(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, tensors: Tensors
+) -> Evaluation | Run:
+    """How a candidate failed, or its launch where it is right."""
+    device = tensors.q.device
+    try:
+        run = kernel_run(problem, candidate, specialization, target, tensors)
+        family = find_family(candidate.family)
+        verdict = check_kernel(family, problem, candidate.config, specialization, target, device, Level.QUICK)
+        if not verdict.passed:
+            return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
+        run()
+        torch.cuda.synchronize(device)
+        return run
+    except MachineError:
+        raise
+    except (KernelError, RuntimeError) as error:
+        leave_if_broken(device, error)
+        return Evaluation(Outcome.LAUNCH_ERROR, message=str(error)[:MAX_MESSAGE])
+
+
+def _joined(judged: list[Evaluation | Run], measured: Iterator[Measurement]) -> Iterator[Evaluation]:
+    for entry in judged:
+        yield entry if isinstance(entry, Evaluation) else Evaluation(Outcome.OK, measurement=next(measured))

@@ -1,0 +1,48 @@
+"""Rows of truth tables, from what compiling and measuring gave."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.exhaustive.jobs import Described
+from flashtune.core.record import Measurement, Resources
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.perf_model.measurements import Row, Sampled, rounded, values_of
+
+MAX_MESSAGE = 100
+
+
+class Ready(NamedTuple):
+    """A candidate, and what compiling it gave."""
+
+    candidate: Candidate
+    described: Described
+
+
+def row_of(ready: Ready, evaluation: Evaluation | None, batch: int) -> Row:
+    """What became of a candidate; `evaluation` is None where it did not compile or does not fit."""
+    compiled = ready.described.compiled
+    return Row(
+        values=values_of(ready.candidate.config),
+        outcome=evaluation.outcome if evaluation else compiled.outcome,
+        message=(evaluation.message if evaluation else compiled.message)[:MAX_MESSAGE],
+        resources=_brief(compiled.resources),
+        loop=ready.described.loop,
+        batch=batch,
+        first=sampled(evaluation.measurement) if evaluation and evaluation.measurement else None,
+    )
+
+
+def sampled(measurement: Measurement) -> Sampled:
+    """A measurement as a row keeps it."""
+    ms, p20, p80 = map(rounded, (measurement.ms, measurement.p20, measurement.p80))
+    return Sampled(ms, p20, p80, measurement.samples)
+
+
+def _brief(resources: Resources | None) -> Resources | None:
+    if resources is None:
+        return None
+    return msgspec.structs.replace(resources, compile_seconds=round(resources.compile_seconds, 3))

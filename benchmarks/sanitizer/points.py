@@ -1,0 +1,214 @@
+"""Which kernels run under a sanitizer, and on which problems: the same list in every process.
+
+What ships comes from the table. Beside it, points of each family's space are drawn, with whatever the family
+computes beside plain attention; whoever needs right kernels of all families draws them as well. Problems are
+the proof's: small, ragged, with sequences that have no key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks.sanitizer.sanitizing import Subject
+from flashtune.core.errors import ProblemError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import (
+    PAGE_SIZES,
+    Bias,
+    Causal,
+    Direction,
+    Dtype,
+    Feature,
+    KvDtype,
+    KvScale,
+    Problem,
+)
+from flashtune.core.target import Target
+from flashtune.db.table import shipped_table
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.registry import families, find_family
+from flashtune.tuner.candidates import Candidate, Scope, demand
+from flashtune.tuner.sram_audit.points import MOST_UNROLLED, Point, unrolled
+from flashtune.verification import cases as forward_cases
+from flashtune.verification.cases import Case, Level, tile_of
+from flashtune.verification.gradients import cases as gradient_cases
+from flashtune.verification.probes import Probe
+
+WIDTHS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
+LATENT_WIDTHS = ((576, 512), (96, 64), (80, 64), (192, 128), (272, 256))
+DTYPES = (Dtype.BF16,) * 5 + (Dtype.FP16,) * 3 + (Dtype.FP32, Dtype.E4M3)
+# Queries of a sequence: kernels do not depend on it, but spaces do, and decoding takes few.
+QUERIES = (1, 2, 16, 1024)
+KEYS = 4096
+# Of this many points, one has values of another head dim than its queries.
+EVERY_UNLIKE = 4
+# How many features a point has, one of the three as likely as another.
+FEATURES = (0, 1, 1, 2)
+# Gradients are so many products, which are unrolled side by side where no matrix unit makes them.
+PRODUCTS = 5
+# Draws in a row that no family with anything to compute fails.
+DRAWS = 2000
+# Tiles for every multiprocessor more than once, so that persistent programs go from tile to tile.
+ROUNDS_OF_TILES = 1.2
+FEW_TILES = 64
+# Inputs and outputs of a problem: they are made on the CPU.
+MOST_BYTES = 2**27
+
+ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
+    Feature.WINDOW: (
+        {"window_left": 100},
+        {"window_left": 0},
+        {"window_left": 128, "window_right": 17},
+        {"window_right": 64},
+    ),
+    Feature.FIRST_TOKENS: ({"window_left": 100, "first_tokens": 5}, {"chunk": 200, "first_tokens": 64}),
+    Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
+    Feature.PREFIX: ({"prefix": True},),
+    Feature.SOFTCAP: ({"softcap": True},),
+    Feature.ALIBI: ({"alibi": True},),
+    Feature.BIAS: ({"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}),
+    Feature.SINKS: ({"sinks": True},),
+    Feature.PACKED: ({"packed": 2},),
+    Feature.LENGTHS: ({"lengths": True},),
+    Feature.PAGES: tuple({"page_size": size} for size in PAGE_SIZES),
+    Feature.QUANTIZED_KV: tuple(
+        {"kv_dtype": dtype, "kv_scale": scale} for dtype in KvDtype for scale in KvScale
+    ),
+    Feature.LATENT: ({"latent": True},),
+    Feature.DROPOUT: ({"dropout": True},),
+    Feature.DETERMINISTIC: ({"deterministic": True},),
+}
+
+
+def subjects(target: Target, samples: int, seed: int) -> tuple[Subject, ...]:
+    """Shipped kernels and drawn ones, none twice, families in turn: whoever is cut short has seen of all.
+
+    Args:
+        target: The GPU.
+        samples: Drawn points of each family; some of them do not compile.
+        seed: Of the draw.
+    """
+    groups: dict[tuple[bool, str], list[Subject]] = {}
+    seen: set[str] = set()
+    points = (itertools.islice(drawn(family, target, seed), samples) for family in families())
+    for subject in itertools.chain(_shipped(target), *points):
+        if subject.digest not in seen:
+            seen.add(subject.digest)
+            groups.setdefault((subject.shipped, subject.candidate.family), []).append(subject)
+    turns = itertools.zip_longest(*groups.values())
+    return tuple(subject for turn in turns for subject in turn if subject is not None)
+
+
+def _shipped(target: Target) -> Iterator[Subject]:
+    table = shipped_table(target.name)
+    for record in table.records if table else ():
+        if record.config is not None:
+            candidate = Candidate(record.family, record.config)
+            yield Subject(record.problem, candidate, record.specialization, shipped=True)
+
+
+def drawn(family: Family, target: Target, seed: int) -> Iterator[Subject]:
+    """Points without end, the same for the same seed; none where a family computes nothing on a target."""
+    chance = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
+    draws = (_draw(family, target, chance) for _ in itertools.repeat(None))
+    while True:
+        found = next(filter(None, itertools.islice(draws, DRAWS)), None)
+        if found is None:
+            return
+        yield found
+
+
+def _draw(family: Family, target: Target, chance: random.Random) -> Subject | None:
+    """A point, or None where this draw is none of the family's, or does not fit."""
+    problem = _problem(family, chance)
+    assumed = Specialization(chance.choice(tuple(Alignment)), chance.choice((32, 64)), chance.random() < 0.5)
+    if problem is None or why_not(family, problem, target, assumed) is not None:
+        return None
+    space = family.space(problem, target)
+    config = space.choose(lambda axis: chance.choice(axis.values))
+    candidate = Candidate(family.name, config)
+    most = MOST_UNROLLED // PRODUCTS if problem.is_backward else MOST_UNROLLED
+    if not space.contains(config) or unrolled(Point(problem, candidate, assumed), target) > most:
+        return None
+    if demand(Scope(problem, target, assumed, ()), candidate).excess:
+        return None
+    return Subject(problem, candidate, assumed, shipped=False)
+
+
+def _problem(family: Family, chance: random.Random) -> Problem | None:
+    known = sorted(family.features)
+    asked = chance.sample(known, min(len(known), chance.choice(FEATURES)))
+    latent = Feature.LATENT in asked
+    width = chance.choice(WIDTHS)
+    widths = (width, width if chance.randrange(EVERY_UNLIKE) else chance.choice(WIDTHS))
+    head_dim, value_head_dim = chance.choice(LATENT_WIDTHS) if latent else widths
+    fields: dict[str, Any] = {
+        "direction": family.direction,
+        "dtype": chance.choice(DTYPES),
+        "head_dim": head_dim,
+        "value_head_dim": value_head_dim,
+        "heads": 16 if latent else 8,
+        "kv_heads": 1 if latent else 2,
+        "batch": 2,
+        "seqlen_q": 1024 if family.direction is Direction.BACKWARD else chance.choice(QUERIES),
+        "seqlen_kv": KEYS,
+        "causal": chance.choice(tuple(Causal)),
+    }
+    for feature in asked:
+        fields |= chance.choice(ASKED[feature])
+    try:
+        return Problem(**fields)
+    except ProblemError:
+        # Lengths of what lies in pages, say: these always bring them along.
+        return None
+
+
+def cases_of(subject: Subject, target: Target, *, busy: bool) -> tuple[Case, ...]:
+    """Problems of a kernel's proof to launch it on, one or two.
+
+    Args:
+        subject: The kernel.
+        target: The GPU.
+        busy: Whether to fill the GPU more than once, so that persistent programs take several tiles.
+    """
+    family = find_family(subject.candidate.family)
+    own = gradient_cases if subject.problem.is_backward else forward_cases
+    cases = [
+        case
+        for case in own.companions(subject.problem, subject.candidate.config, Level.QUICK, reduced=False)
+        if why_not(family, case.problem, target, subject.specialization) is None
+        and case.problem.minimal_bytes() <= MOST_BYTES
+    ]
+    rows = tile_of(subject.candidate.config)[0]
+    ragged = _ragged(cases, rows)
+    first = _busy(cases, rows, target) if busy else ragged
+    at_edges = [case for case in cases if case.probe is Probe.EDGE]
+    # Windows and chunks are seen to end where there are more keys than they let through.
+    second = max(at_edges, key=lambda case: case.problem.seqlen_kv, default=ragged)
+    return tuple(dict.fromkeys((first, second)))
+
+
+def _tiles(case: Case, rows: int) -> int:
+    problem = case.problem
+    return problem.batch * problem.heads * -(-problem.seqlen_q // rows)
+
+
+def _busy(cases: Iterable[Case], rows: int, target: Target) -> Case:
+    """The longest keys of those that fill the GPU more than once; else the most tiles."""
+
+    def size(case: Case) -> tuple[float, int]:
+        return min(_tiles(case, rows), ROUNDS_OF_TILES * target.sm_count), case.problem.seqlen_kv
+
+    return max(cases, key=size)
+
+
+def _ragged(cases: Iterable[Case], rows: int) -> Case:
+    """Few tiles and more keys than a pipeline has in flight, with ragged ends on both sides of a tile."""
+
+    def size(case: Case) -> tuple[bool, bool]:
+        return _tiles(case, rows) <= FEW_TILES, case.probe is Probe.NEEDLE
+
+    return max(cases, key=size)

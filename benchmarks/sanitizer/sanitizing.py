@@ -1,0 +1,171 @@
+"""What NVIDIA's compute-sanitizer is asked and what it says: kernels, its command line, its logs.
+
+Many kernels run in one process. What is found is told of the kernel whose file a report names: rendered
+kernels are compiled with the lines of their files, and files are called by the kernels' digests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.candidates import Candidate
+
+if TYPE_CHECKING:
+    from flashtune.core.kernel import Kernel
+
+MEMCHECK, RACECHECK, SYNCCHECK = "memcheck", "racecheck", "synccheck"
+NAME = "compute-sanitizer"
+TOOLS = (MEMCHECK, RACECHECK, SYNCCHECK)
+# Beside PATH and CUDA_HOME, where toolkits are installed.
+USUAL_FOLDERS = ("/usr/local/cuda", "/opt/cuda")
+# Before this one racecheck does not follow barriers of some of a block's warps, by its release notes: all
+# kernels whose warps are specialised show a hazard, always the same one, that is none.
+FOLLOWS_PARTIAL_BARRIERS = (2026, 1)
+# Reports of one process, beyond which the tool only counts.
+MOST_REPORTS = 1000
+MOST_PORTS = 256
+START_SECONDS = 120
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: ([^\n]*)")
+_HAZARDS = re.compile(r"(\d+) hazards? displayed")
+_ERRORS = re.compile(r"(\d+) errors?")
+_FILE = re.compile(r"_([0-9a-f]{32})\.py\b")
+_VERSION = re.compile(r"Version (\d+)\.(\d+)")
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """One kernel to run.
+
+    Attributes:
+        problem: What it computes, of whatever size.
+        candidate: The config.
+        specialization: What the kernel assumes of its tensors.
+        shipped: Whether it is a kernel of a shipped table.
+    """
+
+    problem: Problem
+    candidate: Candidate
+    specialization: Specialization
+    shipped: bool
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel, rendered."""
+        family = find_family(self.candidate.family)
+        return render(family, self.problem, self.candidate.config, self.specialization)
+
+    @property
+    def digest(self) -> str:
+        """The kernel's digest."""
+        return self.kernel.digest
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Digests in the names of the files that it and its steps are compiled from."""
+        kernel = self.kernel
+        return tuple(step.digest for step in (kernel, kernel.first, kernel.last) if step is not None)
+
+    @property
+    def label(self) -> str:
+        """The kernel in words."""
+        assumed = self.specialization
+        lse = ", lse" if assumed.lse else ""
+        how = f"strides of {int(assumed.alignment)}, {assumed.index_bits} bits{lse}"
+        return f"{self.problem.key} {self.candidate.family} {self.candidate.config.label()} ({how})"
+
+
+class Log(msgspec.Struct, frozen=True):
+    """What a process's log says.
+
+    Attributes:
+        counted: Errors and hazards by the tool's own count.
+        reports: Each report's lines as one, in order.
+    """
+
+    counted: int
+    reports: tuple[str, ...]
+
+    def of(self, files: Iterable[str]) -> tuple[str, ...]:
+        """The reports that name one of some kernels' files."""
+        named = set(files)
+        return tuple(report for report in self.reports if named & set(_FILE.findall(report)))
+
+
+def find_sanitizer() -> Path:
+    """The compute-sanitizer of this machine.
+
+    Raises:
+        FlashtuneError: There is none.
+    """
+    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    folders = [str(Path(home, part)) for home in (*homes, *USUAL_FOLDERS) for part in ("bin", NAME)]
+    found = shutil.which(NAME) or shutil.which(NAME, path=os.pathsep.join(folders))
+    if found is None:
+        raise FlashtuneError(
+            f"there is no {NAME} on PATH, in CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit, or "
+            "its package cuda-sanitizer alone"
+        )
+    return Path(found)
+
+
+def why_left_out(tool: str, family: str, version: str) -> str:
+    """Why a tool is not asked about a family's kernels; empty where it is.
+
+    Args:
+        tool: Which tool.
+        family: The family's name.
+        version: What the sanitizer says of itself, such as `Version 2025.3.1.0 (build ...)`.
+    """
+    found = _VERSION.search(version)
+    follows = found is not None and (int(found[1]), int(found[2])) >= FOLLOWS_PARTIAL_BARRIERS
+    # Triton's interpreter runs all portable kernels, and none whose warps are specialised.
+    if tool != RACECHECK or follows or find_family(family).interpreted:
+        return ""
+    since = ".".join(map(str, FOLLOWS_PARTIAL_BARRIERS))
+    return f"warps are specialised, and this version does not follow their barriers, as {since} does"
+
+
+def command(sanitizer: Path, tool: str, program: Iterable[str]) -> list[str]:
+    """How a program is run under a tool."""
+    options = ["--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no"]
+    options += ["--print-limit", str(MOST_REPORTS)]
+    # Many at a time look for a port each, and take their time until they reach the GPU.
+    options += ["--max-connections", str(MOST_PORTS), "--launch-timeout", str(START_SECONDS)]
+    if tool == MEMCHECK:
+        # Whoever asks what is not there, as torch does, makes no mistake of a kernel's. A kernel with an
+        # error ends there, and those after it run.
+        options += ["--padding", "512", "--report-api-errors", "no", "--destroy-on-device-error", "kernel"]
+    return [str(sanitizer), *options, *program]
+
+
+def read_log(log: str) -> Log | None:
+    """What a tool's output comes to; None where it came to no end."""
+    summary = _SUMMARY.search(log)
+    if summary is None:
+        return None
+    counted = _HAZARDS.search(summary[1]) or _ERRORS.search(summary[1])
+    reports: list[list[str]] = [[]]
+    for line in log.splitlines():
+        text = line.removeprefix("=========")
+        if text != line and text.strip() and "SUMMARY" not in text and NAME.upper() not in text:
+            reports[-1].append(text.strip())
+        elif text != line:
+            reports.append([])
+    joined = tuple(" ".join(lines) for lines in reports if lines)
+    return Log(int(counted[1]) if counted else 0, joined)
+
+
+def is_warning(report: str) -> bool:
+    """Whether a report is of a lower level than an error."""
+    return report.startswith("Warning")

@@ -1,0 +1,82 @@
+"""Policies to compare the default one with: orders without a thought, and Optuna's samplers alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import optuna
+
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.search.candidate_grid import Pool
+from flashtune.tuner.search.optuna_study import Answer, Study, tpe_sampler
+from flashtune.tuner.search.policy import Knowledge, Policy, Proposes, default_policy
+
+
+class InOrder:
+    """Proposes candidates in an order that was settled before."""
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._candidates = iter(candidates)
+
+    def ask(self) -> Candidate | None:
+        """The next one."""
+        return next(self._candidates, None)
+
+    def tell(self, candidate: Candidate, answer: Answer) -> None:
+        """Learns nothing."""
+
+
+class Sampled:
+    """Proposes what one of Optuna's samplers suggests, or the nearest to it that is new."""
+
+    def __init__(self, scope: Scope, study: Study) -> None:
+        self._study = study
+        self._pool = Pool(scope, tuple(scope.candidates()))
+        self._free = np.ones(len(self._pool.candidates), dtype=bool)
+
+    def ask(self) -> Candidate | None:
+        """The nearest candidate to what is suggested."""
+        candidate = self._pool.nearest(self._study.suggest(), self._free) if self._free.any() else None
+        if candidate is not None:
+            self._free[self._pool.places[candidate]] = False
+        return candidate
+
+    def tell(self, candidate: Candidate, answer: Answer) -> None:
+        """Tells the sampler."""
+        self._study.add(candidate, answer)
+
+
+def at_random(known: Knowledge) -> Proposes:
+    """Any order at all."""
+    candidates = list(known.scope.candidates())
+    random.Random(known.seed).shuffle(candidates)  # noqa: S311 - no secret
+    return InOrder(candidates)
+
+
+def exhaustive(known: Knowledge) -> Proposes:
+    """The order of the axes, begun at a place of the seed's choice."""
+    candidates = list(known.scope.candidates())
+    start = random.Random(known.seed).randrange(len(candidates))  # noqa: S311 - no secret
+    return InOrder(itertools.chain(candidates[start:], candidates[:start]))
+
+
+def by_tpe(known: Knowledge) -> Proposes:
+    """Optuna's tree-structured Parzen estimator."""
+    return Sampled(known.scope, Study(known.scope, tpe_sampler(known.seed)))
+
+
+def by_gp(known: Knowledge) -> Proposes:
+    """Optuna's Gaussian process, which needs scipy."""
+    return Sampled(known.scope, Study(known.scope, optuna.samplers.GPSampler(seed=known.seed), flat=True))
+
+
+POLICIES: dict[str, Policy] = {
+    "random": at_random,
+    "exhaustive": exhaustive,
+    "tpe": by_tpe,
+    "gp": by_gp,
+    "default": default_policy,
+}

@@ -1,0 +1,245 @@
+"""Replays: a search that compiles and measures nothing, but looks everything up in a truth table.
+
+The driver, its pipeline and its policy run as they are. What they wait for is simulated: compilers
+that each take as long as the table says, one GPU that works on one candidate after the other. A search of
+a minute takes the time of its own arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from flashtune.core.config import Config, Space
+from flashtune.core.errors import TableError
+from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
+from flashtune.core.target import Target, find_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, contiguous_specialization
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.noise import ERROR_OF_MEDIAN
+from flashtune.tuner.perf_model.measurements import TruthTable
+
+# Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and
+# proving it in full, or on small problems alone where it is far behind. A search of an H200 took 44 s for
+# 132 candidates on 16 cores.
+PROOF_SECONDS = 0.28
+QUICK_SECONDS = 0.12
+LAUNCHES = 32
+# What a compilation took that failed, which no table keeps.
+FAILED_SECONDS = 1.0
+FINAL_SAMPLES = 21
+
+Result = TypeVar("Result")
+
+
+class SimulatedClock:
+    """A clock that stands still until somebody waits, and then jumps to what happens next."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+
+    def now(self) -> float:
+        """Simulated seconds since the clock was made."""
+        return self._now
+
+    def at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Lets something happen at a moment, or now if that is over."""
+        heapq.heappush(self._due, (moment, next(self._numbers), happen))
+
+    def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
+        """Goes on to the moment when one of these is done."""
+        while not any(job.done() for job in pending):
+            self._step()
+
+    def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
+        """Goes on to the moment when all of these are done."""
+        while not all(job.done() for job in pending):
+            self._step()
+
+    def _step(self) -> None:
+        """Goes on to the next moment.
+
+        Raises:
+            IndexError: Nothing will ever happen: somebody waits for what nobody works on.
+        """
+        moment, _, happen = heapq.heappop(self._due)
+        self._now = max(self._now, moment)
+        happen()
+
+
+class Servers:
+    """Some servers that each do one job after the other; a job goes to the first that is free."""
+
+    def __init__(self, clock: SimulatedClock, count: int) -> None:
+        self._clock = clock
+        self._free = [0.0] * count
+
+    def submit(self, seconds: float, result: Result) -> Future[Result]:
+        """A job that takes so long once a server takes it, and then gives this."""
+        end = max(self._clock.now(), heapq.heappop(self._free)) + seconds
+        heapq.heappush(self._free, end)
+        job: Future[Result] = Future()
+        self._clock.at(end, lambda: job.set_result(result))
+        return job
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A candidate that a replay was asked about: when it was answered, and what with.
+
+    Attributes:
+        candidate: Who.
+        seconds: Simulated seconds since the start, when the search heard.
+        seen_ms: The time that the search was told; None where the candidate failed.
+        true_ms: The best knowledge of its time.
+    """
+
+    candidate: Candidate
+    seconds: float
+    seen_ms: float | None
+    true_ms: float | None
+
+
+class Replay:
+    """A `Compiler` and a `Measurer` that answer from one table.
+
+    Attributes:
+        provenance: Times were measured, though not now.
+        tried: All candidates that were answered so far, in order.
+    """
+
+    provenance = Provenance.MEASURED
+
+    def __init__(self, table: TruthTable, jobs: int, seed: int) -> None:
+        candidates = [table.candidate(row) for row in table.rows]
+        self._rows = dict(zip(candidates, table.rows, strict=True))
+        self._first = dict(zip(candidates, table.first_times(), strict=True))
+        self._true = dict(zip(candidates, table.times(), strict=True))
+        self._noise = random.Random(seed)  # noqa: S311 - no secret
+        self.clock = SimulatedClock()
+        self._compilers = Servers(self.clock, jobs)
+        self._gpu = Servers(self.clock, 1)
+        self.tried: list[Tried] = []
+        self._jobs = jobs
+
+    def equipment(self) -> Equipment:
+        """What a search runs on."""
+        return Equipment(self, self, self._jobs, self.clock)
+
+    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+        """Compiles, in as long as it took when the table was made."""
+        del scope  # a table has one
+        row = self._rows[candidate]
+        failed = row.resources is None or row.outcome is Outcome.INFEASIBLE
+        compiled = Compiled(
+            outcome=row.outcome if failed else Outcome.OK,
+            kernel=_digest(candidate),
+            resources=row.resources,
+            message=row.message if failed else "",
+        )
+        seconds = row.resources.compile_seconds if row.resources else FAILED_SECONDS
+        job = self._compilers.submit(seconds, compiled)
+        if failed:
+            job.add_done_callback(lambda done: self._log(candidate, None))
+        return job
+
+    def evaluate(
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+    ) -> Future[Evaluation]:
+        """Answers with the time in the table, give or take the noise of its samples."""
+        del scope, compiled  # the table knows
+        row = self._rows[candidate]
+        ms = self._first[candidate]
+        if ms is None or row.first is None:
+            job = self._gpu.submit(QUICK_SECONDS, Evaluation(row.outcome, message=row.message))
+            job.add_done_callback(lambda done: self._log(candidate, None))
+            return job
+        error = ERROR_OF_MEDIAN * (row.first.p80 - row.first.p20) / max(1, row.first.samples) ** 0.5
+        seen = max(ms / 2, self._noise.gauss(ms, error))
+        hopeless = drop_above_ms is not None and seen > drop_above_ms
+        measurement = Measurement(seen, seen, seen, row.first.samples)
+        verdict = None if hopeless else _PASSED
+        seconds = (QUICK_SECONDS if hopeless else PROOF_SECONDS) + LAUNCHES * ms / 1e3
+        job = self._gpu.submit(seconds, Evaluation(Outcome.OK, verdict, measurement))
+        job.add_done_callback(lambda done: self._log(candidate, seen))
+        return job
+
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+        """Answers with the best knowledge of each, noise left out."""
+        del scope
+        times = [self._true[candidate] or 0.0 for candidate in candidates]
+        measured = tuple(Measurement(ms, ms, ms, FINAL_SAMPLES) for ms in times)
+        return self._gpu.submit(FINAL_SAMPLES * sum(times) / 1e3, measured)
+
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        """No table knows."""
+        del scope, candidate
+        return self._gpu.submit(0.0, None)
+
+    def _log(self, candidate: Candidate, seen: float | None) -> None:
+        self.tried.append(Tried(candidate, self.clock.now(), seen, self._true[candidate]))
+
+
+_PASSED = Verdict(passed=True, worst_ratio=0.0, checks=1, failed="", device="replay")
+
+
+def _digest(candidate: Candidate) -> str:
+    return hashlib.sha256(msgspec.json.encode((candidate.family, candidate.config))).hexdigest()[:32]
+
+
+def replay_space(table: TruthTable) -> Space:
+    """The family's space for the table's problem, cut down to the configs that the table knows.
+
+    Raises:
+        TableError: Configs of the table are no points of the family's space any more.
+    """
+    family, target = find_family(table.family), target_of(table)
+    known: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
+    space = family.space(table.problem, target)
+    if strange := sum(not space.contains(config) for config in known):
+        raise TableError(
+            f"{strange} configs of the truth table of {table.problem.key} are no points of "
+            f"{table.family}'s space: make it anew with benchmarks/truth.py"
+        )
+    return msgspec.structs.replace(space, admits=known.__contains__)
+
+
+def replay_scope(table: TruthTable) -> Scope:
+    """Where a replayed search looks."""
+    spaces = (FamilySpace(find_family(table.family), replay_space(table)),)
+    return Scope(table.problem, target_of(table), contiguous_specialization(table.problem), spaces)
+
+
+def target_of(table: TruthTable) -> Target:
+    """The facts of the table's GPU."""
+    return find_target(table.target)
+
+
+def best_after(tried: Sequence[Tried], finalists: int) -> list[float]:
+    """What a search would answer after each trial: the truly fastest among those that looked fastest.
+
+    Args:
+        tried: The trials, in order.
+        finalists: How many of them the finals would compare.
+
+    Returns:
+        The true time after each trial, in ms; infinite while nothing works.
+    """
+    answers: list[float] = []
+    leading: list[tuple[float, float]] = []
+    for entry in tried:
+        if entry.seen_ms is not None and entry.true_ms is not None:
+            leading = sorted([*leading, (entry.seen_ms, entry.true_ms)])[:finalists]
+        answers.append(min((true for _, true in leading), default=float("inf")))
+    return answers

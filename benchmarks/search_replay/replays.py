@@ -1,0 +1,172 @@
+"""Replayed searches of several policies, and how near to the true best they came."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from benchmarks.search_replay.baselines import POLICIES
+from benchmarks.search_replay.replay import Replay, best_after, replay_scope, target_of
+from flashtune.db.store import open_store
+from flashtune.db.table import shipped_table
+from flashtune.tuner.candidates import Candidate, FamilySpace
+from flashtune.tuner.perf_model.calibration import fit_tables
+from flashtune.tuner.perf_model.measurements import TruthTable, fastest
+from flashtune.tuner.search.candidate_grid import Pool
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.finals import FINALISTS
+from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.warm_start import warm_configs
+
+# Cores of the simulated machine that compile, as the machine that made the tables had.
+JOBS = 15
+# Share of a table that a replay tries, at most.
+TRIED_SHARE = 0.5
+# Trials of Optuna's Gaussian process take a tenth of a second and more, the later ones longer.
+MOST_TRIALS = {"gp": 45}
+# What a search is judged by: its answer once this share of a space is tried, trials until it is so near.
+JUDGED_SHARE = 0.15
+NEAR = 0.98
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One replayed search.
+
+    Attributes:
+        policy: Who proposed.
+        seed: Of whatever was random.
+        shares: Share of the true best that the search would answer with, after each trial.
+        seconds: Simulated seconds until each trial was over.
+    """
+
+    policy: str
+    seed: int
+    shares: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+def experience_without(table: TruthTable, tables: Sequence[TruthTable]) -> Experience:
+    """What a search of a table's problem may know: everything but what was measured of that problem."""
+    others = [other for other in tables if other.problem != table.problem]
+    return Experience(portfolio(table), fit_tables(others))
+
+
+def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
+    """Winners of other problems, near ones first; what was not drawn is replaced by the nearest that was.
+
+    Whatever is known of the judged problem itself is left out.
+    """
+    shipped = shipped_table(table.target)
+    winners = [] if shipped is None else [r for r in shipped.records if r.problem != table.problem]
+    scope = replay_scope(table)
+    family = scope.spaces[0].family
+    whole = FamilySpace(family, family.space(table.problem, scope.target))
+    everywhere = msgspec.structs.replace(scope, spaces=(whole,))
+    pool = Pool(scope, tuple(scope.candidates()))
+    free = np.ones(len(pool.candidates), dtype=bool)
+    chosen = []
+    for winner in warm_configs(winners, everywhere):
+        nearest = pool.nearest(winner, free)
+        if nearest is not None:
+            free[pool.places[nearest]] = False
+            chosen.append(nearest)
+    return tuple(chosen)
+
+
+def replayed(
+    table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path, share: float = TRIED_SHARE
+) -> Run:
+    """One search by one policy.
+
+    Args:
+        table: The truth.
+        experience: What the search begins with.
+        policy: Who proposes.
+        seed: Of whatever is random.
+        empty: A database in which nothing is, to begin with a copy of it.
+        share: Of the table, how much is tried.
+    """
+    scope = replay_scope(table)
+    replay = Replay(table, JOBS, seed)
+    trials = math.ceil(share * len(table.rows))
+    request = SearchRequest(
+        problem=table.problem,
+        target=target_of(table),
+        device=0,
+        budget=Budget(min(trials, MOST_TRIALS.get(policy, trials)), None, None),
+        seed=seed,
+        spaces=((table.family, scope.spaces[0].space),),
+        experience=experience,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        database = shutil.copy(empty, Path(folder, "records.sqlite"))
+        with open_store(str(database)) as store:
+            run_search(request, store, equipment=replay.equipment(), policy=POLICIES[policy])
+    best = fastest(table)
+    shares = tuple(round(best / ms, 5) for ms in best_after(replay.tried, FINALISTS))
+    return Run(policy, seed, shares, tuple(round(entry.seconds, 2) for entry in replay.tried))
+
+
+class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one policy came to on one table, over all seeds.
+
+    Attributes:
+        policy: Who proposed.
+        problem: The problem's key.
+        family: Whose configs were searched.
+        candidates: How many there were.
+        median: Median share of the true best after each trial.
+        worst: The worst seed's.
+        by_second: Median share of the true best after each simulated second, from the first on.
+        worst_by_second: The worst seed's.
+        judged: Share of the true best with the judged share of the space tried, for each seed.
+        trials: Trials until the answer was near the best, for each seed; None where it never was.
+    """
+
+    policy: str
+    problem: str
+    family: str
+    candidates: int
+    median: tuple[float, ...]
+    worst: tuple[float, ...]
+    by_second: tuple[float, ...]
+    worst_by_second: tuple[float, ...]
+    judged: tuple[float, ...]
+    trials: tuple[int | None, ...]
+
+
+def summarize(table: TruthTable, runs: Sequence[Run]) -> Summary:
+    """One policy's runs on one table, over their seeds."""
+    length = min(len(run.shares) for run in runs)
+    columns = [[run.shares[trial] for run in runs] for trial in range(length)]
+    judged_after = min(length, math.ceil(JUDGED_SHARE * len(table.rows)))
+    last = int(max(run.seconds[length - 1] for run in runs))
+    moments = [[_share_at(run, second) for run in runs] for second in range(1, last + 1)]
+    return Summary(
+        policy=runs[0].policy,
+        problem=table.problem.key,
+        family=table.family,
+        candidates=len(table.rows),
+        median=tuple(round(statistics.median(column), 4) for column in columns),
+        worst=tuple(round(min(column), 4) for column in columns),
+        by_second=tuple(round(statistics.median(moment), 4) for moment in moments),
+        worst_by_second=tuple(round(min(moment), 4) for moment in moments),
+        judged=tuple(run.shares[judged_after - 1] for run in runs),
+        trials=tuple(_first_near(run) for run in runs),
+    )
+
+
+def _share_at(run: Run, second: int) -> float:
+    done = sum(moment <= second for moment in run.seconds)
+    return run.shares[done - 1] if done else 0.0
+
+
+def _first_near(run: Run) -> int | None:
+    return next((trial for trial, share in enumerate(run.shares, 1) if share >= NEAR), None)

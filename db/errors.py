@@ -1,0 +1,61 @@
+"""Database errors as one sentence that says what to do next."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from flashtune.core.errors import StoreError
+from flashtune.core.machine import CAPACITY, unwritable, writing_error
+from flashtune.db.location import describe, sqlite_path
+
+# SQLite's primary result codes; the upper bits of an extended code refine them.
+PRIMARY_CODE = 0xFF
+
+ELSEWHERE = "name another with --db or FLASHTUNE_DB"
+
+# What SQLite says of a disk that filled while a database was open, among other things.
+FROM_THE_DISK = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
+
+
+class UnreadableRecord(UserWarning):
+    """A stored row was skipped: it holds no record that this flashtune can read or use."""
+
+
+def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
+    """Returns the error to raise for an SQLite error, with a sentence for the user.
+
+    The driver raises a `UnicodeError` where SQLite's own message quotes a damaged schema, and where a
+    statement is given text from a damaged row.
+    """
+    where = describe(url)
+    if isinstance(error, UnicodeError):
+        return StoreError(f"the database {where} is damaged: put a copy in its place, or {ELSEWHERE}")
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & PRIMARY_CODE
+    if code == sqlite3.SQLITE_BUSY:
+        return StoreError(f"another process keeps the database {where} locked: let it finish, then try again")
+    if code in FROM_THE_DISK:
+        reason = _disk_fault(url)
+        if reason is not None:
+            return StoreError(unwritable(f"the database {where}", reason, ELSEWHERE))
+    # What happened, and what to do about it besides naming another database.
+    sentences = {
+        sqlite3.SQLITE_NOTADB: f"{where} is no SQLite database or is damaged: move it away",
+        sqlite3.SQLITE_CORRUPT: f"the database {where} is damaged: put a copy in its place",
+        sqlite3.SQLITE_READONLY: f"the database {where} or its folder is read-only: make it writable",
+        sqlite3.SQLITE_CANTOPEN: f"the database {where} cannot be opened: check its folder and its rights",
+        sqlite3.SQLITE_FULL: f"the disk is full, so nothing was written to {where}: free some space",
+        sqlite3.SQLITE_INTERRUPT: f"the database {where} takes too long to answer: move it away",
+        sqlite3.SQLITE_TOOBIG: f"the database {where} holds a value that is too large: move it away",
+        sqlite3.SQLITE_IOERR: f"the disk failed under the database {where} ({error}): check it",
+    }
+    fallback = f"the database {where} cannot be used ({error}): move it away"
+    return StoreError(f"{sentences.get(code, fallback)}, or {ELSEWHERE}")
+
+
+def _disk_fault(url: str) -> OSError | None:
+    """Why a database's folder takes no more data, None where it does, is missing or may not be written."""
+    path = sqlite_path(url)
+    if path is None or not path.parent.is_dir():
+        return None
+    reason = writing_error(path.parent)
+    return reason if reason is not None and reason.errno in CAPACITY else None

@@ -1,0 +1,190 @@
+"""What the runtime reads of the database: selections and remembered self-checks, never writing.
+
+SQLite is read through the standard library, so that a program that imports flashtune does not import
+SQLAlchemy. Tables are read, and no views: a view is code of the file's author. Each question opens the file
+anew, once per problem and process, in a third of a millisecond. Nothing is shared between threads or with
+forked children, and a database that appears, grows or is replaced while the program runs is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import TableError
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
+from flashtune.db.errors import UnreadableRecord, sqlite_error
+from flashtune.db.limits import (
+    FOREIGN,
+    MAX_VALUE_BYTES,
+    foreign_object,
+    is_too_large,
+    require_file,
+    restrict,
+)
+from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
+
+if TYPE_CHECKING:
+    from flashtune.core.record import Record, Versions
+    from flashtune.db.codec import Check
+    from flashtune.db.light.remote import Query, Rows, Values
+
+# How long a lock is waited for, and how long one question may take in all.
+BUSY_SECONDS = 4.0
+READ_SECONDS = 4.0
+
+SELECTIONS = "selections"
+STAND_INS = "stand_ins"
+CHECKS = "checks"
+# The size is asked first: a value that is larger than any record is not read into memory.
+RECORD = """
+SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
+WHERE chosen.target = :target AND chosen.problem_key = :problem_key
+"""
+RECORDS = """
+SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
+WHERE chosen.target = :target ORDER BY chosen.problem_key
+"""
+CHECK = """
+SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
+"""
+ROWS = "SELECT rowid FROM {table}"
+# Takes the place of a table's name in a question.
+ONE_ROW = "(SELECT * FROM {table} WHERE rowid = :row)"
+IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
+
+
+def open_reader(url: str | None = None) -> Reader | None:
+    """A reader of a database, or None where there is no such file (yet).
+
+    Args:
+        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+    """
+    address = database_url(url)
+    path = sqlite_path(address)
+    if path is None:
+        from flashtune.db.light.remote import server_query
+
+        return Reader(server_query(address), describe(address))
+    if not path.exists():
+        return None
+    return Reader(functools.partial(_query_file, path, address), str(path))
+
+
+class Reader:
+    """Answers the runtime's questions. Safe under threads, processes and forks."""
+
+    def __init__(self, query: Query, where: str) -> None:
+        self._query = query
+        self._where = where
+
+    def selection(self, problem_key: str, target: str) -> Record | None:
+        """The record selected for a problem on a target.
+
+        None also where the row cannot be read here; an `UnreadableRecord` warning then says so.
+
+        Raises:
+            StoreError: The database is damaged, locked or out of reach.
+        """
+        rows = self._query(
+            SELECTIONS, RECORD, {"problem_key": problem_key, "target": target, "most": MAX_RECORD_BYTES}
+        )
+        return next(self._readable(rows), None)
+
+    def selections(self, target: str) -> tuple[Record, ...]:
+        """All selected records of a target, in the order of their problems' keys."""
+        return tuple(
+            self._readable(self._query(SELECTIONS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
+        )
+
+    def stand_ins(self, target: str) -> tuple[Record, ...]:
+        """What stands in for selections of a target that cannot address every tensor, in the same order."""
+        return tuple(
+            self._readable(self._query(STAND_INS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
+        )
+
+    def check(self, digest: str, target: str, versions: Versions) -> bool | None:
+        """Whether a kernel passed its self-check here under these versions; None if it had none."""
+        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
+        return rows[0][0] == 1 if rows else None
+
+    def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
+        """All that is remembered of a kernel's self-check, None if it had none.
+
+        Raises:
+            TableError: The row holds no self-check.
+        """
+        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
+        return decode_check(raw_bytes(str(rows[0][1]))) if rows else None
+
+    def _readable(self, rows: Rows) -> Iterator[Record]:
+        for problem_key, target, payload in rows:
+            try:
+                yield decode_stored(payload, problem_key, target)
+            except TableError as error:
+                warnings.warn(
+                    f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
+                )
+
+
+def _check_key(digest: str, target: str, versions: Versions) -> Values:
+    return {
+        "digest": digest,
+        "target": target,
+        "versions_hash": fingerprint(versions),
+        "most": MAX_RECORD_BYTES,
+    }
+
+
+def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:
+    require_file(path)
+    try:
+        with closing(_connect(path)) as connection:
+            foreign = connection.execute(FOREIGN).fetchone()
+            if foreign is not None:
+                raise foreign_object(str(foreign[0]), describe(url))
+            # Another process may still be creating the database, or an older flashtune made it.
+            if not connection.execute(IS_THERE, (table,)).fetchone()[0]:
+                return []
+            try:
+                return connection.execute(question.format(table=table), values).fetchall()
+            except sqlite3.DataError as error:
+                if not is_too_large(error):
+                    raise
+            return _query_rows(connection, table, question, values, describe(url))
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if not path.exists():
+            return []
+        raise sqlite_error(error, url) from error
+
+
+def _query_rows(
+    connection: sqlite3.Connection, table: str, question: str, values: Values, where: str
+) -> Rows:
+    """Asks each row by itself, and leaves out those with a value that is too large."""
+    one = question.format(table=ONE_ROW.format(table=table))
+    found, skipped = [], 0
+    for (row,) in connection.execute(ROWS.format(table=table)).fetchall():
+        try:
+            found += connection.execute(one, {**values, "row": row}).fetchall()
+        except sqlite3.DataError as error:
+            if not is_too_large(error):
+                raise
+            skipped += 1
+    message = f"{skipped} rows of {where} were skipped: a value has more than {MAX_VALUE_BYTES} bytes"
+    warnings.warn(message, UnreadableRecord, stacklevel=4)
+    return found
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(read_only_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    restrict(connection, READ_SECONDS)
+    return connection

@@ -1,0 +1,97 @@
+"""Remembers a self-check without SQLAlchemy, whose import would cost a first call more than the check."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import StoreError
+from flashtune.db.codec import encode_check, fingerprint
+from flashtune.db.errors import ELSEWHERE, sqlite_error
+from flashtune.db.light.bootstrap import create_database, is_empty, known_revision
+from flashtune.db.limits import require_file, restrict
+from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashtune.db.codec import Check
+
+# How long another process's write is waited for.
+BUSY_SECONDS = 30.0
+# How long SQLite may compute for one write.
+WRITE_SECONDS = 4.0
+# Every schema has the table as it is.
+REMEMBER = (
+    "INSERT INTO checks (digest, target, versions_hash, passed, created_at, payload) "
+    "VALUES (:digest, :target, :versions_hash, :passed, :created_at, :payload) "
+    "ON CONFLICT (digest, target, versions_hash) DO UPDATE SET "
+    "passed = excluded.passed, created_at = excluded.created_at, payload = excluded.payload"
+)
+
+
+def remember_check(check: Check, url: str | None = None) -> None:
+    """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions.
+
+    Creates the database where there is none; one of an older schema keeps it.
+
+    Args:
+        check: The verdict.
+        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+
+    Raises:
+        TableError: A field is outside its bounds.
+        StoreError: The database is damaged, newer than this flashtune, not flashtune's, or unwritable.
+    """
+    address = database_url(url)
+    path = sqlite_path(address)
+    if path is None:
+        from flashtune.db.store import open_store
+
+        with open_store(address) as store:
+            store.remember_check(check)
+        return
+    row = {
+        "digest": check.digest,
+        "target": check.target,
+        "versions_hash": fingerprint(check.versions),
+        "passed": check.verdict.passed,
+        "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "payload": encode_check(check).decode(),
+    }
+    with _explained(address):
+        if not _is_filled(path):
+            create_database(path)
+        with closing(_connect(path)) as connection:
+            known_revision(connection, address)
+            connection.execute(REMEMBER, row)
+
+
+def _is_filled(path: Path) -> bool:
+    if not path.exists():
+        return False
+    require_file(path)
+    with closing(_connect(path)) as connection:
+        return not is_empty(connection)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(read_write_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    restrict(connection, WRITE_SECONDS)
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise sqlite_error(error, url) from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the database {describe(url)} ({error.strerror}): {ELSEWHERE}"
+        ) from error

@@ -1,0 +1,294 @@
+"""Queries for the rows that serve a problem on a target, and rows as records.
+
+Only a selection that cannot address every tensor has a fallback.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Table, case, delete, exc, func, literal_column, select
+
+from flashtune.core.record import Record
+from flashtune.db.codec import MAX_RECORD_BYTES, encode_check, encode_record, fingerprint
+from flashtune.db.eligibility import is_better_selection, serves_any_tensors
+from flashtune.db.limits import is_too_large
+from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.stored_rows import StoredRecord, readable
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Label, Row, Select, Table
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    from flashtune.core.record import Record
+    from flashtune.db.codec import Check
+
+    Upsert = sqlite.Insert | postgresql.Insert
+    Fetched = Row[*tuple[Any, ...],] | None
+
+# Rows fetched at a time, so that a large database never lies in memory whole.
+CHUNK = 500
+
+
+def now() -> str:
+    """The present as ISO 8601 text in UTC, which sorts by time."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def insert_record(connection: Connection, record: Record, created_at: str) -> tuple[int, bool]:
+    """The record's row, and whether it is new: what is already there is not stored twice.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    values = _columns(record, created_at)
+    insert = insert_into(connection, RECORDS).values(values)
+    unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
+    added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
+    if added is not None:
+        return int(added), True
+    known = select(RECORDS.c.id).where(RECORDS.c.content_hash == values["content_hash"])
+    return int(connection.execute(known).scalar_one()), False
+
+
+def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
+    """As `insert_record` for each of some hundred records, in four statements and not two for each.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    rows = [_columns(record, created_at) for record in records]
+    hashes = [str(row["content_hash"]) for row in rows]
+    query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
+    known = {row.content_hash for row in connection.execute(query)}
+    fresh = {
+        content_hash: row for content_hash, row in zip(hashes, rows, strict=True) if content_hash not in known
+    }
+    if fresh:
+        insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])
+        connection.execute(insert, list(fresh.values()))
+    ids = {row.content_hash: int(row.id) for row in connection.execute(query)}
+    # Of equal records the first is the new one.
+    return [(ids[content_hash], fresh.pop(content_hash, None) is not None) for content_hash in hashes]
+
+
+def _columns(record: Record, created_at: str) -> dict[str, object]:
+    """A record as a row.
+
+    Raises:
+        TableError: A field is outside its bounds.
+    """
+    payload = encode_record(record)
+    return {
+        "content_hash": fingerprint(payload),
+        "created_at": created_at,
+        "problem_key": record.problem.key,
+        "target": record.target,
+        "family": record.family,
+        "config": record.config.label() if record.config else None,
+        "config_hash": fingerprint(record.config) if record.config else None,
+        "kernel": record.kernel,
+        "outcome": record.outcome.value,
+        "provenance": record.provenance.value,
+        "ms": record.ms,
+        "triton": record.versions.triton,
+        "template": record.versions.template,
+        "payload": payload.decode(),
+    }
+
+
+def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:
+    """Stores a self-check's verdict; whether anything was written."""
+    payload = encode_check(check)
+    changed = {"passed": check.verdict.passed, "created_at": created_at, "payload": payload.decode()}
+    key = {"digest": check.digest, "target": check.target, "versions_hash": fingerprint(check.versions)}
+    statement = insert_into(connection, CHECKS).values(**key, **changed)
+    if replace:
+        statement = statement.on_conflict_do_update(index_elements=list(key), set_=changed)
+    else:
+        statement = statement.on_conflict_do_nothing(index_elements=list(key))
+    # Drivers differ in what they count, and agree on what they return.
+    return connection.execute(statement.returning(CHECKS.c.digest)).scalar() is not None
+
+
+def insert_into(connection: Connection, table: Table) -> Upsert:
+    """An insert that can say what to do on a conflict: SQLite and PostgreSQL share the syntax."""
+    # Each dialect's import takes 30 ms of CPU or more, and only one of them is needed.
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+
+        return postgresql_insert(table)
+    from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+    return sqlite_insert(table)
+
+
+def select_records() -> Select[*tuple[Any, ...]]:
+    """What `readable` needs of each record."""
+    columns = RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target
+    return select(*columns, bounded(RECORDS)).order_by(RECORDS.c.id)
+
+
+def bounded(table: Table) -> Label[str | None]:
+    """A table's payloads; NULL for one that is too large to be read into memory."""
+    payload = table.c.payload
+    return case((func.length(payload) <= MAX_RECORD_BYTES, payload)).label("payload")
+
+
+def fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], table: Table = RECORDS
+) -> Iterator[Fetched]:
+    """The rows of a query, some hundred at a time; None in place of one with a value that is too large.
+
+    Args:
+        connection: The database.
+        query: Selects rows of the table, joined with records or not.
+        table: The table. Its rows come in another order than the query's if such a value is among them.
+    """
+    key = _row_key(connection, table)
+    try:
+        keys = dict.fromkeys(connection.scalars(query.with_only_columns(key, maintain_column_froms=True)))
+    except exc.DBAPIError as error:
+        if not is_too_large(error.orig):
+            raise
+        # The query sorts, filters or joins by such a value: each row of the table is tried.
+        keys = dict.fromkeys(connection.scalars(select(key).select_from(table)))
+    listed = iter(keys)
+    while some := list(itertools.islice(listed, CHUNK)):
+        yield from _fetched(connection, query, key, some)
+
+
+def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
+    """The key by which rows of a table are found: in SQLite the number that each row has."""
+    if connection.dialect.name == "sqlite":
+        return literal_column(f"{table.name}.rowid")
+    return CHECKS.c.digest if table is CHECKS else RECORDS.c.id
+
+
+def _fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], key: ColumnElement[Any], some: list[Any]
+) -> list[Fetched]:
+    try:
+        return list(connection.execute(query.where(key.in_(some))))
+    except exc.DBAPIError as error:
+        if not is_too_large(error.orig):
+            raise
+    if len(some) == 1:
+        return [None]
+    half = len(some) // 2
+    return [row for part in (some[:half], some[half:]) for row in _fetched(connection, query, key, part)]
+
+
+def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
+    """What `readable` needs of each record that a table names, with the time of its choice.
+
+    Args:
+        table: `SELECTIONS` or `STAND_INS`.
+        target: Whose; of all targets where None. In the order of targets and problems.
+    """
+    query = (
+        select(
+            RECORDS.c.id,
+            RECORDS.c.created_at,
+            table.c.problem_key,
+            table.c.target,
+            bounded(RECORDS),
+            table.c.pinned_at,
+        )
+        .join_from(table, RECORDS)
+        .order_by(table.c.target, table.c.problem_key)
+    )
+    return query if target is None else query.where(table.c.target == target)
+
+
+def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
+    """The row that a table names for a record's (problem, target)."""
+    rows = fetched(connection, select_chosen(table).where(*_same(table, record)), table)
+    return next(readable(rows, "this database"), None)
+
+
+def chosen_among(
+    connection: Connection, table: Table, target: str, keys: list[str]
+) -> dict[str, StoredRecord]:
+    """The rows that a table names for some problems of a target, by the problem's key."""
+    query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
+    rows = fetched(connection, query, table)
+    return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
+
+
+def take_unchosen(
+    connection: Connection,
+    selections: list[tuple[Record, int]],
+    stand_ins: list[tuple[Record, int]],
+    pinned_at: str,
+) -> None:
+    """Makes rows the selections of problems that have none, and others what stands in for these.
+
+    Args:
+        connection: The database.
+        selections: Records and their rows, at most one for each problem and target.
+        stand_ins: Records and rows for tensors that the selection of their problem cannot address.
+        pinned_at: The time of the choice.
+    """
+    for table, rows in ((SELECTIONS, selections), (STAND_INS, stand_ins)):
+        values = [
+            {
+                "problem_key": record.problem.key,
+                "target": record.target,
+                "record_id": row,
+                "pinned_at": pinned_at,
+            }
+            for record, row in rows
+        ]
+        if not values:
+            continue
+        # A row may be there that this flashtune cannot read.
+        insert = insert_into(connection, table)
+        changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
+        connection.execute(
+            insert.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed), values
+        )
+
+
+def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
+    """Makes a row the selection of its record's (problem, target).
+
+    An earlier selection stands in for it if it alone serves any tensors. Where the new one serves
+    them, nothing need stand in for it any more.
+    """
+    earlier = chosen(connection, SELECTIONS, record)
+    _name(connection, SELECTIONS, record, record_id, pinned_at)
+    if serves_any_tensors(record):
+        connection.execute(delete(STAND_INS).where(*_same(STAND_INS, record)))
+    elif earlier is not None and serves_any_tensors(earlier.record):
+        _name(connection, STAND_INS, record, earlier.id, pinned_at)
+
+
+def take_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> bool:
+    """Lets a row stand in for the selection of its problem; whether that needs it."""
+    selection = chosen(connection, SELECTIONS, record)
+    if selection is None or serves_any_tensors(selection.record) or not serves_any_tensors(record):
+        return False
+    _name(connection, STAND_INS, record, record_id, pinned_at)
+    return True
+
+
+def offer_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
+    """The same, unless what stands in already is as good."""
+    present = chosen(connection, STAND_INS, record)
+    if present is None or is_better_selection(record, present.record):
+        take_stand_in(connection, record, record_id, pinned_at)
+
+
+def _name(connection: Connection, table: Table, record: Record, record_id: int, pinned_at: str) -> None:
+    changed = {"record_id": record_id, "pinned_at": pinned_at}
+    key = {"problem_key": record.problem.key, "target": record.target}
+    insert = insert_into(connection, table).values(**key, **changed)
+    connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changed))
+
+
+def _same(table: Table, record: Record) -> tuple[ColumnElement[bool], ...]:
+    return table.c.problem_key == record.problem.key, table.c.target == record.target

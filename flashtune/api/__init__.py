@@ -1,0 +1,4 @@
+"""The functions that users call.
+
+May import all packages but `tuner`.
+"""

@@ -1,0 +1,248 @@
+"""`explain` and its sisters: what would serve a call and why, without compiling, launching or warning."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import msgspec
+from torch import Tensor
+
+from flashtune.api.attention import dense_call
+from flashtune.api.paged import paged_call
+from flashtune.api.varlen import varlen_call
+from flashtune.core.arguments import read_scale
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Specialization
+from flashtune.core.notices import search_command
+from flashtune.core.problem import Problem
+from flashtune.core.record import PeerTime, Selection, Standing
+from flashtune.dispatch.decision import Decision, Server, baseline, decide, needed_specialization
+from flashtune.dispatch.lookup import of_nearest, proven_by
+from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
+from flashtune.launch.source_cache import kernel_of
+from flashtune.request.feature_request import read_call
+from flashtune.request.options import Call, DenseOptions, PagedCallOptions, VarlenOptions, is_plain
+from flashtune.request.quantization import given_scales
+from flashtune.request.request import Prefer, Request, read_request, require_tensors, requires_grad
+from flashtune.runtime.feature_call_cache import unsigned
+from flashtune.runtime.self_check import known_seconds, known_verdict
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What would serve a call.
+
+    Attributes:
+        problem: What the call poses.
+        target: Name of the GPU, empty where it does not matter.
+        server: Who computes it: `generated`, `interpreter`, `sdpa`, `standard` or `nobody`.
+        reason: Why.
+        selection: The record that was found, with its standing and source; None if none was sought.
+        specialization: What the kernel may assume of these tensors; None where no kernel serves.
+        kernel: The kernel's digest, empty where no kernel serves.
+        standing: What is known of that very kernel here, its specialisation included.
+        check_seconds: What its self-check took, once it was loaded; None where it had none on this machine.
+        command: What tunes this shape.
+        backward: What would serve the backward pass, where an input requires grad.
+    """
+
+    problem: Problem
+    target: str
+    server: Server
+    reason: str
+    selection: Selection | None = None
+    specialization: Specialization | None = None
+    kernel: str = ""
+    standing: Standing | None = None
+    check_seconds: float | None = None
+    command: str
+    backward: Explanation | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.problem.key} on {self.target or 'any device'}: {self.server}",
+            f"  because {self.reason}",
+        ]
+        if self.selection is not None:
+            lines += _record_lines(self.selection)
+        if self.specialization is not None:
+            alignment, bits = int(self.specialization.alignment), self.specialization.index_bits
+            lse = ", with log-sum-exp" if self.specialization.lse else ""
+            lines.append(
+                f"  kernel {self.kernel}: strides of {alignment}, {bits}-bit offsets{lse}; {self.standing}"
+            )
+        if self.check_seconds is not None:
+            lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
+        if self.standing is not Standing.TIMED:
+            lines.append(f"  tune this shape with: {self.command}")
+        if self.backward is not None:
+            lines.append(str(self.backward))
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[DenseOptions]
+) -> Explanation:
+    """What `attention` would do with these arguments, which are its own.
+
+    Raises:
+        ProblemError: As `attention`.
+        StoreError: The user's database cannot be read.
+    """
+    require_tensors(q, k, v)
+    call = dense_call(q, k, v, return_lse=return_lse, **options)
+    if not is_plain(call):
+        return explain_call(call)
+    scales = given_scales(options.get("q_scale"), options.get("k_scale"), options.get("v_scale"))
+    read_scale(call.scale)
+    causal, layout, _, _, prefer, *_ = call.options
+    common = causal, layout, return_lse, prefer
+    request = read_request(q, k, v, *common, scales=scales, deterministic=call.options.deterministic)
+    needs_grad = requires_grad(q, k, v, scales)
+    return _explained(msgspec.structs.replace(request, needs_grad=needs_grad), q, k, v, scales)
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Explanation:
+    """What `attention_varlen` would do with these arguments, which are its own.
+
+    Raises:
+        ProblemError: As `attention_varlen`.
+        StoreError: The user's database cannot be read.
+    """
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return explain_call(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
+
+
+def explain_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[PagedCallOptions],
+) -> Explanation:
+    """What `attention_paged` would do with these arguments, which are its own but for `shared_prefix`.
+
+    Raises:
+        ProblemError: As `attention_paged`.
+        StoreError: The user's database cannot be read.
+    """
+    return explain_call(
+        paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
+    )
+
+
+def explain_call(call: Call) -> Explanation:
+    """What would serve a call with features."""
+    read_call(call, False)
+    call = unsigned(call)
+    request = read_call(call, requires_grad(call.q, call.k, call.v, call.side))
+    return _explained(request, call.q, call.k, call.v, call.side)
+
+
+def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+    if request.needs_grad:
+        return _of_both(request, q, k, v, side)
+    decision = decide(request, q, k, v, side)
+    if decision.server is not Server.GENERATED:
+        return _explanation(request.problem, decision)
+    return _of_kernel(request.problem, request, decision, needed_specialization(request, q, k, v, side))
+
+
+def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+    """A baseline serves both passes or none: what keeps one kernel from serving keeps the other."""
+    pair = decide_pair(request, q, k, v, side)
+    forward, backward = (
+        _explanation(request.problem, pair.forward),
+        _explanation(request.backward, pair.backward),
+    )
+    if pair.backward.server is Server.GENERATED:
+        needed = needed_specialization(request.forward, q, k, v, side)
+        first = _of_kernel(request.problem, request, pair.forward, needed)
+        needed = backward_specialization(request, q, k, v, side)
+        last = _of_kernel(request.backward, request, pair.backward, needed)
+        failed = next((one for one in (first, last) if one.server is not Server.GENERATED), None)
+        if failed is None:
+            forward, backward = first, last
+        else:
+            why = {"server": failed.server, "reason": failed.reason}
+            forward, backward = (msgspec.structs.replace(one, **why) for one in (forward, backward))
+    return msgspec.structs.replace(forward, backward=backward)
+
+
+def _of_kernel(
+    problem: Problem, request: Request, decision: Decision, specialization: Specialization
+) -> Explanation:
+    assert decision.selection is not None
+    assert decision.target is not None
+    kernel = kernel_of(decision.selection.record, specialization)
+    known = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
+    tuned = of_nearest(decision.selection)
+    if known is False and tuned is not None:
+        near = tuned.record.problem.key
+        reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
+        instead = msgspec.structs.replace(decision, selection=tuned, reason=reason)
+        return _of_kernel(problem, request, instead, specialization)
+    if known is False and request.prefer is Prefer.FASTEST:
+        refused = Decision(
+            baseline(request),
+            "the selected kernel failed its self-check here",
+            decision.target,
+            decision.selection,
+        )
+        return _explanation(problem, refused)
+    standing, seconds = decision.selection.standing, None
+    if not proven_by(decision.selection, kernel.digest):
+        standing = Standing.VERIFIED if known else Standing.UNPROVEN
+        seconds = known_seconds(kernel, decision.target)
+    return msgspec.structs.replace(
+        _explanation(problem, decision),
+        specialization=specialization,
+        kernel=kernel.digest,
+        standing=standing,
+        check_seconds=seconds,
+    )
+
+
+def _explanation(problem: Problem, decision: Decision) -> Explanation:
+    return Explanation(
+        problem=problem,
+        target=decision.target.name if decision.target else "",
+        server=decision.server,
+        reason=decision.reason,
+        selection=decision.selection,
+        command=search_command(problem),
+    )
+
+
+def _record_lines(selection: Selection) -> list[str]:
+    record = selection.record
+    label = record.config.label() if record.config else "no config"
+    lines = [
+        f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
+    ]
+    if record.measurement is not None:
+        lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
+        for shared in record.measurement.shared or ():
+            times = _times_in_words(shared.ms, shared.peers)
+            lines.append(f"  with a mask shared over {shared.sharing}: {times}")
+    if selection.forecast is not None:
+        why = selection.forecast
+        lines.append(f"  expected here: {_times_in_words(why.ms, why.peers)}")
+    return lines
+
+
+def _times_in_words(ms: float, peers: tuple[PeerTime, ...]) -> str:
+    return f"{ms:.4g} ms" + "".join(f", {peer.name} {peer.ms:.4g} ms" for peer in peers)

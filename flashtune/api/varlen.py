@@ -1,0 +1,225 @@
+"""`attention_varlen` and its plan: sequences of different lengths, packed one behind the other."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
+from torch import Tensor
+
+from flashtune.api.feature_plans import VarlenPlan
+from flashtune.core.arguments import read_count
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import Side
+from flashtune.request.options import (
+    Call,
+    CausalOption,
+    Options,
+    PreferOption,
+    VarlenOptions,
+    Window,
+    read_dropout,
+    read_longest,
+    read_softcap,
+    read_window,
+)
+from flashtune.request.request import Result, check_flags
+from flashtune.runtime.torch_ops import attend
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Result: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Result:
+    """Attention within each of many packed sequences: queries of one see keys of the same one.
+
+    Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]; it may be empty. Lengths are read on the
+    GPU alone, so that they may change between replays of a CUDA graph. Rows behind the last sequence are not
+    written.
+
+    Args:
+        q: Queries of all sequences, [total_q, heads, head_dim], of any strides with a contiguous last
+            dimension, in bfloat16, float16 or float32.
+        k: Keys, [total_k, kv_heads, head_dim].
+        v: Values, [total_k, kv_heads, value_head_dim].
+        cu_seqlens_q: Where the queries of sequences begin, and the last ends: int32 [batch + 1].
+        cu_seqlens_k: Likewise of keys.
+        max_seqlen_q: Queries of the longest sequence, or more, up to total_q. Kernels are chosen by it,
+            rounded up.
+        max_seqlen_k: Likewise of keys. A window or chunk of no fewer keys than it rounded up is none.
+        return_lse: Whether the log-sum-exp of each row is returned too.
+        **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`,
+            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p` and
+            `deterministic`, as `attention` has them.
+
+    Returns:
+        The output [total_q, heads, value_head_dim] in q's type. With `return_lse` also the natural
+        log-sum-exp [heads, total_q] in float32.
+
+    Raises:
+        ProblemError: The tensors do not fit one another, or nobody can serve them.
+        KernelError: The kind of call is new and a CUDA graph is being captured (see
+            `flashtune.plan_varlen`), or only generated kernels may serve and none compiles or loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+    """
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return attend(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
+
+
+def varlen_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    causal: CausalOption = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sink_tokens: int = 0,
+    prefix_lengths: Tensor | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    prefer: PreferOption = "fastest",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+) -> Call:
+    """The record of a call of `attention_varlen`; arguments and errors are its own."""
+    check_flags(causal, return_lse, deterministic)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts is None:
+            raise ProblemError(
+                f"{name} is None: pass where sequences begin and the last ends, int32 [batch + 1]"
+            )
+    options = Options(
+        causal,
+        "thd",
+        "thd",
+        return_lse,
+        prefer,
+        read_window(window),
+        read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
+        read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
+        read_longest(max_seqlen_q, q),
+        read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
+        deterministic=deterministic,
+    )
+    side = Side(
+        k_scale=k_scale,
+        v_scale=v_scale,
+        slopes=alibi_slopes,
+        sinks=sinks,
+        prefix=prefix_lengths,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k,
+        softcap=read_softcap(softcap),
+        dropout=read_dropout(dropout_p),
+    )
+    return Call(q, k, v, scale, options, side)
+
+
+@overload
+def plan_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> VarlenPlan[Tensor]: ...
+@overload
+def plan_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> VarlenPlan[Result]: ...
+def plan_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> VarlenPlan[Result]:
+    """Resolves a call of `attention_varlen` once, whose arguments these are.
+
+    The lengths may change from call to call, or in place between replays of a CUDA graph, while no sequence
+    is longer than was said here.
+
+    Returns:
+        A callable of (q, k, v, cu_seqlens_q, cu_seqlens_k), and of the same tensors
+        among the options by name.
+
+    Raises:
+        ProblemError: As `attention_varlen`; KernelError and VerificationError too.
+    """
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return VarlenPlan(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))

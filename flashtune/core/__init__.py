@@ -1,0 +1,5 @@
+"""Records and helpers that every other package uses.
+
+Problems, targets, configs, kernels, records, masks, layouts, errors and warnings. Imports no other package
+of flashtune.
+"""

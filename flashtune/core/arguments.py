@@ -1,0 +1,103 @@
+"""Checks of single arguments: numbers, flags, names. Each error is one sentence of bounded length."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from flashtune.core.errors import ProblemError
+
+# The largest finite float32, and the least that is normal: kernels take numbers in this type.
+MOST_FLOAT32 = float(torch.finfo(torch.float32).max)
+LEAST_FLOAT32 = float(torch.finfo(torch.float32).tiny)
+MOST_TOKENS = 2**31 - 1
+MOST_DIGITS = 20
+MOST_TEXT = 60
+
+Answer = TypeVar("Answer")
+
+
+def checked(serve: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
+    """Returns `serve(*arguments)`. Where that fails, `check(*arguments)` may raise an error that says why.
+
+    Raises:
+        ProblemError: `check` refuses the arguments.
+    """
+    try:
+        return serve(*arguments)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        # A key of the memo or an operator raises these for arguments of a wrong kind.
+        check(*arguments)
+        raise
+
+
+def shown(value: object) -> str:
+    """Returns a value as error messages show it: short, and without calling code of the value's type."""
+    if type(value) is int and abs(value) >= 10**MOST_DIGITS:
+        return f"an integer of {value.bit_length()} bits"
+    if type(value) is str and len(value) > MOST_TEXT:
+        return f"a string of {len(value)} characters"
+    if value is None or type(value) in (bool, int, float, str):
+        return ascii(value)
+    if type(value) is tuple and len(value) <= 4:
+        return f"({', '.join(map(shown, value))}{',' if len(value) == 1 else ''})"
+    return kind_of(value)
+
+
+def kind_of(value: object) -> str:
+    """Returns the name of a value's type, as error messages show it."""
+    return f"a {type(value).__name__[:MOST_TEXT]}"
+
+
+def read_count(name: str, value: object, what: str, least: int = 0, most: int = MOST_TOKENS) -> int:
+    """Returns an argument that counts something.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The argument.
+        what: A description of valid values, for the error.
+        least: The least number that is allowed.
+        most: The largest.
+
+    Raises:
+        ProblemError: It is no integer, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise ProblemError(f"{name} cannot be {shown(value)}: pass {what}")
+    # Compilers trace with symbols in place of numbers.
+    count = value if isinstance(value, (int, torch.SymInt)) else int(value)
+    if not least <= count <= most:
+        raise ProblemError(f"{name} cannot be {shown(count)}: pass {what}")
+    return count  # type: ignore[return-value]
+
+
+def read_flag(name: str, value: object) -> bool:
+    """Returns an argument that is true or false.
+
+    Raises:
+        ProblemError: It is no bool.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ProblemError(f"{name} cannot be {shown(value)}: pass True or False")
+
+
+def read_scale(scale: object) -> float | None:
+    """Returns the factor of the scores, or None for the default.
+
+    Raises:
+        ProblemError: It is no finite number of float32.
+    """
+    if scale is None:
+        return None
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)):
+        return scale  # type: ignore[return-value]
+    # Compared before it is converted: an integer may be larger than any float.
+    if isinstance(scale, numbers.Real) and -MOST_FLOAT32 <= scale <= MOST_FLOAT32:  # type: ignore[operator]
+        return float(scale)
+    raise ProblemError(
+        f"scale cannot be {shown(scale)}: pass a finite number, or None for 1 / sqrt(head_dim)"
+    )

@@ -1,0 +1,72 @@
+"""Orders of dimensions of a call's tensors, and element types in torch."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.core.problem import Dtype, KvDtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Layout(enum.StrEnum):
+    """The order of a tensor's dimensions.
+
+    bhsd  [batch, heads, seqlen, head_dim], and pages as [pages, heads, page_size, head_dim].
+    bshd  [batch, seqlen, heads, head_dim], and pages as [pages, page_size, heads, head_dim].
+    thd   [tokens, heads, head_dim]: sequences one behind the other.
+    bhd   [batch, heads, head_dim]: one token of each sequence.
+    """
+
+    BHSD = "bhsd"
+    BSHD = "bshd"
+    THD = "thd"
+    BHD = "bhd"
+
+    def heads_first(self, tensor: Tensor) -> Tensor:
+        """A tensor of this layout seen as [batch, heads, seqlen, head_dim], as kernels see it."""
+        if self is Layout.BSHD:
+            return tensor.transpose(1, 2)
+        if self is Layout.THD:
+            return tensor.transpose(0, 1).unsqueeze(0)
+        return tensor.unsqueeze(2) if self is Layout.BHD else tensor
+
+    def as_given(self, tensor: Tensor) -> Tensor:
+        """What kernels see, back in this layout."""
+        if self is Layout.BSHD:
+            return tensor.transpose(1, 2)
+        if self is Layout.THD:
+            return tensor.squeeze(0).transpose(0, 1)
+        return tensor.squeeze(2) if self is Layout.BHD else tensor
+
+    def shape(self, batch: int, heads: int, seqlen: int, head_dim: int) -> tuple[int, ...]:
+        """The shape of a tensor in this layout; of packed ones `seqlen` counts all tokens."""
+        if self is Layout.BSHD:
+            return batch, seqlen, heads, head_dim
+        if self is Layout.THD:
+            return seqlen, heads, head_dim
+        return (batch, heads, head_dim) if self is Layout.BHD else (batch, heads, seqlen, head_dim)
+
+
+# Those of calls in which every sequence is as long.
+DENSE_LAYOUTS = (Layout.BHSD, Layout.BSHD)
+
+
+TORCH_DTYPES = {
+    Dtype.BF16: torch.bfloat16,
+    Dtype.FP16: torch.float16,
+    Dtype.FP32: torch.float32,
+    Dtype.E4M3: torch.float8_e4m3fn,
+}
+# Those of quantised caches beside queries that are not quantised.
+STORED_DTYPES = {KvDtype.E4M3: torch.float8_e4m3fn, KvDtype.INT8: torch.int8}
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+KV_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in STORED_DTYPES.items()}
+# Magnitudes that elements of a quantised cache go up to; int8 is used on both sides of zero alike.
+LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
+# Floats that torch computes with.
+WIDE_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -1,0 +1,68 @@
+"""The ways in which a mask is shared, for each of which a search times kernels and SDPA."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+
+
+class MaskSharing(enum.StrEnum):
+    """The dimensions over which a mask of [batch, heads, seqlen_q, seqlen_kv] is shared."""
+
+    HEADS = "heads"
+    BATCH = "batch"
+    HEADS_AND_ROWS = "heads and rows"
+    BATCH_AND_HEADS = "batch and heads"
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """The indices of the dimensions."""
+        return _DIMENSIONS[self]
+
+
+_DIMENSIONS = {
+    MaskSharing.HEADS: (1,),
+    MaskSharing.BATCH: (0,),
+    MaskSharing.HEADS_AND_ROWS: (1, 2),
+    MaskSharing.BATCH_AND_HEADS: (0, 1),
+}
+_ROWS = 2
+
+
+def distinct_ways(problem: Problem) -> Iterator[MaskSharing]:
+    """Yields the ways that differ from one another and from no sharing at a problem's extents."""
+    extents = _extents(problem)
+    return (way for way in MaskSharing if all(extents[place] > 1 for place in way.dimensions))
+
+
+def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
+    """Returns the way nearest to sharing a mask over some dimensions, or None where nothing is shared.
+
+    Args:
+        problem: The problem. A dimension of extent 1 is not shared.
+        shared: The indices of the dimensions.
+    """
+    extents = _extents(problem)
+    places = {place for place in shared if extents[place] > 1}
+    if not places:
+        return None
+    if _ROWS in places:
+        return MaskSharing.HEADS_AND_ROWS
+    return next(way for way in MaskSharing if places == set(way.dimensions))
+
+
+def narrowed(bias: Tensor, way: MaskSharing) -> Tensor:
+    """Returns a bias of four dimensions as a contiguous tensor that is 1 wide in the shared ones."""
+    for place in way.dimensions:
+        bias = bias.narrow(place, 0, 1)
+    return bias.contiguous()
+
+
+def _extents(problem: Problem) -> tuple[int, int, int]:
+    return problem.batch, problem.heads, problem.seqlen_q

@@ -1,0 +1,4 @@
+"""The choice of a kernel or of SDPA for a request, from tables and forecasts. Compiles and launches nothing.
+
+May import `core`, `request`, `templates`, `launch` and `db`.
+"""

@@ -1,0 +1,227 @@
+"""What will serve a request and why, decided without compiling or launching anything."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import Specialization, specialization_of
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.record import Selection
+from flashtune.core.target import Target, device_target, find_target
+from flashtune.dispatch.faster_peers import STANDARD, faster_peer, shared_time
+from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.masked_sdpa import known_refusal, may_serve, sharing_of
+from flashtune.dispatch.sdpa import usual_backend
+from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.compilation import interpreting
+from flashtune.request.request import Prefer, Request
+from flashtune.request.side_inputs import side_views
+
+# Whose default configs the interpreter runs: small tiles and no copy engine.
+INTERPRETED_TARGET = "nvidia-l4"
+# Why nobody else serves such tensors.
+DOUBLE = "no kernel takes float64"
+# Every family takes tensors of which so much may be assumed.
+BEST_TENSORS = Specialization()
+
+
+class Server(enum.StrEnum):
+    """Who computes a call."""
+
+    GENERATED = "generated"
+    INTERPRETER = "interpreter"
+    SDPA = "sdpa"
+    STANDARD = "standard"
+    NOBODY = "nobody"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Who serves a request and why.
+
+    Attributes:
+        server: Who computes it.
+        reason: One clause that says why.
+        target: The GPU, or None where it does not matter.
+        selection: The record that was found for it, or None where none was looked for.
+    """
+
+    server: Server
+    reason: str
+    target: Target | None = None
+    selection: Selection | None = None
+
+
+def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Decision:
+    """Who serves a request for these tensors, of which nobody asks for gradients.
+
+    Raises:
+        ProblemError: Nobody can: CPU tensors without the interpreter, or a problem that no family computes
+            where only generated kernels may serve or that SDPA does not compute either.
+    """
+    check_device(request)
+    if request.is_empty:
+        return Decision(Server.NOBODY, "there is nothing to attend to")
+    if request.is_double:
+        return Decision(Server.STANDARD, DOUBLE)
+    if interpreting():
+        target = find_target(INTERPRETED_TARGET)
+        needed = needed_specialization(request, q, k, v, side)
+        selection = default_selection(request.problem, target, needed)
+        return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
+    target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
+    # No baseline is selected where a log-sum-exp or a feature is wanted.
+    features = bool(request.problem.features)
+    generated = request.prefer is Prefer.GENERATED or request.return_lse or features
+    tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v, side)
+    try:
+        selection = select(request.problem, target, tables, needed, generated=generated)
+    except ProblemError as error:
+        if request.prefer is Prefer.GENERATED or features:
+            raise
+        return Decision(baseline(request), str(error), target)
+    passed_over = ""
+    if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
+        usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
+        passed_over = _passed_over(usual, selection)
+    return _of_selection(request, selection, target, (q, k, v, side), passed_over)
+
+
+def baseline(request: Request) -> Server:
+    """Who serves where no generated kernel does: SDPA, which has no log-sum-exp and no features."""
+    same_bits = request.needs_grad and request.deterministic
+    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
+    return Server.SDPA if plain else Server.STANDARD
+
+
+def needed_specialization(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Specialization:
+    """What a kernel may assume of these tensors and of the output that it will be given."""
+    tensors = *request.views(q, k, v), output_like(request)
+    bias = None
+    if side.bias is not None:
+        bias = side_views(request.problem, side, tensors[1].shape[0]).bias
+    return specialization_of(tensors, request.return_lse, bias)
+
+
+def output_like(request: Request) -> Tensor:
+    """A tensor without memory that has the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
+    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
+    return request.layout.heads_first(out)
+
+
+def _passed_over(usual: Selection, selection: Selection) -> str:
+    """Why another selection serves than would serve tensors that every family can address."""
+    if usual.record == selection.record:
+        return ""
+    return (
+        f"{usual.record.family} would serve but cannot address tensors with such strides or addresses, and "
+    )
+
+
+def _of_selection(
+    request: Request,
+    selection: Selection,
+    target: Target,
+    given: tuple[Tensor, Tensor, Tensor, Side],
+    passed_over: str,
+) -> Decision:
+    if request.prefer is Prefer.FASTEST and not request.return_lse:
+        bias = given[-1].bias
+        sharing = None if bias is None else sharing_of(request.problem, bias)
+        peer = _faster_peer(request, selection, sharing, *given)
+        if peer is not None:
+            server = Server.STANDARD if peer == STANDARD else Server.SDPA
+            timed = server is Server.SDPA and shared_time(selection.measured, sharing) is not None
+            reason = why_a_peer_serves(peer, selection, sharing=sharing if timed else None)
+            return Decision(server, reason, target, selection)
+    return Decision(Server.GENERATED, passed_over + where_found(selection), target, selection)
+
+
+def where_found(selection: Selection) -> str:
+    """One clause that says why a generated kernel serves."""
+    where = {
+        "database": "it is selected in the user's database",
+        "shipped": "it is selected in the table that ships for this GPU",
+        "nearest": _forecast_in_words(selection),
+        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
+    }
+    return where[selection.source]
+
+
+def why_a_peer_serves(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+    """One clause that says why a baseline serves, of one pass or of both.
+
+    `sharing` says how the mask is shared, if times with such a mask decided.
+    """
+    condition = ", both passes together" if len(passes) > 1 else ""
+    if sharing is not None:
+        condition = f" with a mask shared over {sharing}"
+    if all(selection.forecast is None for selection in passes):
+        return f"{peer} was measured as fast or faster{condition}"
+    return f"{peer} is expected to be faster{condition}"
+
+
+def _faster_peer(
+    request: Request,
+    selection: Selection,
+    sharing: MaskSharing | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: Side,
+) -> str | None:
+    """The baseline that is faster and may serve in place of a generated kernel, or None."""
+    problem = request.problem
+    if problem.packed or problem.page_size or problem.lengths:
+        # The standard computation would ask the device for lengths, and wait.
+        return None
+    usual = None
+    if not problem.features:
+        usual = usual_backend(*request.views(q, k, v), problem)
+    elif may_serve(request) and side.bias is not None:
+        views = request.views(q, k, v)
+        usual = usual_backend(*views, problem, side.bias)
+        if known_refusal(request, usual, *views, side.bias) is not None:
+            usual = None
+    return faster_peer(selection, problem, usual, sharing)
+
+
+def _forecast_in_words(selection: Selection) -> str:
+    why = selection.forecast
+    if why is None:
+        return f"the nearest tuned shape is {selection.record.problem.key}"
+    same = why.nearest.family == selection.record.family and why.nearest.config == selection.record.config
+    if same:
+        return f"the nearest tuned shape is {why.nearest.problem.key}"
+    return (
+        f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
+        f"tuned shape, {why.nearest.problem.key}"
+    )
+
+
+def check_device(request: Request) -> None:
+    """Refuses tensors on a device where nobody serves.
+
+    Raises:
+        ProblemError: They are on the CPU, and there is no interpreter or it does not compute their type.
+    """
+    if request.device.type == "cuda" or request.is_double:
+        return
+    if request.problem.dtype.is_quantized:
+        raise ProblemError(
+            f"the tensors are on {request.device} and {request.problem.dtype} is computed on a GPU alone: "
+            "move them to one, or pass 16-bit inputs"
+        )
+    if interpreting():
+        return
+    raise ProblemError(
+        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "
+        "program starts to run kernels on the CPU, slowly"
+    )

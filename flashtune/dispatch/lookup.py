@@ -1,0 +1,183 @@
+"""Selects the record that serves a problem on a GPU, with its standing there.
+
+The order is: the user's database, the shipped table, the config that is expected to be fastest of those tuned
+for such shapes, and a family's default config.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from flashtune.core.canonical import without
+from flashtune.core.errors import ProblemError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Provenance, Record, Selection, Standing
+from flashtune.core.target import Target
+from flashtune.dispatch.forecast import forecast
+from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
+from flashtune.dispatch.related import forecast_related
+from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.versions import current_versions, is_proven
+from flashtune.launch.compilation import interpreting
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.registry import families, find_family
+
+# The order in which default configs are tried for problems without a tuned shape; other families come last.
+DEFAULT_FAMILIES = (
+    "forward_hopper",
+    "forward_q_outer",
+    "forward_masked",
+    "backward_hopper",
+    "backward_split",
+)
+# The first family where queries are so few that keys must be split among programs.
+DECODING_FAMILY = "decode_split_kv"
+# The first family where keys are latent, and queries fill its tiles of 64 rows or its tiles take a quarter of
+# the multiprocessors. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with
+# DECODING_FAMILY.
+LATENT_FAMILY = "decode_latent_hopper"
+LATENT_ROWS = 64
+
+
+def select(
+    problem: Problem, target: Target, tables: Tables, specialization: Specialization, *, generated: bool
+) -> Selection:
+    """Returns the selection for a problem on a GPU.
+
+    Args:
+        problem: The problem.
+        target: The GPU.
+        tables: The tuned records for it.
+        specialization: Properties of the tensors. A family that needs more of them does not serve.
+        generated: Whether only generated kernels may serve, no baseline.
+
+    Raises:
+        ProblemError: No family computes it on this GPU.
+    """
+
+    def serves(record: Record) -> bool:
+        if record.config is None:
+            return not generated
+        return why_not(find_family(record.family), problem, target, specialization) is None
+
+    for same in same_computation(problem):
+        found = tables.find(same.key, serves)
+        if found is not None:
+            source, record = found
+            return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
+    tuned = tuple(record for record in tables.effective() if record.config)
+    expected = forecast(problem, tuned, target, serves)
+    if expected is None:
+        default = default_selection(problem, target, specialization)
+        expected = forecast_related(problem, tuned, target, serves, default.record.family)
+    if expected is not None and not _is_new_decoding(problem, expected[1].nearest.problem):
+        record, why = expected
+        standing = _standing(record, Standing.VERIFIED)
+        return Selection(record=record, standing=standing, source="nearest", forecast=why)
+    return default_selection(problem, target, specialization)
+
+
+def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
+    """Whether a problem has few queries and the nearest tuned shape has many and is far."""
+    return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
+
+
+def of_nearest(selection: Selection) -> Selection | None:
+    """Returns the selection of the nearest tuned shape where another config was expected to be faster."""
+    why = selection.forecast
+    if why is None or why.nearest == selection.record:
+        return None
+    if not tuned_alike(selection.record.problem, (why.nearest,)):
+        # Its kernel is for another type or head dim.
+        return None
+    return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
+
+
+def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
+    """Returns a default config that fits the GPU, for a problem without a tuned shape.
+
+    Raises:
+        ProblemError: No family computes it on this GPU.
+    """
+    selection = next(default_selections(problem, target, specialization), None)
+    if selection is not None:
+        return selection
+    asked = [family for family in families() if family.direction is problem.direction]
+    reasons = [_why_not(family, problem, target, specialization) for family in asked]
+    if problem.features:
+        # The reasons of families with all of the features. The others lack a feature, which the error names.
+        able = [problem.features <= family.features for family in asked]
+        told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
+        advice = _advice(problem, target, specialization)
+        words = ", ".join(sorted(problem.features))
+        raise ProblemError(
+            f"no kernel family computes {problem.key} ({words}) on {target.name}"
+            f"{f' ({told})' if told else ''}: {advice}"
+        )
+    raise ProblemError(
+        f"no kernel family computes {problem.key} on {target.name}: {'; '.join(filter(None, reasons))}"
+    )
+
+
+def default_selections(
+    problem: Problem, target: Target, specialization: Specialization
+) -> Iterator[Selection]:
+    """Yields the default configs of families that compute a problem for such tensors, best guess first."""
+    for family in sorted(families(), key=lambda family: _default_rank(family, problem, target)):
+        if _why_not(family, problem, target, specialization) is None:
+            record = Record(
+                problem=problem,
+                target=target.name,
+                family=family.name,
+                config=family.default(problem, target),
+                specialization=Specialization(),
+                kernel=None,
+                outcome=Outcome.OK,
+                provenance=Provenance.PREDICTED,
+                versions=current_versions(family.name),
+            )
+            yield Selection(record=record, standing=Standing.UNPROVEN, source="default")
+
+
+def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
+    """Returns the fewest features to leave out of a problem so that some family computes the rest."""
+    asked = sorted(problem.features)
+    for count in range(1, len(asked) + 1):
+        for left_out in itertools.combinations(asked, count):
+            rest = without(problem, left_out)
+            if any(_why_not(family, rest, target, specialization) is None for family in families()):
+                return f"leave out {' and '.join(left_out)}"
+    return "no part of it is computed here either"
+
+
+def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, int, str]:
+    if family.name == LATENT_FAMILY:
+        rows = problem.group_size * problem.seqlen_q
+        tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
+        return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
+    if family.name == DECODING_FAMILY and problem.seqlen_q <= FEW_QUERIES:
+        return False, -1, family.name
+    known = family.name in DEFAULT_FAMILIES
+    return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
+
+
+def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
+    if interpreting() and not family.interpreted:
+        return f"{family.name} does not run under Triton's interpreter"
+    return why_not(family, problem, target, specialization)
+
+
+def proven_by(selection: Selection, digest: str) -> bool:
+    """Whether a selection's receipt covers this very kernel under the versions installed here."""
+    return selection.standing is not Standing.UNPROVEN and selection.record.kernel == digest
+
+
+def _standing(record: Record, best: Standing) -> Standing:
+    if record.config is None:
+        return best
+    if is_proven(record, current_versions(record.family)):
+        return best
+    return Standing.UNPROVEN

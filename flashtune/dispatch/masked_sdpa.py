@@ -1,0 +1,242 @@
+"""Attention with an additive bias or a boolean mask by torch's SDPA, with flashtune's meaning of both.
+
+Rows without a visible key give zeros. In some versions of torch SDPA's cuDNN backend adds a finite number
+where a boolean mask hides a key, so that a row without a visible key attends to all keys. So boolean masks
+are made additive here, with -inf. A causal mask is merged into the mask, because SDPA takes only one of them.
+
+A hidden key with NaN or infinity makes SDPA's result NaN. No check on the host can find it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
+from flashtune.core.problem import Causal, Feature, Problem
+from flashtune.launch.compilation import first_line
+from flashtune.launch.forward import LEAST_SCALE
+from flashtune.request.request import Prefer, Request
+
+# SDPA computes other features no faster, or differently. Windows and chunks would be masks made in each call,
+# with all hidden blocks computed. Slopes would be rounded to 16 bits, and dropout draws other weights.
+FEATURES = frozenset({Feature.BIAS})
+# How `torch._fused_sdp_choice` numbers SDPA's backends, as peers are named in records.
+PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
+# The least problem that shows a wrong meaning: lengths that no tile divides, and the largest error of a row.
+PROBE_ROWS = 192
+PROBE_KEYS = 200
+PROBE_ERROR = 2.0**-5
+# Every refused call has an entry of its own.
+REFUSALS_LIMIT = 1024
+
+_refusals: dict[tuple[object, ...], str] = {}
+_meanings: dict[tuple[object, ...], str | None] = {}
+
+
+def is_masked(problem: Problem) -> bool:
+    """Whether SDPA computes the features of a problem by its `attn_mask`."""
+    return problem.features == FEATURES
+
+
+def timed_ways(problem: Problem) -> tuple[MaskSharing, ...]:
+    """Returns the ways of sharing a mask for which a search times kernels and SDPA."""
+    if not is_masked(problem) or problem.is_backward or problem.dtype.is_quantized:
+        return ()
+    return tuple(distinct_ways(problem))
+
+
+def sharing_of(problem: Problem, bias: Tensor) -> MaskSharing | None:
+    """Returns the way nearest to that in which a call's bias is shared, or None."""
+    shape = unexpanded(bias).shape
+    return nearest_way(problem, (place for place in range(3) if shape[place] == 1))
+
+
+def may_serve(request: Request) -> bool:
+    """Whether SDPA may serve a request with features.
+
+    SDPA returns no log-sum-exp. Gradients of its cuDNN backend are NaN at some lengths with a mask.
+    """
+    wanted = request.return_lse or request.needs_grad
+    return is_masked(request.problem) and request.prefer is Prefer.FASTEST and not wanted
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal) -> Tensor:
+    """Returns attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+
+    Args:
+        q: Queries.
+        k: Keys, of as many heads or fewer.
+        v: Values.
+        bias: Numbers to add to the scores, in q's type, or a boolean mask, True where a query sees a key.
+            It broadcasts to [batch, heads, seqlen_q, seqlen_kv].
+        scale: Factor of the scores, not negative.
+        causal: The causal mask and its alignment.
+    """
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        additive_mask(q, k, bias, causal),
+        # With a scale of zero outputs are averages. Zero times the mask's -inf would be NaN.
+        scale=scale or LEAST_SCALE,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
+    """Returns the mask that SDPA adds to the scores, as small as the bias and the causal mask allow.
+
+    Returns:
+        In q's type, [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv].
+    """
+    bias = unexpanded(bias)
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    boolean = bias.dtype is torch.bool
+    diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+    # A causal mask hides nothing from a single query at the last key.
+    hides = causal is not Causal.NONE and diagonal < seqlen_kv - 1
+    if not hides and not boolean:
+        return bias
+    zero, hidden = _levels(q.dtype, q.device)
+    if not hides:
+        return torch.where(bias, zero, hidden)
+    if boolean:
+        return torch.where(bias.expand(-1, -1, seqlen_q, -1).tril(diagonal), zero, hidden)
+    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
+    return torch.where(seen, bias, hidden)
+
+
+def unexpanded(bias: Tensor) -> Tensor:
+    """Returns a bias in four dimensions, with 1 in place of those that were expanded."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    for dimension in range(3):
+        if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
+            bias = bias.narrow(dimension, 0, 1)
+    return bias
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the numbers that are added for visible and for hidden keys.
+
+    Python numbers would be copied to the device in each call.
+    """
+    with torch.inference_mode(False):
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return zero, torch.full_like(zero, -torch.inf)
+
+
+def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
+    """Returns the name of the backend that SDPA picks for a call, or None for its unfused path."""
+    # There is no public way to ask.
+    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return PEERS.get(int(choice))
+
+
+def known_refusal(
+    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> str | None:
+    """Returns why this process found that a backend does not serve such a call, or None.
+
+    The arguments are those of `refusal`.
+    """
+    return _meanings.get(_kind(request, backend)) or _refusals.get(_call(request, backend, q, k, v, bias))
+
+
+def refusal(
+    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> str | None:
+    """Returns why SDPA does not serve a call with a mask here, or None; runs SDPA to find out.
+
+    A small problem is computed once for each type, head dims and backend, and compared with a reference. Then
+    the call itself is tried.
+
+    Args:
+        request: The request of the call.
+        backend: The backend that SDPA picks for the call.
+        q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v alike.
+        k: Keys.
+        v: Values.
+        bias: The call's bias or mask.
+    """
+    kind = _kind(request, backend)
+    try:
+        if kind not in _meanings:
+            _meanings[kind] = _misunderstanding(backend, q, k, v)
+        if _meanings[kind] is None:
+            masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
+    except torch.OutOfMemoryError as failure:
+        # The next call may find more memory: nothing is remembered.
+        return f"has no memory for its mask ({first_line(failure)})"
+    except RuntimeError as failure:
+        if len(_refusals) >= REFUSALS_LIMIT:
+            _refusals.clear()
+        _refusals[_call(request, backend, q, k, v, bias)] = f"refuses its mask ({first_line(failure)})"
+    return known_refusal(request, backend, q, k, v, bias)
+
+
+def forget_refusals() -> None:
+    """Forgets all trials of SDPA."""
+    _refusals.clear()
+    _meanings.clear()
+
+
+def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
+    """Returns the properties of a call on which the meaning of its mask may depend."""
+    problem = request.problem
+    widths = problem.head_dim, problem.value_head_dim
+    return (request.device, problem.dtype, *widths, problem.group_size > 1, problem.seqlen_q > 1, backend)
+
+
+def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[object, ...]:
+    """Returns the properties of a call that SDPA's backends check: they refuse some strides."""
+    return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
+
+
+def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None."""
+    generator = torch.Generator().manual_seed(0)
+    batch, rows = (1, PROBE_ROWS) if q.shape[2] > 1 else (PROBE_ROWS, 1)
+    heads = 2
+    kv_heads = 1 if q.shape[1] != k.shape[1] else heads
+
+    def random(heads: int, rows: int, width: int) -> Tensor:
+        return torch.randn(batch, heads, rows, width, generator=generator).to(q.dtype)
+
+    queries = random(heads, rows, q.shape[3])
+    keys, values = random(kv_heads, PROBE_KEYS, k.shape[3]), random(kv_heads, PROBE_KEYS, v.shape[3])
+    seen = torch.rand(PROBE_ROWS, PROBE_KEYS, generator=generator) < 0.5
+    # Rows that see nothing, among others and as a whole tile; the first key alone, the last alone.
+    seen[:3] = seen[128:] = False
+    seen[1, 0] = seen[2, -1] = True
+    mask = seen.view(batch, 1, rows, PROBE_KEYS)
+    scale = q.shape[3] ** -0.5
+    device = q.device
+    given = queries.to(device), keys.to(device), values.to(device), mask.to(device)
+    try:
+        tried = chosen_backend(*given, False)
+        if tried != backend:
+            return f"picks {tried or 'its unfused path'} for the trial of a mask in place of {backend}"
+        out = masked_attention(*given, scale, Causal.NONE)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as failure:
+        return f"refuses masks ({first_line(failure)})"
+    error = (out.cpu().double() - _by_definition(queries, keys, values, mask, scale)).abs().amax(-1)
+    blind = ~mask.any(-1)
+    if not bool((error.masked_select(blind) == 0).all()):
+        return "gives no zeros for rows that see no key"
+    return None if bool((error <= PROBE_ERROR).all()) else "does not add the mask to the scores"
+
+
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Returns masked attention in float64 on the CPU, with zeros in rows that see no key."""
+    scores = scale * (q.double() @ k.double().mT)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ v.double()

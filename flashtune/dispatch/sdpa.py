@@ -1,0 +1,79 @@
+"""Attention by torch's SDPA, with the meaning that flashtune gives to masks and empty rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.core.problem import Causal, Problem
+from flashtune.dispatch.masked_sdpa import chosen_backend, unexpanded
+from flashtune.launch.forward import LEAST_SCALE
+
+# Backends read so many bytes at once.
+ADDRESS_ALIGNMENT = 16
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
+    """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+
+    SDPA aligns `is_causal` top-left, its backends differ where lengths do, and rows that see no key
+    are NaN in some. So: lengths that differ get an explicit mask, and rows without keys are never
+    asked for.
+    """
+    # A scale of zero asks for plain averages; times the mask's -inf it would give NaN.
+    scale = scale or LEAST_SCALE
+    gqa = q.shape[1] != k.shape[1]
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
+        # Later keys are seen by no query.
+        k, v = k[:, :, :seqlen_q], v[:, :, :seqlen_q]
+        seqlen_kv = seqlen_q
+    blind = max(0, seqlen_q - seqlen_kv) if causal is Causal.BOTTOM_RIGHT else 0
+    if blind == seqlen_q and blind:
+        # No row sees a key; a product keeps the graph for autograd.
+        return q.new_zeros(*q.shape[:3], v.shape[3]) * q.sum(-1, keepdim=True)
+    seeing = q[:, :, blind:] if blind else q
+    square = seqlen_q - blind == seqlen_kv
+    mask = None
+    if causal is not Causal.NONE and not square:
+        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+        mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
+    is_causal = causal is not Causal.NONE and square
+    out = scaled_dot_product_attention(seeing, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    if not blind:
+        return out
+    return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
+
+
+def usual_backend(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
+) -> str | None:
+    """The peer that SDPA picks by itself, or None where it was not measured as it would serve.
+
+    That is its unfused path, its causal masks of lengths that differ, and tensors at addresses that are no
+    multiples of 16 bytes. Backends of some versions of torch need such addresses and do not check them.
+
+    Args:
+        q: Queries as [batch, heads, seqlen, head_dim]; k and v alike.
+        k: Keys.
+        v: Values.
+        problem: What they pose.
+        bias: What is added to scores, or whether a query sees a key; None where there is neither.
+    """
+    causal = problem.causal is not Causal.NONE and bias is None
+    if causal and problem.seqlen_q != problem.seqlen_kv:
+        return None
+    read = (q, k, v) if bias is None or bias.dtype is torch.bool else (q, k, v, bias)
+    if any(_start(one) % ADDRESS_ALIGNMENT for one in read):
+        return None
+    return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)
+
+
+def _start(tensor: Tensor) -> int:
+    """Returns the address of a tensor, or its offset if it is of another kind and may have no address."""
+    if type(tensor) is Tensor:
+        # Memory of other libraries may begin anywhere, with an offset of zero.
+        return tensor.data_ptr()
+    # Torch allocates at multiples of 256.
+    return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,0 +1,104 @@
+"""The tuned records that dispatch reads: the user's selections, and the table that ships.
+
+They are read once per process and GPU, so that one process never changes its mind and ranks that
+read the same tables agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from flashtune.core.errors import StoreError
+from flashtune.core.notices import tell_once
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.eligibility import by_problem, serves_any_tensors
+from flashtune.dispatch.versions import current_versions
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """What is tuned for one GPU, by problem key.
+
+    A problem has one record, its selection; or two where the selection's family cannot address every
+    tensor: then the second one serves the others.
+    """
+
+    database: dict[str, tuple[Record, ...]]
+    shipped: dict[str, tuple[Record, ...]]
+
+    def find(
+        self, key: str, serves: Callable[[Record], bool] = lambda record: True
+    ) -> tuple[str, Record] | None:
+        """The first record of a problem that serves, and where it stands: the user's own come first."""
+        for source, records in (("database", self.database), ("shipped", self.shipped)):
+            for record in records.get(key, ()):
+                if serves(record):
+                    return source, record
+        return None
+
+    def effective(self) -> tuple[Record, ...]:
+        """What may serve, problem by problem: the user's own, then the shipped, as far as they are needed."""
+        keys = dict.fromkeys((*self.shipped, *self.database))
+        return tuple(record for key in keys for record in self._needed(key))
+
+    def _needed(self, key: str) -> Iterable[Record]:
+        """A problem's records down to the first that serves any tensors."""
+        for record in (*self.database.get(key, ()), *self.shipped.get(key, ())):
+            yield record
+            if serves_any_tensors(record):
+                return
+
+
+@functools.cache
+def tuned_records(target_name: str) -> Tables:
+    """The tables of a GPU. A database that cannot be read counts as empty, and a warning says so."""
+    from flashtune.db.evidence import under
+    from flashtune.db.table import shipped_table
+
+    shipped = shipped_table(target_name)
+    return Tables(
+        database=by_problem(filter(_may_serve, _selected(target_name))),
+        shipped=by_problem(filter(_may_serve, under(shipped, current_versions) if shipped else ())),
+    )
+
+
+def table_hash(target_name: str | None = None) -> str:
+    """Hash over every record that dispatch would use on a GPU, 32 hex digits.
+
+    Ranks that must agree compare it: equal hashes mean equal choices.
+
+    Args:
+        target_name: A target's name, such as `nvidia-h200`; None for the current GPU.
+
+    Raises:
+        TargetError: No name was given and there is no GPU.
+    """
+    from flashtune.db import table
+
+    if target_name is None:
+        import torch
+
+        from flashtune.core.target import device_target
+
+        target_name = device_target(torch.cuda.current_device() if torch.cuda.is_available() else 0).name
+    return table.table_hash(
+        table.TunedTable(target=target_name, records=tuned_records(target_name).effective())
+    )
+
+
+def _selected(target_name: str) -> tuple[Record, ...]:
+    from flashtune.db.light.reader import open_reader
+
+    try:
+        reader = open_reader()
+        return (*reader.selections(target_name), *reader.stand_ins(target_name)) if reader else ()
+    except StoreError as error:
+        tell_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
+        return ()
+
+
+def _may_serve(record: Record) -> bool:
+    """Whether dispatch may use a record: a predicted time is not a measured one, nor is a failure."""
+    return record.outcome is Outcome.OK and record.provenance is Provenance.MEASURED

@@ -1,0 +1,106 @@
+"""What is installed here: the versions that a record is made and judged under."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import runpy
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from flashtune.core.record import Record, Versions
+from flashtune.core.target import names_gpu
+from flashtune.templates.hashing import template_hash
+
+NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
+HOPPER = 90
+# The driver's version where there is none.
+NO_DRIVER = "none"
+TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
+
+
+@functools.cache
+def current_versions(family_name: str) -> Versions:
+    """The versions that make a record of this family here and now."""
+    return Versions(
+        flashtune=package_version(),
+        template=template_hash(family_name),
+        torch=torch_version(),
+        triton=triton_version(),
+        ptxas=_ptxas_version(),
+        driver=driver_version(),
+    )
+
+
+def torch_version() -> str:
+    """Returns `torch.__version__`, without importing torch, which takes 1.5 s of CPU.
+
+    The version in the package's metadata may lack the part behind `+`, such as `cu130`.
+
+    Raises:
+        ImportError: There is no torch.
+    """
+    loaded = sys.modules.get("torch")
+    if loaded is not None:
+        return str(loaded.__version__)
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("torch is not installed")
+    # torch takes its version from this file, which imports nothing of torch.
+    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+
+
+def triton_version() -> str:
+    """Returns `triton.__version__`, without importing Triton where its file states it.
+
+    Raises:
+        ImportError: There is no Triton.
+    """
+    found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
+    text = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
+    stated = TRITON_VERSION.search(text)
+    if stated is not None:
+        return stated[1]
+    import triton
+
+    return str(triton.__version__)
+
+
+def same_makers(one: Versions, other: Versions) -> bool:
+    """Whether two sets of versions make the same binaries: template, Triton, its ptxas, the driver."""
+    return one.makers == other.makers
+
+
+def is_proven(record: Record, here: Versions) -> bool:
+    """Returns whether a record's receipt holds: its own GPU passed its kernel under these versions."""
+    verdict = record.verdict
+    return (
+        verdict is not None
+        and verdict.passed
+        and names_gpu(record.target, verdict.device)
+        and same_makers(record.versions, here)
+    )
+
+
+def package_version() -> str:
+    """The installed flashtune's version."""
+    return metadata.version("flashtune")
+
+
+@functools.cache
+def driver_version() -> str:
+    """The GPU driver's version, or `none` without one."""
+    try:
+        return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
+    except OSError:
+        return NO_DRIVER
+
+
+@functools.cache
+def _ptxas_version() -> str:
+    """Of the assemblers that a Triton brings along, the one that it runs for Hopper."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(HOPPER).version)

@@ -1,0 +1,130 @@
+"""Rows of keys and values written into the pages of a cache.
+
+A row goes to its slot, page · page_size + row; a negative slot is skipped, so that a captured CUDA graph
+may have more rows than there are tokens. Quantised caches hold x / scale rounded to nearest even: in
+e4m3, or in int8 from -127 to 127, and what is larger is clamped.
+
+Where each head has a scale in each page, it begins with what the first rows of the page ask for. When a
+later row asks for more, the scale is doubled until that row fits and the rows before are written anew.
+That loses e4m3 nothing but below its normal numbers. An int8 row that is rounded over and over is off by
+at most one step of the final scale instead of half a step, since each step is twice the one before.
+
+A kernel does all this on a GPU and under Triton's interpreter; here is what tensors of the CPU take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.kv_cache.layout import LEAST_SCALE, WIDE_DTYPES, Encoding, Pool
+from flashtune.launch.compilation import interpreting
+from flashtune.request.tensor_checks import require_dense
+
+
+def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -> None:
+    """Writes rows into the pools.
+
+    Args:
+        k: [tokens, kv_heads, head_dim], the last dimension contiguous; of the pool's type, or of any
+            floating type where that is quantised.
+        v: [tokens, kv_heads, value_head_dim], likewise.
+        keys: Where keys go.
+        values: Where values go.
+        slots: Int64 [tokens], none twice. Where scales grow, the rows of a page lie behind one another
+            and no page begins after its first row unless its first rows are there already.
+    """
+    if k.is_cuda or interpreting():
+        from flashtune.kv_cache.append_kernel import launch
+
+        launch(k, v, keys, values, slots)
+        return
+    kept = slots >= 0
+    for rows, pool in ((k, keys), (v, values)):
+        if rows.shape[2]:
+            _write(rows.detach()[kept], pool, slots[kept])
+
+
+def check_slots(slots: Tensor, device: torch.device) -> None:
+    """Checks that slots can be read; their values are not looked at.
+
+    Raises:
+        ProblemError: They cannot.
+    """
+    require_dense("slots", slots)
+    if slots.dtype is not torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
+        raise ProblemError(
+            f"slots are {slots.dtype} of shape {list(slots.shape)}: pass contiguous int64 [tokens]"
+        )
+    if slots.device != device:
+        raise ProblemError(f"slots are on {slots.device} and the cache on {device}: move them there")
+
+
+def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
+    """Checks that rows of keys or values fit their pool.
+
+    Raises:
+        ProblemError: They do not.
+    """
+    require_dense(name, rows)
+    elements = pool.elements
+    shape = (tokens, elements.shape[1], elements.shape[3])
+    if rows.shape != shape:
+        raise ProblemError(f"{name} has shape {list(rows.shape)}: pass {list(shape)}, a row for each slot")
+    if pool.scale is None and rows.dtype is not elements.dtype:
+        raise ProblemError(f"{name} is {rows.dtype} and the cache {elements.dtype}: pass that type")
+    if pool.scale is not None and rows.dtype not in WIDE_DTYPES:
+        raise ProblemError(f"{name} is {rows.dtype}: pass bfloat16, float16 or float32 to a quantised cache")
+    if rows.device != elements.device:
+        raise ProblemError(f"{name} is on {rows.device} and the cache on {elements.device}: move it there")
+    if shape[2] and rows.stride(2) != 1:
+        raise ProblemError(f"the elements of a row of {name} lie apart: pass {name}.contiguous()")
+
+
+def quantized(numbers: Tensor, encoding: Encoding) -> Tensor:
+    """Quotients of any shape in 8 bits; int8 has no NaN and makes zero of it."""
+    clamped = numbers.clamp(-encoding.largest, encoding.largest)
+    if encoding is Encoding.E4M3:
+        return clamped.to(torch.float8_e4m3fn)
+    return clamped.nan_to_num(nan=0.0).round().to(torch.int8)
+
+
+def _write(rows: Tensor, pool: Pool, slots: Tensor) -> None:
+    """The kernel's work by torch; `rows` are [tokens, kv_heads, head_dim], and no slot is negative."""
+    size = pool.elements.shape[2]
+    page, row = slots // size, slots % size
+    if pool.growing:
+        _grow(rows, pool, slots)
+    # Rows before heads, as pages and rows are indexed together.
+    elements = pool.elements.transpose(1, 2)
+    if pool.scale is None:
+        elements[page, row] = rows
+        return
+    codes = quantized(rows.float() / pool.scale[page][..., None], pool.encoding)
+    # Not every version of torch indexes 8-bit floats.
+    elements.view(torch.uint8)[page, row] = codes.view(torch.uint8)
+
+
+def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
+    """Sets the scales of pages that begin here, and raises others where rows ask for more."""
+    assert pool.scale is not None
+    size, largest = pool.elements.shape[2], pool.encoding.largest
+    pages, place = (slots // size).unique(return_inverse=True)
+    numbers = rows.float().abs()
+    # [tokens, kv_heads]; what is not finite asks for no scale.
+    magnitudes = numbers.where(numbers.isfinite(), 0.0).amax(-1)
+    asked = magnitudes.new_zeros(len(pages), rows.shape[1])
+    asked.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
+    begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
+    # Nothing grows from zero.
+    before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=LEAST_SCALE)
+    scale = before
+    while bool((short := ~begins & (asked > scale * largest)).any()):
+        scale = torch.where(short, scale * 2, scale)
+    shrink = before / scale
+    if bool((shrink < 1).any()):
+        contents = pool.elements.view(torch.uint8)[pages].view(pool.elements.dtype).float()
+        smaller = quantized(contents * shrink[..., None, None], pool.encoding)
+        pool.elements.view(torch.uint8)[pages] = smaller.view(torch.uint8)
+    pool.scale[pages] = scale

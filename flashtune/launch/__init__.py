@@ -1,0 +1,4 @@
+"""From a kernel's source to its launch: compilation, binaries, descriptors, the driver's arguments.
+
+May import `core`, `request` and `templates`.
+"""

@@ -1,0 +1,170 @@
+"""A `Kernel` becomes a binary: written to a file, imported, compiled for one target.
+
+Search, verification and runtime all come through here, so that what was proven is what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import linecache
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
+
+if TYPE_CHECKING:
+    from triton.compiler import ASTSource, CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.target import Target
+
+# A fused multiply-add rounds once: pinned, because Triton's default is about to flip.
+FP_FUSION = True
+
+_LOADING = threading.Lock()
+
+
+def kernel_folder() -> Path:
+    """Where rendered kernels are kept: `FLASHTUNE_CACHE_DIR` or the user's cache folder.
+
+    Raises:
+        MachineError: The user has no home folder.
+    """
+    return cache_folder() / KERNELS
+
+
+def load_module(kernel: Kernel) -> ModuleType:
+    """Returns the rendered source as a module, and leaves a copy of the source in the kernel cache.
+
+    Raises:
+        MachineError: The cache folder cannot be written.
+    """
+    name = f"flashtune_kernel_{kernel.digest}"
+    with _LOADING:
+        if name in sys.modules:
+            return sys.modules[name]
+        path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
+        _write_once(path, kernel.source)
+        file = str(path)
+        # Another installation may replace the file by one with other comments. So the file is not read back:
+        # Triton takes a function's source from this cache, where a time of None says that no file is newer.
+        linecache.cache[file] = len(kernel.source), None, kernel.source.splitlines(keepends=True), file
+        loader = _SourceLoader(name, file, kernel.source)
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        sys.modules[name] = module
+        return module
+
+
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Executes a source that is in memory, under the name of a file; reads and writes no bytecode."""
+
+    def __init__(self, name: str, file: str, source: str) -> None:
+        super().__init__(name, file)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self.get_filename(fullname))
+
+
+def _write_once(path: Path, source: str) -> None:
+    """Leaves exactly `source` at `path`; safe with many processes."""
+    content = source.encode()
+    try:
+        if path.exists() and path.read_bytes() == content:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            draft = Path(folder) / path.name
+            draft.write_bytes(content)
+            draft.replace(path)
+    except OSError as error:
+        where = f"the kernel cache {path.parent}"
+        raise MachineError(unwritable(where, error, "set FLASHTUNE_CACHE_DIR")) from error
+
+
+def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
+    """The binary of a kernel for a target; needs no GPU. Triton's own cache answers repeats.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+        KernelError: The compiler refused it; the message is the compiler's first line.
+    """
+    import triton
+
+    function = getattr(load_module(kernel), kernel.entry)
+    source = _source(function, kernel)
+    try:
+        with machine_errors():
+            return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+    except MachineError:
+        raise
+    except Exception as error:  # the compiler raises anything, from RuntimeError to errors of its own
+        raise KernelError(first_line(_origin(error))) from error
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What began it: the compiler wraps an error once for each function of the kernel that it was in."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _source(function: JITFunction[Any], kernel: Kernel) -> ASTSource:
+    """What the compiler starts from: Triton and Gluon enter it at different representations."""
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+
+    source: ASTSource = Source(function, _signature(kernel), {}, _attributes(kernel))
+    return source
+
+
+def _signature(kernel: Kernel) -> dict[str, str]:
+    return {argument.name: argument.type for argument in kernel.arguments}
+
+
+def _attributes(kernel: Kernel) -> dict[tuple[int, ...], list[list[Any]]]:
+    return {
+        (position,): [["tt.divisibility", argument.divisibility]]
+        for position, argument in enumerate(kernel.arguments)
+        if argument.divisibility > 1
+    }
+
+
+def _options(kernel: Kernel, target: Target) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_warps": kernel.options.num_warps,
+        "num_stages": kernel.options.num_stages,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    if kernel.options.max_registers and target.is_nvidia:
+        options["maxnreg"] = kernel.options.max_registers
+    if kernel.options.early is True and target.is_nvidia:
+        options["launch_pdl"] = True
+    return options
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

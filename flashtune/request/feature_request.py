@@ -1,0 +1,219 @@
+"""The request of a call with masks, packed sequences, pages or a quantised cache."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtune.core.arguments import read_scale
+from flashtune.core.canonical import normal_form, rounded_up
+from flashtune.core.errors import ProblemError
+from flashtune.core.layouts import DTYPES, KV_DTYPES, Layout
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
+from flashtune.request.options import Call
+from flashtune.request.request import (
+    Prefer,
+    Request,
+    read_causal,
+    read_option,
+    require_tensors,
+    scales_wanted,
+)
+from flashtune.request.side_inputs import check_kinds, check_shapes, scale_kind, side_views
+from flashtune.request.tensor_checks import check_double, check_extents, dtype_of
+
+ORDERS = {
+    Layout.BHSD: "[batch, heads, seqlen, head_dim]",
+    Layout.BSHD: "[batch, seqlen, heads, head_dim]",
+    Layout.THD: "[tokens, heads, head_dim]",
+    Layout.BHD: "[batch, heads, head_dim]",
+}
+PAGES = {
+    Layout.BHSD: "[pages, kv_heads, page_size, head_dim]",
+    Layout.BSHD: "[pages, page_size, kv_heads, head_dim]",
+}
+
+
+def read_call(call: Call, needs_grad: bool) -> Request:
+    """The request of a call.
+
+    Raises:
+        ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
+            an option has a value that it does not know.
+    """
+    options, side = call.options, call.side
+    read_scale(call.scale)
+    layout = read_option("layout", options.layout, tuple(Layout))
+    kv_layout = read_option("layout", options.kv_layout, tuple(Layout))
+    _check_tensors(call, layout, kv_layout)
+    check_kinds(side, call.q.device)
+    q = layout.heads_first(call.q)
+    k, v = kv_layout.heads_first(call.k), kv_layout.heads_first(call.v)
+    paged, packed = side.block_table is not None, layout is Layout.THD
+    batch = q.shape[0]
+    if side.cu_seqlens_q is not None:
+        batch = side.cu_seqlens_q.numel() - 1
+    page_size = k.shape[2] if paged else 0
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    if packed:
+        seqlen_q = rounded_up(options.max_seqlen_q)
+        # Where no sequence has keys there is nothing to attend to, whatever the longest was said to have.
+        seqlen_kv = rounded_up(options.max_seqlen_k) if seqlen_kv else 0
+    if side.block_table is not None:
+        # What has not two dimensions is told below.
+        seqlen_kv = page_size * (rounded_up(side.block_table.shape[-1]) if side.block_table.numel() else 0)
+    kv_dtype = KV_DTYPES.get(k.dtype) if k.dtype is not q.dtype else None
+    places = k.shape[0]
+    problem = Problem(
+        dtype=dtype_of(q),
+        head_dim=q.shape[3],
+        value_head_dim=options.latent or v.shape[3],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        batch=max(batch, 0),
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        causal=read_causal(options.causal),
+        window_left=options.window[0],
+        window_right=options.window[1],
+        first_tokens=options.sink_tokens,
+        chunk=options.chunk,
+        prefix=side.prefix is not None,
+        softcap=side.softcap is not None,
+        alibi=side.slopes is not None,
+        bias=_bias_kind(call),
+        sinks=side.sinks is not None,
+        packed=rounded_up(q.shape[2]) if packed else 0,
+        lengths=side.seqlens_kv is not None and not paged,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        kv_scale=_scale_kind(call, kv_dtype, paged, places, k.shape[1]),
+        latent=options.latent > 0,
+        dropout=side.dropout is not None,
+    )
+    check_extents(problem)
+    check_shapes(problem, side, batch)
+    problem = normal_form(problem)
+    # Shapes that do not fit are told before anything is computed.
+    side_views(problem, side, places)
+    prefer = read_option("prefer", options.prefer, tuple(Prefer))
+    check_double(q, prefer is Prefer.GENERATED)
+    tokens = q.shape[2] if packed else 0
+    return Request(
+        problem,
+        q.device,
+        layout,
+        options.return_lse,
+        prefer,
+        needs_grad,
+        kv_layout,
+        tokens,
+        options.deterministic or torch.are_deterministic_algorithms_enabled(),
+        q.dtype is torch.float64,
+    )
+
+
+def check_call(call: Call) -> None:
+    """Checks a call.
+
+    Raises:
+        ProblemError: As `read_call`.
+    """
+    read_call(call, False)
+
+
+def _bias_kind(call: Call) -> Bias:
+    bias = call.side.bias
+    if bias is None:
+        return Bias.NONE
+    if bias.dtype is torch.bool:
+        return Bias.BOOLEAN
+    if bias.dtype is not call.q.dtype:
+        raise ProblemError(
+            f"attn_bias is {bias.dtype} and q {call.q.dtype}: pass attn_bias.to({call.q.dtype})"
+        )
+    return Bias.ADDITIVE
+
+
+def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, kv_heads: int) -> KvScale:
+    q_scale, k_scale, v_scale = call.side.scales
+    given = {"q_scale": q_scale} if kv_dtype else {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    for name, scale in given.items():
+        if scale is not None:
+            dtype = call.q.dtype if name == "q_scale" else call.k.dtype
+            raise ProblemError(
+                f"{name} is given and {name[0]} is {dtype}: scales belong to 8-bit inputs, leave it out"
+            )
+    if kv_dtype is None:
+        return KvScale.TENSOR
+    if k_scale is None or v_scale is None:
+        raise ProblemError(scales_wanted(call.q, call.k))
+    return scale_kind(k_scale, v_scale, paged, places, kv_heads)
+
+
+def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
+    """What is asked of q, k and v by themselves, and of one another."""
+    q, k, v = call.q, call.k, call.v
+    require_tensors(q, k, v)
+    orders = PAGES if call.side.block_table is not None else ORDERS
+    for name, tensor, order in (
+        ("q", q, ORDERS[layout]),
+        ("k", k, orders[kv_layout]),
+        ("v", v, orders[kv_layout]),
+    ):
+        dimensions = order.count(",") + 1
+        if tensor.dim() != dimensions:
+            raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ProblemError(
+                f"{name}'s last dimension has stride {tensor.stride(-1)}: pass {name}.contiguous()"
+            )
+        if tensor.device != q.device:
+            raise ProblemError(f"{name} is on {tensor.device} and q on {q.device}: move them to one device")
+    _check_dtypes(call)
+    _check_widths(call)
+    _check_alike(call, layout, kv_layout)
+
+
+def _check_dtypes(call: Call) -> None:
+    q, k, v = call.q.dtype, call.k.dtype, call.v.dtype
+    if q is not torch.float64 and (q not in DTYPES or DTYPES[q] is Dtype.E4M3):
+        raise ProblemError(
+            f"q is {q}: with masks, packed sequences, pages or a quantised cache pass it in bfloat16, "
+            "float16 or float32"
+        )
+    if k is not v or (k is not q and k not in KV_DTYPES):
+        raise ProblemError(
+            f"q, k and v are {q}, {k} and {v}: give them one dtype, or k and v both float8_e4m3fn or int8"
+        )
+
+
+def _check_widths(call: Call) -> None:
+    width, latent = call.q.shape[-1], call.options.latent
+    if call.k.shape[-1] != width:
+        raise ProblemError(f"q has head dim {width} and k has {call.k.shape[-1]}: make them equal")
+    if latent:
+        if not 1 <= latent <= width:
+            raise ProblemError(
+                f"value_head_dim is {latent} and keys are {width} wide: values are the keys' first columns, "
+                "pass at most so many"
+            )
+        return
+    for name, size in (("q", width), ("v", call.v.shape[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ProblemError(f"{name} has head dim {size}: kernels take 1 to {MAX_HEAD_DIM}")
+
+
+def _check_alike(call: Call, layout: Layout, kv_layout: Layout) -> None:
+    q, k, v = layout.heads_first(call.q), kv_layout.heads_first(call.k), kv_layout.heads_first(call.v)
+    if k.shape[:3] != v.shape[:3]:
+        raise ProblemError(f"k is {list(call.k.shape)} and v {list(call.v.shape)}: make all but widths equal")
+    if call.side.block_table is not None and not k.shape[2]:
+        raise ProblemError(f"k is {list(call.k.shape)}: pass pages {PAGES[kv_layout]}")
+    if call.side.block_table is not None and not k.shape[0] and call.side.block_table.numel():
+        raise ProblemError("k_cache has no pages and block_table names some: pass the whole cache")
+    if call.side.block_table is None and q.shape[0] != k.shape[0]:
+        raise ProblemError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}: make them equal")
+    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ProblemError(
+            f"{q.shape[1]} query heads do not divide among {k.shape[1]} KV heads: check the shapes and layout"
+        )

@@ -1,0 +1,129 @@
+"""Tensors in e4m3, 8-bit floats, and the scales that make numbers of them again.
+
+There is one scale for each sequence and head, in float32: a tensor stands for its elements times
+their scale.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flashtune.core.arguments import MOST_TOKENS, kind_of, read_scale, shown
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.layouts import WIDE_FLOATS
+from flashtune.core.problem import Problem
+from flashtune.request.tensor_checks import require_dense
+
+E4M3 = torch.float8_e4m3fn
+# The largest number of the type.
+LARGEST = 448.0
+SIGN_BIT = 0x80
+
+
+def given_scales(
+    q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> Side:
+    """The scales of a call: `NO_SIDE` itself where there are none, so that most calls tell by identity."""
+    if q_scale is k_scale is v_scale is None:
+        return NO_SIDE
+    return Side(q_scale, k_scale, v_scale)
+
+
+def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
+    """A tensor in e4m3 and its scales, such that the largest magnitude of each head becomes 448.
+
+    Args:
+        tensor: [batch, heads, seqlen, head_dim] of any floating type ("bshd": [batch, seqlen, heads,
+            head_dim]), with finite elements.
+        layout: The order of the dimensions.
+
+    Returns:
+        The elements over their head's scale, rounded to `torch.float8_e4m3fn`, in the shape of
+        `tensor` and contiguous; and the scales, [batch, heads] in float32, 1 for heads of zeros.
+
+    Raises:
+        ProblemError: The layout is unknown, or the tensor has not four dimensions.
+    """
+    require_dense("the tensor to quantise", tensor)
+    if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
+        raise ProblemError(f"layout cannot be {shown(layout)}: pass 'bhsd' or 'bshd'")
+    if tensor.dim() != 4 or tensor.dtype not in WIDE_FLOATS:
+        kind = f"{tensor.dim()} dimensions of {tensor.dtype}"
+        raise ProblemError(
+            f"the tensor to quantise has {kind}: pass four of a floating type of 16 to 64 bits"
+        )
+    if max(tensor.shape) > MOST_TOKENS:
+        raise ProblemError(f"the tensor to quantise is {list(tensor.shape)}: kernels take fewer tokens")
+    rows = (2, 3) if layout == "bhsd" else (1, 3)
+    if tensor.numel():
+        largest = tensor.abs().amax(rows, keepdim=True).float()
+    else:
+        largest = tensor.new_zeros([1 if axis in rows else size for axis, size in enumerate(tensor.shape)])
+    scale = (largest.float() / LARGEST).masked_fill_(largest == 0, 1.0)
+    # A quotient may round to just above the largest number, which some versions of torch make NaN.
+    elements = (tensor.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3).contiguous()
+    return elements, scale.squeeze(rows)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A tensor with the signs of its elements turned; torch itself negates no 8-bit floats."""
+    if tensor.dtype is not E4M3:
+        return -tensor
+    return (tensor.view(torch.uint8) ^ SIGN_BIT).view(E4M3)
+
+
+def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """Returns queries and a factor of the scores that is not negative; their products stay the same.
+
+    Raises:
+        ProblemError: The factor is no finite number.
+    """
+    factor = read_scale(scale)
+    return (negated(q), -factor) if factor is not None and factor < 0.0 else (q, factor)
+
+
+def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
+    """Checks that scales fit a problem; their values are not looked at.
+
+    Raises:
+        ProblemError: They are no float32 tensors of the right shape and device, or the problem's
+            tensors are not quantised.
+    """
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    names = ("q_scale", "k_scale", "v_scale")
+    for name, scale, count in zip(names, scales.scales, heads, strict=True):
+        if scale is None:
+            continue
+        if not problem.dtype.is_quantized:
+            raise ProblemError(
+                f"{name} is given and the inputs are {problem.dtype}: scales belong to float8_e4m3fn inputs, "
+                "leave it out"
+            )
+        if not isinstance(scale, Tensor):
+            raise ProblemError(f"{name} is {kind_of(scale)}: pass a float32 tensor, or None for 1")
+        require_dense(name, scale)
+        if scale.dtype is not torch.float32 or scale.shape != (problem.batch, count):
+            raise ProblemError(
+                f"{name} is {scale.dtype} of shape {list(scale.shape)}: pass float32 of shape "
+                f"[{problem.batch}, {count}], a scale for each sequence and head"
+            )
+        if scale.device != device:
+            raise ProblemError(f"{name} is on {scale.device} and q on {device}: move it there")
+
+
+def unit_scales(q: Tensor) -> Tensor:
+    """What stands for the scales of a call that gives none: as many ones as there are heads, or more."""
+    return _ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
+
+
+@functools.cache
+def _ones(count: int, device: torch.device) -> Tensor:
+    """Ones that any stream may read at once, since a copy from the host is waited for.
+
+    They are kept for good: a CUDA graph may outlive the launch that it captured.
+    """
+    return torch.ones(count, dtype=torch.float32).to(device)

@@ -1,0 +1,251 @@
+"""What a call asks for: tensors and options, checked once and turned into a `Problem`."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.core.arguments import read_flag, shown
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, TORCH_DTYPES, Layout
+from flashtune.core.problem import Causal, Direction, Problem
+from flashtune.request.quantization import check_scales
+from flashtune.request.tensor_checks import (
+    check_alike,
+    check_double,
+    check_extents,
+    check_shapes,
+    check_tensor,
+    dtype_of,
+    require_dense,
+)
+
+# The output, or the output and the log-sum-exp.
+Result = Tensor | tuple[Tensor, Tensor]
+Serve = Callable[..., Result]
+
+Option = TypeVar("Option", bound=enum.StrEnum)
+
+
+class Prefer(enum.StrEnum):
+    """Whether another implementation may serve where it was measured as faster."""
+
+    FASTEST = "fastest"
+    GENERATED = "generated"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One valid call, without the values of its tensors and its scale.
+
+    Attributes:
+        problem: What must be computed.
+            Of packed sequences and of pages it is one of many: its numbers of tokens are rounded up.
+        device: Where the tensors are.
+        layout: The order of the dimensions of q and the output.
+        return_lse: Whether the log-sum-exp is wanted.
+        prefer: Whether SDPA may serve.
+        needs_grad: Whether autograd must be able to go back through the call.
+        kv_layout: The order of the dimensions of k and v where it is not q's.
+        tokens: Queries of all packed sequences.
+        deterministic: Whether gradients must be the same bits in every run.
+        is_double: Whether the tensors are float64, which no kernel takes; the problem then says fp32.
+    """
+
+    problem: Problem
+    device: torch.device
+    layout: Layout
+    return_lse: bool
+    prefer: Prefer
+    needs_grad: bool = False
+    kv_layout: Layout | None = None
+    tokens: int = 0
+    deterministic: bool = False
+    is_double: bool = False
+
+    @property
+    def forward(self) -> Request:
+        """The forward pass of a call that autograd goes through, which keeps the log-sum-exp."""
+        return msgspec.structs.replace(self, needs_grad=False, return_lse=True)
+
+    @property
+    def backward(self) -> Problem:
+        """What its backward pass must compute."""
+        return msgspec.structs.replace(
+            self.problem, direction=Direction.BACKWARD, deterministic=self.deterministic
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to attend with or to."""
+        return 0 in (self.problem.batch, self.rows, self.problem.seqlen_kv)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a sequence, or of all of them where they are packed."""
+        return self.tokens if self.problem.packed else self.problem.seqlen_q
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the output, in the call's layout."""
+        problem = self.problem
+        return self.layout.shape(problem.batch, problem.heads, self.rows, problem.value_head_dim)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Element type of the output."""
+        return torch.float64 if self.is_double else TORCH_DTYPES[self.problem.out_dtype]
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """Element type of the log-sum-exp."""
+        return torch.float64 if self.is_double else torch.float32
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: [batch, heads, seqlen_q], [heads, tokens] of packed sequences."""
+        if self.layout is Layout.THD:
+            return self.problem.heads, self.tokens
+        ends = () if self.layout is Layout.BHD else (self.problem.seqlen_q,)
+        return self.problem.batch, self.problem.heads, *ends
+
+    @property
+    def default_scale(self) -> float:
+        """The scale of a call that names none."""
+        return 1 / math.sqrt(self.problem.head_dim)
+
+    def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the call's layouts, seen as [batch, heads, seqlen, head_dim]."""
+        beside = self.kv_layout or self.layout
+        values = beside.heads_first(v)
+        if self.problem.latent:
+            values = values[..., : self.problem.value_head_dim]
+        return self.layout.heads_first(q), beside.heads_first(k), values
+
+
+def read_request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    scales: Side = NO_SIDE,
+    deterministic: bool = False,
+    needs_grad: bool = False,
+) -> Request:
+    """The request of a call.
+
+    Raises:
+        ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
+            an option has a value that it does not know.
+    """
+    require_tensors(q, k, v)
+    order = read_option("layout", layout, DENSE_LAYOUTS)
+    if k.dtype is v.dtype and k.dtype in KV_DTYPES and q.dtype in DTYPES and not DTYPES[q.dtype].is_quantized:
+        raise ProblemError(scales_wanted(q, k))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, order)
+    check_alike(q, k, v)
+    heads_axis, length_axis = (2, 1) if order is Layout.BSHD else (1, 2)
+    check_shapes(q, k, v, heads_axis, length_axis)
+    problem = Problem(
+        dtype=dtype_of(q),
+        head_dim=q.shape[3],
+        value_head_dim=v.shape[3],
+        heads=q.shape[heads_axis],
+        kv_heads=k.shape[heads_axis],
+        batch=q.shape[0],
+        seqlen_q=q.shape[length_axis],
+        seqlen_kv=k.shape[length_axis],
+        causal=read_causal(causal),
+    )
+    check_extents(problem)
+    if scales is not NO_SIDE:
+        check_scales(problem, q.device, scales)
+    preference = read_option("prefer", prefer, tuple(Prefer))
+    if problem.dtype.is_quantized:
+        preference = Prefer.GENERATED  # nobody else computes it
+    check_double(q, preference is Prefer.GENERATED)
+    return Request(
+        problem,
+        q.device,
+        order,
+        return_lse,
+        preference,
+        needs_grad,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        is_double=q.dtype is torch.float64,
+    )
+
+
+def scales_wanted(q: Tensor, k: Tensor) -> str:
+    """The sentence for quantised keys and values whose scales are not given."""
+    return (
+        f"k and v are {k.dtype} and q is {q.dtype}: pass k_scale and v_scale, float32 tensors of what their "
+        "elements are to be multiplied with"
+    )
+
+
+def require_tensors(q: object, k: object, v: object) -> None:
+    """Checks that queries, keys and values are tensors with strides.
+
+    Raises:
+        ProblemError: One of them is none.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        require_dense(name, value)
+
+
+def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
+    """Whether autograd must be able to go back through a call."""
+    tensors = (q, k, v) if scales is NO_SIDE else (q, k, v, *scales.tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def check_flags(causal: object, return_lse: object, deterministic: object = False) -> None:
+    """Checks the boolean arguments of a call. Every call does, because 1 equals True in the memo's keys.
+
+    Raises:
+        ProblemError: One is of another type.
+    """
+    # Types are compared here first, since a call of a function costs as much as all of this.
+    if type(return_lse) is not bool:
+        read_flag("return_lse", return_lse)
+    if type(deterministic) is not bool:
+        read_flag("deterministic", deterministic)
+    if type(causal) is not bool and not isinstance(causal, str):
+        read_causal(causal)
+
+
+def read_causal(causal: object) -> Causal:
+    """`True` is aligned bottom-right, as flash_attn does; the alignments have names too.
+
+    Raises:
+        ProblemError: It is neither a bool nor an alignment.
+    """
+    if isinstance(causal, bool):
+        return Causal.BOTTOM_RIGHT if causal else Causal.NONE
+    if isinstance(causal, str) and causal in list(Causal):
+        return Causal(causal)
+    raise ProblemError(f"causal cannot be {shown(causal)}: pass False, True, 'top_left' or 'bottom_right'")
+
+
+def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
+    """One of the values that an option has.
+
+    Raises:
+        ProblemError: It is another one.
+    """
+    for choice in known:
+        if isinstance(value, str) and value == choice:
+            return choice
+    choices = " or ".join(repr(choice.value) for choice in known)
+    raise ProblemError(f"{name} cannot be {shown(value)}: pass {choices}")

@@ -1,0 +1,156 @@
+"""The side inputs of a call: checked against its problem, and seen as kernels see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import TENSORS, Side
+from flashtune.core.problem import KvScale
+from flashtune.request.tensor_checks import require_dense
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+
+# Under which names callers know side inputs where these differ from a kernel's.
+CALLED = {
+    "slopes": "alibi_slopes",
+    "bias": "attn_bias or attn_mask",
+    "prefix": "prefix_lengths",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "seqlens_kv": "seqlens_k or kv_lengths",
+}
+INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
+
+
+def check_kinds(side: Side, device: torch.device) -> None:
+    """What is asked of each side input by itself: that it is a tensor, of which type, and where.
+
+    Raises:
+        ProblemError: One is of another kind.
+    """
+    for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
+        if tensor is None:
+            continue
+        called = CALLED.get(name, name)
+        require_dense(called, tensor)
+        if tensor.device != device:
+            raise ProblemError(f"{called} is on {tensor.device} and q on {device}: move it there")
+        if name == "bias":
+            continue
+        wanted = torch.int64 if name == "seed" else torch.int32 if name in INTEGERS else torch.float32
+        if tensor.dtype is not wanted:
+            raise ProblemError(f"{called} is {tensor.dtype}: pass {called}.to({wanted})")
+        if name not in ("slopes", "k_scale", "v_scale") and tensor.numel() > 1 and tensor.stride(-1) != 1:
+            raise ProblemError(
+                f"{called}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
+            )
+
+
+def check_shapes(problem: Problem, side: Side, batch: int) -> None:
+    """Checks the shapes of what has one value for each sequence or head.
+
+    Raises:
+        ProblemError: A shape does not fit the problem.
+    """
+    for name, shape in (
+        ("sinks", (problem.heads,)),
+        ("prefix", (batch,)),
+        ("cu_seqlens_q", (batch + 1,)),
+        ("cu_seqlens_kv", (batch + 1,)),
+        ("seqlens_kv", (batch,)),
+    ):
+        tensor = getattr(side, name)
+        if tensor is not None and tensor.shape != shape:
+            raise ProblemError(
+                f"{CALLED.get(name, name)} has shape {list(tensor.shape)}: pass {list(shape)} for "
+                f"{batch} sequences of {problem.heads} query heads"
+            )
+    if side.block_table is not None and (side.block_table.dim() != 2 or side.block_table.shape[0] != batch):
+        raise ProblemError(
+            f"block_table has shape {list(side.block_table.shape)}: pass [{batch}, pages of the longest], "
+            "the pages of each sequence in order"
+        )
+
+
+def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_heads: int) -> KvScale:
+    """What shares one scale in a quantised cache, by the shapes of its scales.
+
+    Args:
+        k_scale: One number; one for each head; or one for each page (of a dense cache: sequence) and head.
+            Pages that are expanded from one share it.
+        v_scale: Likewise.
+        paged: Whether the cache is in pages.
+        places: How many pages or sequences there are.
+        kv_heads: How many heads.
+
+    Raises:
+        ProblemError: A shape is none of these.
+    """
+    kinds = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale.numel() == 1 and scale.dim() <= 1:
+            kinds.append(KvScale.TENSOR)
+        elif scale.shape == (kv_heads,):
+            kinds.append(KvScale.HEAD)
+        elif scale.shape == (places, kv_heads):
+            kinds.append(KvScale.PAGE if paged and scale.stride(0) else KvScale.HEAD)
+        else:
+            what = "page" if paged else "sequence"
+            raise ProblemError(
+                f"{name} has shape {list(scale.shape)}: pass [1], a scale for each head [{kv_heads}], or one "
+                f"for each {what} and head [{places}, {kv_heads}]"
+            )
+    order = (KvScale.TENSOR, KvScale.HEAD, KvScale.PAGE)
+    return max(kinds, key=order.index)
+
+
+def side_views(problem: Problem, side: Side, places: int) -> Side:
+    """Side inputs as kernels see them: what is shared is expanded, so that its stride is zero.
+
+    Args:
+        problem: What is computed.
+        side: The side inputs of a call.
+        places: How many pages (of a dense cache: sequences) the scales of a cache are for.
+
+    Raises:
+        ProblemError: ALiBi's slopes or the bias do not fit the problem.
+    """
+    slopes, bias = side.slopes, side.bias
+    if slopes is not None:
+        if slopes.shape not in ((problem.heads,), (problem.batch, problem.heads)) or (
+            problem.heads > 1 and slopes.stride(-1) != 1
+        ):
+            raise ProblemError(
+                f"alibi_slopes has shape {list(slopes.shape)}: pass contiguous [{problem.heads}] or "
+                f"[{problem.batch}, {problem.heads}]"
+            )
+        slopes = slopes.expand(problem.batch, problem.heads)
+    if bias is not None:
+        bias = _bias_view(problem, bias)
+    scales = [
+        scale if scale is None else scale.expand(places, problem.kv_heads)
+        for scale in (side.k_scale, side.v_scale)
+    ]
+    return side._replace(slopes=slopes, bias=bias, k_scale=scales[0], v_scale=scales[1])
+
+
+def _bias_view(problem: Problem, bias: Tensor) -> Tensor:
+    shape = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv
+    fits = bias.dim() <= 4 and all(
+        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(shape), strict=False)
+    )
+    if not fits or bias.dim() < 2 or bias.shape[-1] != problem.seqlen_kv:
+        raise ProblemError(
+            f"attn_bias or attn_mask has shape {list(bias.shape)}: pass {list(shape)}, or 1 in place of any "
+            "number but the last"
+        )
+    if problem.seqlen_kv > 1 and bias.stride(-1) != 1:
+        raise ProblemError(
+            f"attn_bias's or attn_mask's last dimension has stride {bias.stride(-1)}: pass it contiguous"
+        )
+    return bias.expand(shape)

@@ -1,0 +1,120 @@
+"""What is asked of the tensors of a dense call: each by itself, and one beside the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtune.core.arguments import MOST_TOKENS, kind_of
+from flashtune.core.errors import ProblemError
+from flashtune.core.layouts import DTYPES, Layout
+from flashtune.core.problem import MAX_HEAD_DIM, Dtype, Problem
+
+MOST_HEADS = 2**24
+
+
+def require_dense(name: str, value: object) -> None:
+    """Checks that an argument is a tensor whose elements lie at strides.
+
+    Raises:
+        ProblemError: It is no tensor, or a sparse or nested one.
+    """
+    if not isinstance(value, Tensor):
+        raise ProblemError(f"{name} is {kind_of(value)}: pass a torch tensor")
+    if value.is_nested:
+        raise ProblemError(f"{name} is a nested tensor: pass a dense one, or packed ones to attention_varlen")
+    if value.layout is not torch.strided:
+        raise ProblemError(f"{name} has layout {value.layout}: pass {name}.to_dense()")
+
+
+def check_extents(problem: Problem) -> None:
+    """Checks that kernels can count sequences, heads and tokens.
+
+    Raises:
+        ProblemError: There are too many.
+    """
+    for name, size, most in (
+        ("sequences", problem.batch, MOST_TOKENS),
+        ("query heads", problem.heads, MOST_HEADS),
+        ("queries", problem.seqlen_q, MOST_TOKENS),
+        ("keys", problem.seqlen_kv, MOST_TOKENS),
+    ):
+        if size > most:
+            raise ProblemError(f"the tensors have {size} {name}: kernels take at most {most}")
+
+
+def dtype_of(q: Tensor) -> Dtype:
+    """The element type of a problem; float64 is computed like fp32, if by no kernel."""
+    return Dtype.FP32 if q.dtype is torch.float64 else DTYPES[q.dtype]
+
+
+def check_double(q: Tensor, generated: bool) -> None:
+    """Refuses float64 where only generated kernels may serve.
+
+    Raises:
+        ProblemError: They may.
+    """
+    if q.dtype is torch.float64 and generated:
+        raise ProblemError(
+            "q is torch.float64: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn, or "
+            "prefer='fastest' to let the unfused computation serve"
+        )
+
+
+def check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
+    """What is asked of each tensor by itself.
+
+    Raises:
+        ProblemError: It is of a kind that nobody takes.
+    """
+    order = (
+        "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
+    )
+    if tensor.dim() != 4:
+        raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
+    if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
+        raise ProblemError(
+            f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn"
+        )
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ProblemError(f"{name} has head dim {tensor.shape[3]}: kernels take 1 to {MAX_HEAD_DIM}")
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise ProblemError(f"{name}'s last dimension has stride {tensor.stride(3)}: pass {name}.contiguous()")
+
+
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What q, k and v must have in common.
+
+    Raises:
+        ProblemError: They differ in type or device.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give them one dtype")
+    if not q.device == k.device == v.device:
+        raise ProblemError(
+            f"q, k and v are on {q.device}, {k.device} and {v.device}: move them to one device"
+        )
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis: int) -> None:
+    """How the sizes of q, k and v must fit, whose heads and lengths lie at these axes.
+
+    Raises:
+        ProblemError: They do not.
+    """
+    batches = q.shape[0], k.shape[0], v.shape[0]
+    if not batches[0] == batches[1] == batches[2]:
+        raise ProblemError("q, k and v have batch sizes {}, {} and {}: make them equal".format(*batches))
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ProblemError(
+            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has "
+            f"{v.shape[heads_axis]} of {v.shape[length_axis]}: make them equal"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(f"q has head dim {q.shape[3]} and k has {k.shape[3]}: make them equal")
+    heads, kv_heads = q.shape[heads_axis], k.shape[heads_axis]
+    if not heads or not kv_heads or heads % kv_heads:
+        raise ProblemError(
+            f"{heads} query heads do not divide among {kv_heads} KV heads: check the shapes "
+            "and layout='bhsd' or 'bshd'"
+        )

@@ -1,0 +1,247 @@
+"""How autograd goes through a call: one function of three inputs, whose backward pass is a kernel too.
+
+Eager calls record the function itself. Compilers, dispatch modes and torch.func's transforms see operators,
+whose autograd kernels record the same function (`flashtune.runtime.backward_ops`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.runtime.torch_modes import refuse_batches
+
+if TYPE_CHECKING:
+    from torch.autograd import Function
+
+    from flashtune.core.layouts import Layout
+    from flashtune.request.request import Result, Serve
+    from flashtune.runtime.backward_executors import ServeBackward
+else:
+    # What `torch.autograd.Function` is made of, less the part that turns torch.func's transforms away: inside
+    # of an operator's autograd kernel one level of them is done at a time.
+    from torch.autograd.function import _SingleLevelFunction as Function
+
+TWICE = (
+    "flashtune.attention was differentiated twice and its kernels compute first derivatives alone: pass "
+    "float64 tensors, or let torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serve"
+)
+
+
+class AllGradients(NamedTuple):
+    """Gradients of all inputs of a call that may have some; None where nobody asks for one."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+
+
+# As `flashtune.runtime.backward_executors.ServeBackward`, with the gradients of side inputs.
+ServeAll = Callable[..., AllGradients]
+
+
+class Pair(NamedTuple):
+    """Both passes of one kind of call.
+
+    Attributes:
+        forward: Gives the output and the log-sum-exp.
+        backward: Gives the gradients of all inputs.
+        return_lse: Whether the call returns the log-sum-exp too.
+        is_traced: Whether the backward pass is an operator, which autograd knows by itself.
+    """
+
+    forward: Serve
+    backward: ServeAll
+    return_lse: bool
+    is_traced: bool = False
+
+
+def differentiable(pair: Pair) -> Serve:
+    """A server through which autograd goes back."""
+    return functools.partial(attend, pair)
+
+
+def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
+    """All gradients, those of side inputs in the shapes that these have.
+
+    Args:
+        backward: What runs the kernels.
+        layout: The order of the output's dimensions.
+        wanted: Names of the side inputs whose gradients are asked for.
+    """
+
+    def serve(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = NO_SIDE,
+    ) -> AllGradients:
+        if side is NO_SIDE:
+            found = backward(q, k, v, out, lse, dout, dlse, scale)
+            return AllGradients(found.dq, found.dk, found.dv)
+        found = backward(q, k, v, out, lse, dout, dlse, scale, side)
+        dsinks = dbias = dslopes = None
+        if side.sinks is not None and "sinks" in wanted:
+            dsinks = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
+        if side.bias is not None and found.dbias is not None and "bias" in wanted:
+            dbias = found.dbias.sum_to_size(side.bias.shape)
+        if side.slopes is not None and found.dslopes is not None and "slopes" in wanted:
+            dslopes = found.dslopes.sum_to_size(side.slopes.shape)
+        return AllGradients(found.dq, found.dk, found.dv, dsinks, dbias, dslopes)
+
+    return serve
+
+
+def attend(pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+    """Attention by a pair, as a node of autograd's graph."""
+    result: Result = Attend.apply(q, k, v, side.sinks, side.bias, side.slopes, pair, scale, side)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Attend(Function):
+    """Attention as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        slopes: Tensor | None,
+        pair: Pair,
+        scale: float | None,
+        side: Side,
+    ) -> Result:
+        """Runs the forward pass and keeps what the backward pass reads."""
+        del sinks, bias, slopes  # named so that autograd knows of them
+        if side is NO_SIDE:
+            out, lse = pair.forward(q, k, v, scale)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.call = pair, scale, ()
+        else:
+            out, lse = pair.forward(q, k, v, scale, side)
+            ctx.save_for_backward(q, k, v, out, lse, *side.optional_tensors)
+            ctx.call = pair, scale, side.numbers
+        return (out, lse) if pair.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
+        """Runs the backward pass, for the gradients of the results; refuses batches of these."""
+        dout, dlse = results[0], results[1] if len(results) > 1 else None
+        given = ctx.call, dout, dlse, *ctx.saved_tensors
+        first = torch.is_grad_enabled() and not ctx.call[0].is_traced
+        try:
+            gradients = only_once(_gradients, *given) if first else _gradients(*given)
+        except RuntimeError:
+            refuse_batches(results)
+            raise
+        return (*gradients, None, None, None)
+
+
+def only_once(
+    compute: Callable[..., tuple[Tensor | None, ...]], *arguments: object
+) -> tuple[Tensor | None, ...]:
+    """What a function computes of the other arguments; autograd must not go through it."""
+    gradients: tuple[Tensor | None, ...] = FirstDerivative.apply(compute, *arguments)  # type: ignore[no-untyped-call]
+    return gradients
+
+
+class FirstDerivative(Function):
+    """A backward pass where a graph of it is asked for: a node that leads to an error."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients, by a function of the other arguments."""
+        del ctx
+        return tuple(compute(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """There is none.
+
+        Raises:
+            ProblemError: Always.
+        """
+        del ctx, gradients
+        raise ProblemError(TWICE)
+
+
+def _gradients(
+    call: tuple[Pair, float | None, tuple[float | None, ...]],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *beside: Tensor | None,
+) -> AllGradients:
+    pair, scale, numbers = call
+    if not beside:
+        return pair.backward(q, k, v, out, lse, dout, dlse, scale)
+    side = Side(*beside, *numbers)  # type: ignore[arg-type]
+    return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
+
+
+def sink_gradient(
+    layout: Layout,
+    sinks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the sinks, float32 [heads]: a sink takes weight from all values and has none itself.
+
+    Args:
+        layout: The order of the dimensions of out and dout.
+        sinks: Float32 [heads].
+        out: The output.
+        lse: The log-sum-exp, float32 [batch, heads, seqlen_q].
+        dout: The gradient of the output.
+        dlse: That of the log-sum-exp; None is zeros.
+        starts: Where the queries of packed sequences begin, and the last ends: int32 [batch + 1].
+    """
+    delta = (layout.heads_first(dout).float() * layout.heads_first(out).float()).sum(-1).reshape(lse.shape)
+    if dlse is not None:
+        delta = delta - dlse
+    # Where nothing is seen a sink may be -inf as the log-sum-exp is: then there is no weight to take.
+    taken = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0) * delta
+    if starts is not None:
+        # Rows that no sequence has were not written.
+        rows = torch.arange(lse.shape[-1], device=lse.device)
+        taken = taken.masked_fill((rows < starts[0]) | (rows >= starts[-1]), 0.0)
+    return -taken.sum(-1).view(-1, sinks.numel()).sum(0)
+
+
+def leaves_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors without a past, so that going back from what is made of them ends with them."""
+    fresh = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors}
+    return tuple(fresh[id(tensor)] for tensor in tensors)
+
+
+def go_back(result: Result, inputs: tuple[Tensor, ...]) -> None:
+    """Runs the backward pass once, if there is any; what comes of it is let go."""
+    results = (result,) if isinstance(result, Tensor) else result
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if wanted and all(one.requires_grad for one in results):
+        torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)

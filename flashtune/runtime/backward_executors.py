@@ -1,0 +1,248 @@
+"""What computes the gradients of one kind of call: a proven kernel's launches, or Triton's interpreter.
+
+The gradient of the output is somebody else's tensor: it may be expanded or transposed. What a kernel can
+address it takes as it lies; else it is copied, so that nothing is compiled while a program goes back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from flashtune.core.errors import KernelError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
+from flashtune.core.problem import Bias, Dtype
+from flashtune.dispatch.lookup import default_selection
+from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
+from flashtune.launch.backward import BackwardTensors, bind_backward
+from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.workspaces import empty_like
+from flashtune.request.side_inputs import side_views
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.dispatch.decision import Decision
+    from flashtune.launch.backward import Backward
+    from flashtune.request.request import Request
+    from flashtune.runtime.kernel_fallback import Choice
+
+# Strides for which launches are kept; a program may slice the gradient out of ever other tensors.
+MOST_LAUNCHES = 64
+
+
+class Gradients(NamedTuple):
+    """What kernels write.
+
+    Attributes:
+        dq: The gradient of q, in the call's layout and of its type; likewise the next two.
+        dk: That of k.
+        dv: That of v.
+        dbias: That of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type; None without one.
+        dslopes: That of ALiBi's slopes, float32 [batch, heads]; None without them.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+
+
+class ServeBackward(Protocol):
+    """Computes the gradients of one kind of call; tensors are in its layout, the scale is not negative."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = ...,
+    ) -> Gradients:
+        """The gradients, from those of the output and, where the call returns it, of the log-sum-exp."""
+        ...
+
+
+class BackwardServer:
+    """A proven kernel of the backward pass, bound to each set of strides once."""
+
+    __slots__ = ("_choice", "_default_scale", "_launches", "_request")
+
+    def __init__(self, choice: Choice, request: Request) -> None:
+        self._choice = choice
+        self._request = request
+        self._default_scale = request.default_scale
+        # By the strides of all that is read, which hooks of saved tensors may change; None where the output's
+        # gradient must be copied first.
+        self._launches: dict[tuple[object, ...], Backward | None] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = NO_SIDE,
+    ) -> Gradients:
+        """As `ServeBackward`.
+
+        Raises:
+            KernelError: A hook of saved tensors gave them strides that the kernel cannot address.
+        """
+        if dout.data_ptr() % POINTER_ALIGNMENT:
+            dout = dout.clone()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        key = _strides(q, k, v, out, dout, side)
+        launch = self._launches.get(key)
+        if launch is None:
+            if key not in self._launches:
+                if len(self._launches) >= MOST_LAUNCHES:
+                    self._launches.clear()
+                self._launches[key] = self._bind(q, k, v, out, dout, side)
+            else:
+                # Strides of single elements may be odd and a tensor contiguous all the same.
+                dout = dout.clone(memory_format=torch.contiguous_format)
+            return self(q, k, v, out, lse, dout, dlse, scale, side)
+        scale = self._default_scale if scale is None else scale
+        gradients = _allocated(self._request, q, k, v)
+        launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
+        return gradients
+
+    def plainly(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v, without side inputs and `dlse`: the same in as few steps as can be."""
+        launch = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
+        if launch is None or dout.data_ptr() % POINTER_ALIGNMENT:
+            return self(q, k, v, out, lse, dout, dlse, scale)
+        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+        tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
+        launch(tensors, self._default_scale if scale is None else scale)
+        return dq, dk, dv
+
+    def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> None:
+        """Binds the kernel to a gradient that lies as the output does.
+
+        Raises:
+            KernelError: It does not load.
+        """
+        out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
+        self._launches[_strides(q, k, v, out, out, side)] = self._bind(q, k, v, out, out, side)
+
+    def _bind(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side
+    ) -> Backward | None:
+        tensors = backward_tensors(self._request, q, k, v, out, out, dout)
+        kernel, target, binary = self._choice
+        needed = specialization_of_pass(self._request, tensors, side)
+        if _has_rows(dout) and _covers(kernel.specialization, needed):
+            beside = _beside(self._request, side, tensors)
+            return bind_backward(kernel, target, tensors, beside, compiled=binary)
+        if dout.stride() == torch.empty(dout.shape, device="meta").stride():
+            raise KernelError(
+                "tensors that were saved for the backward pass came back with strides that its kernel cannot "
+                "address: let hooks of saved tensors keep their strides"
+            )
+        return None
+
+
+def _strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side) -> tuple[object, ...]:
+    """Strides of all that a launch is bound to."""
+    strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+    if side is NO_SIDE:
+        return strides
+    bias, slopes = side.bias, side.slopes
+    return (*strides, None if bias is None else bias.stride(), None if slopes is None else slopes.stride())
+
+
+def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Memory for all gradients that a kernel writes."""
+    problem = request.problem
+    # Behind the last of packed sequences nothing is written, and nobody's gradient is zero.
+    make = torch.zeros_like if problem.packed else torch.empty_like
+    heads = problem.batch, problem.heads
+    dbias = dslopes = None
+    if problem.bias is Bias.ADDITIVE:
+        dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
+    if problem.alibi:
+        dslopes = q.new_empty(heads, dtype=torch.float32)
+    return Gradients(make(q), make(k), make(v), dbias, dslopes)
+
+
+def _covers(assumed: Specialization, needed: Specialization) -> bool:
+    """Whether a kernel that assumes so much is right for tensors of which so much may be assumed."""
+    return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether the last dimension is contiguous, as kernels take for granted."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+
+
+def _beside(request: Request, side: Side, tensors: BackwardTensors) -> Side:
+    if side is NO_SIDE:
+        return side
+    return side_views(request.problem, side, tensors.k.shape[0])
+
+
+def interpreted_backward(
+    decision: Decision,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float | None,
+    side: Side = NO_SIDE,
+) -> Gradients:
+    """The kernels under Triton's interpreter, in float32, as in `flashtune.runtime.executors.interpreted`."""
+    assert decision.target is not None
+    q_wide, k_wide, v_wide, out_wide = (tensor.float() for tensor in (q, k, v, out))
+    dout_wide = dout.float().contiguous()
+    if side.bias is not None and side.bias.dtype is not torch.bool:
+        side = side._replace(bias=side.bias.float())
+    dq, dk, dv, *more = _allocated(request, q_wide, k_wide, v_wide)
+    views, heads_first = request.views, request.layout.heads_first
+    tensors = BackwardTensors(
+        *views(q_wide, k_wide, v_wide),
+        heads_first(out_wide),
+        lse,
+        heads_first(dout_wide),
+        *views(dq, dk, dv),
+        None if dlse is None else dlse.contiguous(),
+        *more,
+    )
+    needed = specialization_of_pass(request, tensors, side)
+    problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
+    kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
+    beside = _beside(request, side, tensors)
+    launch = bind_backward(kernel, decision.target, tensors, beside)
+    launch(tensors, request.default_scale if scale is None else scale, beside)
+    dbias, dslopes = more
+    return Gradients(
+        dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias if dbias is None else dbias.to(q.dtype), dslopes
+    )

@@ -1,0 +1,201 @@
+"""The torch operator `flashtune::attention_backward`, and how autograd goes through operators.
+
+The graph of a compiled call holds a forward operator that gives the log-sum-exp too, and this one. Who serves
+is settled while it is traced, as far as shapes tell it: a baseline is traced operator by operator,
+as if it had been called itself. Which kernels serve is settled when the operators run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.dispatch.pair_decision import (
+    DIFFERENTIABLE_SIDE,
+    Assumptions,
+    backward_specialization,
+    decide_assumed,
+    side_gradients,
+)
+from flashtune.dispatch.sdpa import usual_backend
+from flashtune.recording.recorder import counted
+from flashtune.request.feature_request import read_call
+from flashtune.request.options import Call
+from flashtune.request.request import Request, Result
+from flashtune.runtime.autograd import AllGradients, Pair, ServeAll, attend, only_once, with_side
+from flashtune.runtime.call_cache import known_server, remembered
+from flashtune.runtime.feature_call_cache import key_of_call, unsigned
+from flashtune.runtime.op_library import CALL_ARGUMENTS, TAGS, call_of, library, operands
+from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
+from flashtune.runtime.torch_modes import transforms
+
+NAME = "attention_backward"
+ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {CALL_ARGUMENTS})"
+
+# What lengths are taken for of which a compiler knows nothing.
+UNKNOWN_LENGTH = 2048
+
+Forward = Callable[[Call], tuple[Tensor, Tensor]]
+
+
+def differentiated(request: Request, call: Call, forward: Forward) -> Result:
+    """A call of an operator, so that autograd goes through it; may be traced.
+
+    Args:
+        request: What it asks for; gradients are.
+        call: Its tensors and options, the scale not negative.
+        forward: Gives output and log-sum-exp of such a call by an operator.
+
+    Raises:
+        ProblemError: Nobody can serve it.
+    """
+    decision = decide_assumed(_hinted(request), _assumed(request, call))
+    if not decision.generated:
+        return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
+    options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
+    call = call._replace(options=options)
+    pair = Pair(
+        functools.partial(_forward_below, forward, call),
+        functools.partial(_backward_operator, call),
+        request.return_lse,
+        is_traced=True,
+    )
+    with enable_single_level_autograd_function():
+        return attend(pair, call.q, call.k, call.v, call.scale, call.side)
+
+
+def _assumed(request: Request, call: Call) -> Assumptions:
+    """The best is assumed of tensors that may have no memory yet."""
+
+    def usual() -> str | None:
+        symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
+        if symbolic or transforms() is not None:
+            return None
+        return usual_backend(*request.views(call.q, call.k, call.v), request.problem)
+
+    return Assumptions(
+        Specialization(lse=True), Specialization(lse=request.return_lse), side_gradients(call.side), usual
+    )
+
+
+def _hinted(request: Request) -> Request:
+    """A request whose lengths are numbers: where a compiler has symbols, those that it traces with."""
+    sizes = {name: getattr(request.problem, name) for name in Problem.__struct_fields__}
+    symbols = {name: size for name, size in sizes.items() if isinstance(size, torch.SymInt)}
+    if not symbols and not isinstance(request.tokens, torch.SymInt):
+        return request
+    known = {name: _hint(size) for name, size in symbols.items()}
+    problem = msgspec.structs.replace(request.problem, **known)
+    return msgspec.structs.replace(request, problem=problem, tokens=_hint(request.tokens))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        # Lengths that depend on data have none.
+        return int(size.node.hint) if size.node.has_hint() else UNKNOWN_LENGTH
+    return size
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Operators go on to what comes after autograd; of nested transforms, to the next one's autograd."""
+    grad = contextlib.nullcontext() if transforms() is None else torch.enable_grad()
+    with grad, torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def _forward_below(
+    forward: Forward, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+) -> tuple[Tensor, Tensor]:
+    with _below_autograd():
+        return forward(call._replace(q=q, k=k, v=v, scale=scale, side=side))
+
+
+def _backward_operator(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float | None,
+    side: Side = NO_SIDE,
+) -> AllGradients:
+    call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
+    gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
+    bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    beside = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
+    return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in beside))
+
+
+def _compute(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
+) -> tuple[Tensor, ...]:
+    call = call_of(*rest)  # type: ignore[arg-type]
+    key = NAME, call.options.deterministic, *key_of_call(call)
+    server = known_server(key)
+    if server is None:
+
+        def make(request: Request) -> ServeAll:
+            served = prepare_alone(request, call.q, call.k, call.v, call.side)
+            if not (request.is_empty or request.is_double):
+                needed = backward_specialization(request, call.q, call.k, call.v, call.side)
+                served = counted(served, request.backward, needed)
+            return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
+
+        server = remembered(key, call.q, lambda: read_call(call, True), make)
+    served = unsigned(call)
+    gradients: AllGradients = server(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    if served.q is not call.q:
+        gradients = gradients._replace(dq=-gradients.dq)
+    return tuple(lse.new_empty(0) if one is None else one for one in gradients)
+
+
+def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object) -> tuple[Tensor, ...]:
+    del dout, dlse, out
+    call = call_of(*rest)  # type: ignore[arg-type]
+    side = call.side
+    bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    beside = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
+    dsinks, dslopes = beside
+    dbias = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return (
+        torch.empty_like(call.q),
+        torch.empty_like(call.k),
+        torch.empty_like(call.v),
+        dsinks,
+        dbias,
+        dslopes,
+    )
+
+
+def _differentiate(*arguments: object) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in arguments
+    ):
+        with enable_single_level_autograd_function():
+            return only_once(_redispatched, *arguments)
+    return _redispatched(*arguments)
+
+
+def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
+    with _below_autograd():
+        found: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
+        return found
+
+
+library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=TAGS)
+library.impl(NAME, _compute, "CompositeExplicitAutograd")
+library.impl(NAME, _differentiate, "Autograd")
+torch.library.register_fake(f"flashtune::{NAME}", _shapes, lib=library)

@@ -1,0 +1,219 @@
+"""The memo of servers: one entry for each kind of call, a few thousand at most.
+
+A call of a known kind only makes a key and looks up its server. Other calls take the slow path under one
+lock, so that threads compile a kernel once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtune.core.arguments import MOST_FLOAT32, read_scale
+from flashtune.core.errors import KernelError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.dispatch.decision import needed_specialization
+from flashtune.dispatch.pair_decision import backward_specialization
+from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.request.quantization import with_positive_scale
+from flashtune.request.request import Request, Result, Serve, read_request, requires_grad
+from flashtune.runtime.kernel_fallback import forget_choices
+from flashtune.runtime.prepare import prepare
+from flashtune.runtime.prepare_training import prepare_pair
+from flashtune.runtime.value_checks import with_checks
+
+# The memo is cleared at this size. Kernels stay loaded.
+MEMO_LIMIT = 4096
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+_servers: dict[tuple[object, ...], Any] = {}
+_preparing = threading.RLock()
+
+
+def check_serve(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | None, *options: Any
+) -> None:
+    """Checks the arguments of `serve`.
+
+    Raises:
+        ProblemError: The call is invalid.
+    """
+    read_scale(scale)
+    read_request(q, k, v, causal, *options)
+
+
+def call_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    scales: Side = NO_SIDE,
+    deterministic: bool = False,
+) -> tuple[object, ...]:
+    """Returns the properties of a call on which its server depends.
+
+    Values of tensors and scales do not count. Addresses count as aligned to 16 bytes or not.
+    """
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        causal,
+        layout,
+        return_lse,
+        prefer,
+        scales is not NO_SIDE and (scales.presence, requires_grad(q, k, v, scales)),
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+        and asked_gradients(deterministic),
+    )
+
+
+def asked_gradients(deterministic: bool) -> str:
+    """Returns the kind of gradients of a call, the part of a key that only calls with gradients have."""
+    return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
+
+
+def serve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    scales: Side = NO_SIDE,
+    deterministic: bool = False,
+) -> Result:
+    """Returns attention of tensors with memory, by the server of their kind of call.
+
+    Raises:
+        ProblemError: The call is invalid, or no server takes it.
+        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: It is new, only generated kernels may serve and they are wrong here.
+    """
+    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
+        q, scale = with_positive_scale(q, scale)
+    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
+    server = _servers.get(key)
+    if server is None:
+        server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
+    return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
+
+
+def server_of(
+    key: tuple[object, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    scales: Side = NO_SIDE,
+    deterministic: bool = False,
+) -> Serve:
+    """Returns the server of a kind of call, and prepares it if this process has none.
+
+    Raises:
+        ProblemError: The call is invalid, or no server takes it.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+    """
+
+    def read() -> Request:
+        needs_grad = requires_grad(q, k, v, scales)
+        return read_request(q, k, v, causal, layout, return_lse, prefer, scales, deterministic, needs_grad)
+
+    return prepared(key, q, k, v, scales, read)
+
+
+def prepared(
+    key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: Side, read: Callable[[], Request]
+) -> Serve:
+    """Returns the memo's server for a key, or a new one for the request that `read` returns.
+
+    Raises:
+        ProblemError: The call is invalid, or no server takes it.
+        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
+        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+    """
+
+    def make(request: Request) -> Serve:
+        server = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
+        server = with_checks(server, request)
+        if not recording() or request.is_empty or request.is_double:
+            return server
+        if request.needs_grad:
+            # Such a call has a backward pass too.
+            server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
+            request = request.forward
+        return counted(server, request.problem, needed_specialization(request, q, k, v, side))
+
+    return remembered(key, q, read, make)
+
+
+def remembered(
+    key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], Made]
+) -> Made:
+    """Returns the memo's entry for a key, or a new one: `make` of the request that `read` returns.
+
+    Raises:
+        KernelError: A CUDA graph is being captured. Errors of `read` and `make` pass.
+    """
+    with _preparing:
+        server: Made | None = _servers.get(key)
+        if server is None:
+            request = read()
+            _refuse_capture(q)
+            server = make(request)
+            if len(_servers) >= MEMO_LIMIT:
+                _servers.clear()
+            _servers[key] = server
+        return server
+
+
+def known_server(key: tuple[object, ...]) -> Any:
+    """Returns the memo's server for a key, or None."""
+    return _servers.get(key)
+
+
+def forget_servers() -> None:
+    """Clears the memo."""
+    with _preparing:
+        _servers.clear()
+        forget_choices()
+
+
+on_change(forget_servers)
+
+
+def _refuse_capture(q: Tensor) -> None:
+    if not q.is_cuda:
+        return
+    with torch.cuda.device(q.device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise KernelError(
+            "a CUDA graph is being captured and this shape is new, so that its kernel cannot be compiled and "
+            "loaded now: call flashtune.plan(...) with tensors of this shape before the capture"
+        )

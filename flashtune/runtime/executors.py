@@ -1,0 +1,197 @@
+"""What computes one kind of call: a launch, Triton's interpreter, torch's SDPA, the standard computation.
+
+Each is called as (q, k, v, scale), with tensors in the call's layouts; the scale is not negative, and None
+asks for the default. Side inputs come last, and whose problem has none needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.layouts import Layout
+from flashtune.core.problem import Dtype
+from flashtune.dispatch.decision import Decision, Server, needed_specialization
+from flashtune.dispatch.lookup import default_selection
+from flashtune.dispatch.masked_sdpa import masked_attention
+from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.launch.forward import Launch, bind
+from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.workspaces import empty_like, prototype
+from flashtune.request.quantization import check_scales, given_scales
+from flashtune.request.request import Request, Result, Serve
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.unfused import standard_attention, standard_features
+
+
+def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
+    """Allocates and launches: all that a call does on a shape that was met before.
+
+    A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
+    """
+    default_scale = request.default_scale
+    if request.problem.dtype.is_quantized:
+        return functools.partial(_quantized, launch, request)
+    if request.problem.features:
+        return _with_side(launch, request, q)
+    out_like = prototype(request.out_shape, q.dtype, q.device)
+    if request.return_lse:
+        lse_like = prototype(request.lse_shape, torch.float32, q.device)
+
+        def serve_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+            out, lse = empty_like(out_like), empty_like(lse_like)
+            launch(q, k, v, out, lse, default_scale if scale is None else scale)
+            return out, lse
+
+        return serve_with_lse
+
+    def serve_plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        out = empty_like(out_like)
+        launch(q, k, v, out, None, default_scale if scale is None else scale)
+        return out
+
+    return serve_plain
+
+
+def _with_side(launch: Launch, request: Request, q: Tensor) -> Serve:
+    """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
+    default_scale = request.default_scale
+    out_like = prototype(request.out_shape, q.dtype, q.device)
+    lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+        out = empty_like(out_like)
+        lse = None if lse_like is None else empty_like(lse_like)
+        launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
+        return out if lse is None else (out, lse)
+
+    return serve
+
+
+def _quantized(
+    launch: Launch,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    scales: Side = NO_SIDE,
+) -> Result:
+    """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
+    check_scales(request.problem, q.device, scales)
+    contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
+    out = q.new_empty(request.out_shape, dtype=request.out_dtype)
+    lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
+    launch(q, k, v, out, lse, request.default_scale if scale is None else scale, contiguous)
+    return out if lse is None else (out, lse)
+
+
+def interpreted(
+    decision: Decision,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: Side = NO_SIDE,
+) -> Result:
+    """The kernel under Triton's interpreter, in float32: its products of 16-bit tiles are garbage.
+
+    Nothing is proven first: there is no binary whose rightness could hang on this machine.
+    """
+    assert decision.target is not None
+    stored = request.problem.kv_dtype is not None
+    wide = q.float(), k if stored else k.float(), v if stored else v.float()
+    if side.bias is not None and side.bias.dtype is not torch.bool:
+        side = side._replace(bias=side.bias.float())
+    out = wide[0].new_empty(request.out_shape)
+    lse = out.new_empty(request.lse_shape) if request.return_lse else None
+    problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
+    needed = needed_specialization(request, *wide, side)
+    record = default_selection(problem, decision.target, needed).record
+    out_view = request.layout.heads_first(out)
+    tensors = *request.views(*wide), out_view
+    beside = side_views(problem, side, tensors[1].shape[0])
+    launch = bind(kernel_of(record, needed), decision.target, *tensors, beside)
+    launch(*tensors, lse, request.default_scale if scale is None else scale, beside)
+    return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def in_words(server: Server) -> str:
+    """A baseline as sentences name it."""
+    return "torch's SDPA" if server is Server.SDPA else "the unfused computation"
+
+
+def baseline_server(server: Server, request: Request) -> Serve:
+    """SDPA or the standard computation."""
+    problem = request.problem
+    default_scale, layout = request.default_scale, request.layout
+
+    def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        factor = default_scale if scale is None else scale
+        with types_as_given(q):
+            return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
+
+    def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+        views, factor = request.views(q, k, v), default_scale if scale is None else scale
+        with types_as_given(q):
+            if problem.features:
+                beside = side_views(problem, side, views[1].shape[0])
+                out, lse = standard_features(
+                    problem, *views, beside, scale=factor, return_lse=request.return_lse
+                )
+            else:
+                out, lse = standard_attention(
+                    *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
+                )
+        return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
+
+    return serve_standard if server is Server.STANDARD else serve_sdpa
+
+
+def masked_server(request: Request, backend: str | None) -> Serve:
+    """Returns a server by SDPA with a mask; by the standard computation where SDPA picks another backend."""
+    default_scale, layout, problem = request.default_scale, request.layout, request.problem
+    standard = baseline_server(Server.STANDARD, request)
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+        assert side.bias is not None
+        views = request.views(q, k, v)
+        # torch's settings may have changed since.
+        if usual_backend(*views, problem, side.bias) != backend:
+            return standard(q, k, v, scale, side)
+        with types_as_given(q):
+            factor = default_scale if scale is None else scale
+            return layout.as_given(masked_attention(*views, side.bias, factor, problem.causal))
+
+    return serve
+
+
+def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast would make 16-bit numbers of scores, and of what is returned."""
+    device = q.device.type
+    casting = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if casting else contextlib.nullcontext()
+
+
+def nothing(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+) -> Result:
+    """Zeros, and the log-sum-exp of nothing, or of a sink alone; gradients are zeros."""
+    del scale
+    out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
+    lse = q.new_full(request.lse_shape, -torch.inf, dtype=request.lse_dtype)
+    if side.sinks is not None:
+        heads = (-1,) if request.layout is Layout.BHD else (-1, 1)
+        lse = lse.copy_(side.sinks.view(heads))
+    if request.needs_grad:
+        # Sums of no elements: autograd finds its way to all inputs, whatever is in them.
+        inputs = (one for one in (q, k, v, *side.tensors) if one.requires_grad)
+        way = torch.stack([one[..., :0].sum(dtype=out.dtype) for one in inputs]).sum()
+        out, lse = out + way, lse + way.to(lse.dtype)
+    return (out, lse) if request.return_lse else out

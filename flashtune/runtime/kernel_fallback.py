@@ -1,0 +1,153 @@
+"""Kernels that serve: of those that a decision leads to, the first that compiles, loads and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.notices import search_command, tell_once
+from flashtune.dispatch.lookup import default_selections, of_nearest, proven_by
+from flashtune.dispatch.nearest import is_far
+from flashtune.launch.binary_cache import binary_of
+from flashtune.launch.source_cache import kernel_of
+from flashtune.request.request import Prefer
+from flashtune.runtime.self_check import passes_self_check, rehearsing
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.kernel import Kernel, Specialization
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Selection
+    from flashtune.core.target import Target
+    from flashtune.dispatch.decision import Decision
+    from flashtune.launch.forward import Binary
+
+Served = TypeVar("Served")
+
+# Choices of calls with features that are kept, a few of each kind of model and batch.
+CHOICES_LIMIT = 1024
+
+_choices: dict[Asked, Choice] = {}
+
+
+class Choice(NamedTuple):
+    """A kernel that was chosen, loaded and proven: what shapes of one problem have in common."""
+
+    kernel: Kernel
+    target: Target
+    binary: Binary
+
+
+class Asked(NamedTuple):
+    """What a choice hangs on."""
+
+    problem: Problem
+    specialization: Specialization
+    prefer: Prefer
+    device: torch.device
+
+
+def known_choice(asked: Asked) -> Choice | None:
+    """What was chosen for calls with features: packed sequences come in ever new numbers of tokens."""
+    return _choices.get(asked) if asked.problem.features else None
+
+
+def remember_choice(asked: Asked, choice: Choice) -> None:
+    """Keeps a choice for the next call that asks the same."""
+    if not asked.problem.features:
+        return
+    if len(_choices) >= CHOICES_LIMIT:
+        _choices.clear()
+    _choices[asked] = choice
+
+
+def forget_choices() -> None:
+    """Every problem is new again."""
+    _choices.clear()
+
+
+def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
+    """The kernel of a selection, loaded, and proven unless a receipt covers it.
+
+    Raises:
+        KernelError: It does not compile or load.
+        VerificationError: It is wrong on this GPU.
+    """
+    record = selection.record
+    assert record.config is not None
+    kernel = kernel_of(record, asked.specialization)
+    if proven_by(selection, kernel.digest):
+        return Choice(kernel, target, binary_of(kernel, target, asked.device))
+    problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
+    with rehearsing(kernel, problem, record.config, target, asked.device):
+        binary = binary_of(kernel, target, asked.device)
+    if not passes_self_check(kernel, problem, record.config, target, asked.device, binary):
+        raise VerificationError(
+            f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
+        )
+    return Choice(kernel, target, binary)
+
+
+def first_that_serves(
+    decision: Decision, asked: Asked, attempt: Callable[[Selection, Target], Served]
+) -> Served:
+    """What `attempt` makes of the first selection at which it does not fail; warnings say what serves.
+
+    Raises:
+        KernelError: None compiles and loads.
+        VerificationError: The decision's kernel is wrong on this GPU, and no other serves.
+    """
+    assert decision.selection is not None
+    assert decision.target is not None
+    failure: KernelError | VerificationError
+    try:
+        served = attempt(decision.selection, decision.target)
+    except (KernelError, VerificationError) as error:
+        failure = error
+    else:
+        _tell_of_fallback(decision.selection, asked.problem)
+        return served
+    for other, name in _instead(decision.selection, decision.target, asked):
+        try:
+            served = attempt(other, decision.target)
+        except (KernelError, VerificationError):
+            # The first failure is the one to be told; another kernel may still do.
+            continue
+        tell_of_failure(failure, name, asked.problem)
+        return served
+    raise failure
+
+
+def tell_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+    """Warns that something else serves than was selected."""
+    # A server that meets ever new lengths would be told of the same kernel at each of them.
+    tell_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
+
+
+def _instead(selection: Selection, target: Target, asked: Asked) -> Iterator[tuple[Selection, str]]:
+    """What is tried, each with a name, where the kernel of a decision fails."""
+    tuned = of_nearest(selection)
+    if tuned is not None:
+        yield tuned, "the config of the nearest tuned shape"
+    if asked.prefer is Prefer.GENERATED:
+        for default in default_selections(asked.problem, target, asked.specialization):
+            if default != selection:
+                yield default, "a default config"
+
+
+def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
+    near = selection.measured.problem
+    if selection.source == "default":
+        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
+    elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
+    elif selection.source == "nearest" and is_far(near, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
+    else:
+        return
+    # Once for each pass.
+    tell_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")

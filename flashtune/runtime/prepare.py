@@ -1,0 +1,144 @@
+"""Servers: what computes one kind of call, prepared once and then called for every call alike."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.notices import tell_once
+from flashtune.dispatch.decision import Server, baseline, decide, needed_specialization, output_like
+from flashtune.dispatch.masked_sdpa import may_serve, refusal
+from flashtune.dispatch.sdpa import usual_backend
+from flashtune.launch.forward import bind
+from flashtune.request.request import Prefer, Request, Serve
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.executors import (
+    baseline_server,
+    in_words,
+    interpreted,
+    launcher,
+    masked_server,
+    nothing,
+    types_as_given,
+)
+from flashtune.runtime.kernel_fallback import (
+    Asked,
+    Choice,
+    chosen,
+    first_that_serves,
+    known_choice,
+    remember_choice,
+    tell_of_failure,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.record import Selection
+    from flashtune.core.target import Target
+    from flashtune.dispatch.decision import Decision
+
+
+def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
+    """What serves a request that no one goes back through from now on: compiled, loaded and proven.
+
+    Raises:
+        ProblemError: Nobody can serve it.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+    """
+    choice = None
+    if request.problem.features and not request.is_empty:
+        choice = known_choice(asked_forward(request, q, k, v, side))
+    if choice is not None and not may_serve(request):
+        return bound_forward(choice, request, q, k, v, side)
+    # Whether SDPA serves a mask depends on strides too, on which choices do not.
+    decision = decide(request, q, k, v, side)
+    if decision.server is Server.SDPA and request.problem.features:
+        served = _masked(request, q, k, v, side)
+        if served is not None:
+            return served
+        decision = decide(request, q, k, v, side)
+        if decision.server is Server.SDPA:
+            # A trial that ran out of memory is not remembered.
+            decision = msgspec.structs.replace(decision, server=Server.GENERATED)
+    if choice is not None and decision.server is Server.GENERATED:
+        return bound_forward(choice, request, q, k, v, side)
+    if decision.server in (Server.GENERATED, Server.INTERPRETER):
+        return _generated_or_baseline(decision, request, q, k, v, side)
+    if decision.server is Server.NOBODY:
+        return functools.partial(nothing, request)
+    return baseline_server(decision.server, request)
+
+
+def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+    """Returns a server by SDPA with a mask, or warns and returns None where a trial fails."""
+    assert side.bias is not None
+    views = request.views(q, k, v)
+    with types_as_given(q):
+        backend = usual_backend(*views, request.problem, side.bias)
+        why_not = refusal(request, backend, *views, side.bias)
+    if why_not is None:
+        return masked_server(request, backend)
+    tell_once("masked SDPA", f"torch's SDPA {why_not}, so another kernel serves {request.problem.key}")
+    return None
+
+
+def prepare_generated(
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Serve:
+    """The generated kernel that a decision leads to, or one that serves in its place.
+
+    Raises:
+        KernelError: None compiles or loads.
+        VerificationError: They are wrong on this GPU.
+    """
+    if decision.server is Server.INTERPRETER:
+        return functools.partial(interpreted, decision, request)
+    asked = asked_forward(request, q, k, v, side)
+
+    def attempt(selection: Selection, target: Target) -> Serve:
+        choice = chosen(selection, target, asked)
+        served = bound_forward(choice, request, q, k, v, side)
+        remember_choice(asked, choice)
+        return served
+
+    return first_that_serves(decision, asked, attempt)
+
+
+def asked_forward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+    """What the choice of a forward kernel hangs on."""
+    needed = needed_specialization(request, q, k, v, side)
+    return Asked(request.problem, needed, request.prefer, request.device)
+
+
+def _generated_or_baseline(
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Serve:
+    try:
+        return prepare_generated(decision, request, q, k, v, side)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        instead = baseline(request)
+        tell_of_failure(failure, in_words(instead), request.problem)
+        return baseline_server(instead, request)
+
+
+def bound_forward(
+    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> Serve:
+    """A chosen kernel bound to these strides.
+
+    Raises:
+        KernelError: It does not load.
+    """
+    tensors = *request.views(q, k, v), output_like(request)
+    if not request.problem.features:
+        return launcher(bind(choice.kernel, choice.target, *tensors, compiled=choice.binary), request, q)
+    beside = side_views(request.problem, side, tensors[1].shape[0])
+    return launcher(bind(choice.kernel, choice.target, *tensors, beside, compiled=choice.binary), request, q)

@@ -1,0 +1,223 @@
+"""Prepares both passes of a differentiable call together, so that they agree on dropout and layouts.
+
+The backward kernel is compiled, loaded and checked when the forward pass is first called. A backward pass
+therefore never meets a kernel that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.notices import tell_once
+from flashtune.core.problem import Bias
+from flashtune.dispatch.decision import Decision, Server, baseline
+from flashtune.dispatch.pair_decision import (
+    PairDecision,
+    backward_specialization,
+    decide_pair,
+    side_gradients,
+)
+from flashtune.request.request import Prefer, Request, Serve
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.autograd import Pair, differentiable, with_side
+from flashtune.runtime.backward_executors import (
+    BackwardServer,
+    Gradients,
+    ServeBackward,
+    interpreted_backward,
+)
+from flashtune.runtime.executors import baseline_server, in_words, nothing
+from flashtune.runtime.kernel_fallback import (
+    Asked,
+    Choice,
+    chosen,
+    first_that_serves,
+    known_choice,
+    remember_choice,
+    tell_of_failure,
+)
+from flashtune.runtime.plain_autograd import Passes, plainly_differentiable
+from flashtune.runtime.prepare import asked_forward, bound_forward, prepare_generated
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.record import Selection
+    from flashtune.core.target import Target
+    from flashtune.request.request import Request
+
+
+def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
+    """What serves a request through which autograd goes back.
+
+    Raises:
+        ProblemError: Nobody can serve it.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+    """
+    if request.problem.features and not request.is_empty:
+        known = _known_pair(request, q, k, v, side)
+        if known is not None:
+            return known
+    decision = decide_pair(request, q, k, v, side)
+    if not decision.generated:
+        return baseline_of_pair(decision, request)
+    try:
+        forward = prepare_generated(decision.forward, request.forward, q, k, v, side)
+        backward = prepare_backward(decision.backward, request, q, k, v, side)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        instead = baseline(request)
+        tell_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
+        return baseline_server(instead, request)
+    return _paired(forward, backward, request, side)
+
+
+def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+    """Kernels that were chosen for such calls, bound to these lengths."""
+    first = known_choice(asked_forward(request.forward, q, k, v, side))
+    last = known_choice(asked_backward(request, q, k, v, side))
+    if first is None or last is None:
+        return None
+    forward = bound_forward(first, request.forward, q, k, v, side)
+    return _paired(forward, bound_backward(last, request, q, k, v, side), request, side)
+
+
+def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Side) -> Serve:
+    if not request.problem.features and not request.return_lse:
+        plainly = backward.plainly if isinstance(backward, BackwardServer) else backward
+        return plainly_differentiable(Passes(forward, plainly))
+    wanted = side_gradients(side)
+    return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
+
+
+def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> ServeBackward:
+    """What computes gradients where the forward pass was an operator's, and so can no longer be a baseline.
+
+    Raises:
+        ProblemError: No family computes it.
+        KernelError: Only generated kernels may serve, and none compiles or loads.
+        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+    """
+    known = None if request.is_empty else known_choice(asked_backward(request, q, k, v, side))
+    if known is not None:
+        return bound_backward(known, request, q, k, v, side)
+    decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
+    if not decision.generated:
+        return recomputed(request)
+    try:
+        return prepare_backward(decision.backward, request, q, k, v, side)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        tell_of_failure(failure, "the unfused computation", request.backward)
+        return recomputed(request)
+
+
+def recomputed(request: Request) -> ServeBackward:
+    """Gradients by computing the forward pass again, unfused."""
+    standard = baseline_server(Server.STANDARD, request)
+    written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
+    names = [name for name, given in written.items() if given]
+
+    def serve(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        scale: float | None,
+        side: Side = NO_SIDE,
+    ) -> Gradients:
+        del out, lse
+        if request.is_empty:
+            return Gradients(*map(torch.zeros_like, (q, k, v)))
+        views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
+        with _autograd_inside_operator():
+            inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            beside = {name: getattr(views, name).detach().clone().requires_grad_() for name in names}
+            result = standard(*inputs, scale, side._replace(**beside))
+            found = torch.autograd.grad(
+                result, (*inputs, *beside.values()), dout if dlse is None else (dout, dlse)
+            )
+        # In the strides that a compiler was promised.
+        gradients = Gradients(*map(_laid_out_like, (q, k, v), found))
+        return gradients._replace(**{f"d{name}": one for name, one in zip(names, found[3:], strict=True)})
+
+    return serve
+
+
+def _laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(values)
+
+
+@contextlib.contextmanager
+def _autograd_inside_operator() -> Iterator[None]:
+    """Autograd records although the dispatcher is behind it, inside of an operator."""
+    included = torch._C._dispatch_tls_local_include_set()
+    # The key of any device stands for autograd on all of them.
+    recording = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
+    with torch._C._ForceDispatchKeyGuard(included, recording), torch.enable_grad():
+        yield
+
+
+def baseline_of_pair(decision: PairDecision, request: Request) -> Serve:
+    """The baseline that serves both passes; a warning says so where no family computes them."""
+    server: Server = decision.backward.server
+    if server is Server.NOBODY:
+        return functools.partial(nothing, request)
+    if decision.backward.selection is None and not request.is_double:
+        tell_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
+    return baseline_server(server, request)
+
+
+def prepare_backward(
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> ServeBackward:
+    """What computes the gradients of a request from now on: compiled, loaded and proven.
+
+    Raises:
+        KernelError: No kernel compiles and loads.
+        VerificationError: They are wrong on this GPU.
+    """
+    if decision.server is Server.INTERPRETER:
+        return functools.partial(interpreted_backward, decision, request)
+    asked = asked_backward(request, q, k, v, side)
+
+    def attempt(selection: Selection, target: Target) -> ServeBackward:
+        choice = chosen(selection, target, asked)
+        server = bound_backward(choice, request, q, k, v, side)
+        remember_choice(asked, choice)
+        return server
+
+    return first_that_serves(decision, asked, attempt)
+
+
+def asked_backward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+    """What the choice of a backward kernel hangs on."""
+    needed = backward_specialization(request, q, k, v, side)
+    return Asked(request.backward, needed, request.prefer, request.device)
+
+
+def bound_backward(
+    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+) -> ServeBackward:
+    """A chosen kernel, bound to a gradient that lies as the output does.
+
+    Raises:
+        KernelError: It does not load.
+    """
+    server = BackwardServer(choice, request)
+    server.bind_usual(q, k, v, side)
+    return server

@@ -1,0 +1,66 @@
+"""Whether torch may be gone past: no compiler traces, no mode watches, no tensor is of another kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashtune.core.errors import ProblemError
+
+# Bound once: each is asked in every call.
+is_compiling = torch.compiler.is_dynamo_compiling
+function_mode = torch._C._is_torch_function_mode_enabled
+dispatch_modes = torch._C._len_torch_dispatch_stack
+transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call of these tensors may go past torch's operators."""
+    return (
+        not is_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and not (
+            function_mode() or dispatch_modes() or transforms() is not None or forward_ad._current_level >= 0
+        )
+    )
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Refuses a derivative in forward mode, which would come out as zeros.
+
+    Raises:
+        ProblemError: A tensor has a tangent.
+    """
+    if not _derives_forward():
+        return
+    if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+        raise ProblemError(
+            "flashtune.attention has no derivatives in forward mode: go back through it, or let "
+            "torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serve"
+        )
+
+
+def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
+    """Refuses gradients of an eager call's results that torch made a batch of, which have no address.
+
+    Raises:
+        ProblemError: One of them stands for a batch.
+    """
+    if any(one is not None and _is_batched(one) for one in gradients):
+        raise ProblemError(
+            "flashtune.attention's kernels go back for one gradient of the output and got a batch "
+            "(is_grads_batched or vectorize): go back once for each, or let torch.func.jacrev, or "
+            "torch.func.vmap over what torch.func.vjp gives, loop over them"
+        ) from None
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch, of autograd's or of torch.func's: these are of two kinds."""
+    return "Batched" in str(torch._C._dispatch_keys(tensor))
+
+
+def _derives_forward() -> bool:
+    """Whether tensors may have tangents, with torch.func or without."""
+    return forward_ad._current_level >= 0

@@ -1,0 +1,326 @@
+"""The unfused computation: torch operators that hold all scores in memory.
+
+It is the baseline of benchmarks, and dispatch may choose it for short sequences, where scores are small.
+With features it is differentiable for dense tensors. It serves where no kernel can. Sequences that are packed
+or paged are gathered one by one, for which the host reads their lengths from the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flashtune.core.extra_inputs import Side
+from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
+from flashtune.request.dropout import kept_weights
+from flashtune.runtime.value_checks import check_pages
+from flashtune.templates.family import TrafficItem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashtune.core.problem import Problem
+
+
+def standard_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Attention by two matrix products of the inputs' dtype and a softmax in float32, or float64 as they.
+
+    Rows with nothing to attend to give zeros, and -inf as log-sum-exp.
+
+    Args:
+        q: Queries [batch, heads, seqlen_q, head_dim], any strides.
+        k: Keys [batch, kv_heads, seqlen_kv, head_dim]; `kv_heads` divides `heads`.
+        v: Values [batch, kv_heads, seqlen_kv, value_head_dim].
+        scale: Factor of the scores, of any sign.
+        causal: The causal mask and its alignment.
+        return_lse: Whether to make the log-sum-exp.
+
+    Returns:
+        The output [batch, heads, seqlen_q, value_head_dim] in the inputs' dtype, and the natural
+        log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
+    """
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_kv, value_head_dim = v.shape[2:]
+    if q.numel() == 0 or seqlen_kv == 0:
+        lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=score_dtype(q)) if return_lse else None
+        return q.new_zeros(batch, heads, seqlen_q, value_head_dim), lse
+    if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
+        # The first queries see no key; left out, they put no 0/0 into gradients either.
+        blind = seqlen_q - seqlen_kv
+        out, lse = standard_attention(
+            q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse
+        )
+        return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
+    scores = scaled_scores(q, k, scale)
+    if causal is not Causal.NONE:
+        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+        hidden = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).triu_(diagonal + 1)
+        scores.view(-1, seqlen_q, seqlen_kv).masked_fill_(hidden, -torch.inf)
+    lse = None
+    if return_lse:
+        lse = torch.logsumexp(scores, -1).view(batch, heads, seqlen_q)
+    weights = torch.softmax(scores, -1).to(v.dtype)
+    # The heads of a group lie one after another, so folded rows unfold into heads.
+    return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim), lse
+
+
+def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv].
+
+    The query heads of one KV head become more rows of one product: keys and values are not repeated.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads = k.shape[1]
+    rows = q.reshape(batch * kv_heads, heads // kv_heads * seqlen_q, head_dim)
+    columns = k.flatten(0, 1).mT
+    if _widens(q, k):
+        return torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scale)
+    wide = score_dtype(q)
+    return torch.bmm(rows.to(wide), columns.to(wide)).mul_(scale)
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """The type in which scores are kept: float32, or float64 of such queries."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _widens(q: Tensor, k: Tensor) -> bool:
+    """Whether torch multiplies 16-bit matrices into float32: on CUDA, and outside of autograd."""
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
+
+
+def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
+    """HBM traffic of `standard_attention`, item by item, in bytes; of a backward problem autograd's.
+
+    Each operator reads its whole input from HBM and writes its whole output there, scores in float32.
+    """
+    if problem.is_backward:
+        return _gradient_hbm_items(problem)
+    size = problem.dtype.itemsize
+    queries = problem.batch * problem.heads * problem.seqlen_q * size
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
+    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    mask = TrafficItem("scores read and written to mask them", pairs * 2 * SCORE_BYTES)
+    rounding = TrafficItem("weights read and written to round them", pairs * (SCORE_BYTES + size))
+    return (
+        TrafficItem("q read once", queries * problem.head_dim),
+        TrafficItem("k and v read once", keys * (problem.head_dim + problem.value_head_dim)),
+        TrafficItem("scores written by the first product", pairs * SCORE_BYTES),
+        TrafficItem("scores read and written to scale them", pairs * 2 * SCORE_BYTES),
+        *(() if problem.causal is Causal.NONE else (mask,)),
+        TrafficItem("scores read and weights written by the softmax", pairs * 2 * SCORE_BYTES),
+        *(() if problem.dtype is Dtype.FP32 else (rounding,)),
+        TrafficItem("weights read by the second product", pairs * size),
+        TrafficItem("out written once", queries * problem.value_head_dim),
+    )
+
+
+def _gradient_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
+    """The weights are kept in both types, and gradients of weights and scores are made beside them."""
+    size = problem.dtype.itemsize
+    queries = problem.batch * problem.heads * problem.seqlen_q * size
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
+    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    widening = TrafficItem(
+        "the weights' gradients read and written to widen them", pairs * (SCORE_BYTES + size)
+    )
+    mask = TrafficItem("the scores' gradients read and written to mask them", pairs * 2 * SCORE_BYTES)
+    return (
+        TrafficItem("dout read for dv and for the weights' gradients", 2 * queries * problem.value_head_dim),
+        TrafficItem("q, k and v read once", queries * problem.head_dim + keys * _both(problem)),
+        TrafficItem("weights read for dv", pairs * size),
+        TrafficItem("the weights' gradients written", pairs * size),
+        *(() if problem.dtype is Dtype.FP32 else (widening,)),
+        TrafficItem(
+            "weights and their gradients read, the scores' gradients written", pairs * 3 * SCORE_BYTES
+        ),
+        *(() if problem.causal is Causal.NONE else (mask,)),
+        TrafficItem("the scores' gradients read and written to scale them", pairs * 2 * SCORE_BYTES),
+        TrafficItem("the scores' gradients read for dq and for dk", pairs * 2 * SCORE_BYTES),
+        TrafficItem("dq, dk and dv written once", queries * problem.head_dim + keys * _both(problem)),
+    )
+
+
+def _both(problem: Problem) -> int:
+    return problem.head_dim + problem.value_head_dim
+
+
+def standard_features(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, *, scale: float, return_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with all features by two matrix products and a softmax in float32.
+
+    Args:
+        problem: What is computed; its numbers of tokens do not count, those of the tensors do.
+        q: Queries as kernels see them, [batch, heads, seqlen_q, head_dim]; packed ones of one batch.
+        k: Keys, [batch, kv_heads, seqlen_kv, head_dim], or pages of that form.
+        v: Values.
+        side: Side inputs as kernels see them.
+        scale: Factor of the scores, not negative.
+        return_lse: Whether to make the log-sum-exp.
+
+    Returns:
+        The output [batch, heads, seqlen_q, value_head_dim] in q's type, zeros in rows that see nothing, and
+        the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
+    """
+    if not (problem.packed or problem.page_size):
+        k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
+        out, lse = _dense(problem, q, k, v, side, scale)
+        return out, lse if return_lse else None
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
+    dense = msgspec.structs.replace(problem, packed=0, page_size=0)
+    for sequence in _sequences(problem, q, k, v, side):
+        at = sequence.at
+        out[at], lse[at] = _dense(
+            dense, q[at], sequence.k, sequence.v, sequence.side, scale, at[2].start or 0
+        )
+    return out, lse if return_lse else None
+
+
+class _Sequence(NamedTuple):
+    """One sequence by itself: where its queries are, its keys and values, its side inputs."""
+
+    at: tuple[slice, slice, slice]
+    k: Tensor
+    v: Tensor
+    side: Side
+
+
+def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[_Sequence]:
+    """One sequence after the other: copies of all at once would take the memory of a second cache."""
+    if side.block_table is not None:
+        assert side.seqlens_kv is not None
+        # The host reads lengths below in any case. A page beyond the cache would break CUDA's context.
+        check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
+    everything = slice(None)
+    if side.cu_seqlens_q is None:
+        places = [(slice(b, b + 1), everything, everything) for b in range(q.shape[0])]
+    else:
+        ends = side.cu_seqlens_q.tolist()
+        places = [(everything, everything, slice(start, end)) for start, end in itertools.pairwise(ends)]
+    for b, at in enumerate(places):
+        if side.block_table is None:
+            assert side.cu_seqlens_kv is not None
+            start, end = side.cu_seqlens_kv[b : b + 2].tolist()
+            keys = _numbers(k[:, :, start:end], side.k_scale, q.dtype)
+            values = _numbers(v[:, :, start:end], side.v_scale, q.dtype)
+        else:
+            assert side.seqlens_kv is not None
+            length = int(side.seqlens_kv[b])
+            table = side.block_table[b, : -(-length // problem.page_size)].long()
+            keys = _gathered(k, side.k_scale, table, length, q.dtype)
+            values = _gathered(v, side.v_scale, table, length, q.dtype)
+        alone = Side(
+            slopes=None if side.slopes is None else side.slopes[b : b + 1],
+            sinks=side.sinks,
+            prefix=None if side.prefix is None else side.prefix[b : b + 1],
+            seed=side.seed,
+            softcap=side.softcap,
+            dropout=side.dropout,
+        )
+        yield _Sequence(at, keys, values, alone)
+
+
+def _numbers(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What stored elements stand for: [places, heads, tokens, width] times [places, heads]."""
+    if scale is None:
+        return stored
+    return (stored.float() * scale[:, :, None, None]).to(dtype)
+
+
+def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The tokens of one sequence, [1, heads, length, width]."""
+    rows = _numbers(pages[table], None if scale is None else scale[table], dtype)
+    return rows.transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
+def _dense(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float, first_row: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of sequences in dense tensors; `first_row` is that of a packed one."""
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_kv = k.shape[2]
+    places, seen = _visible(problem, q, k, side)
+    if side.seqlens_kv is not None:
+        # A cache holds whatever it held before; zero weights would not make numbers of that.
+        beyond = torch.arange(seqlen_kv, device=q.device) >= side.seqlens_kv[:, None]
+        k, v = (tensor.masked_fill(beyond[:, None, :, None], 0) for tensor in (k, v))
+    scores = scaled_scores(q, k, scale).view(batch, heads, seqlen_q, seqlen_kv)
+    if side.softcap is not None:
+        scores = torch.tanh(scores / side.softcap) * side.softcap
+    if side.slopes is not None:
+        distances = (places[:, :, None] - torch.arange(seqlen_kv, device=q.device)).abs()
+        scores = scores - side.slopes[:, :, None, None] * distances[:, None]
+    if side.bias is not None:
+        if problem.bias is Bias.BOOLEAN:
+            seen = seen & side.bias
+        else:
+            scores = scores + side.bias
+    factors = None
+    if side.seed is not None and side.dropout is not None:
+        number = torch.arange(batch * heads, device=q.device)
+        rows = first_row + torch.arange(seqlen_q, device=q.device)
+        factors = kept_weights(side.seed, number, rows, seqlen_kv, side.dropout) / (1.0 - side.dropout)
+    return _averages(scores.masked_fill(~seen, -torch.inf), v, side.sinks, factors)
+
+
+def _visible(problem: Problem, q: Tensor, k: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+    """Places of queries among the keys, [batch or 1, seqlen_q], and which keys each sees, of all heads."""
+    lengths = side.seqlens_kv
+    if lengths is None:
+        lengths = torch.full((1,), k.shape[2], dtype=torch.int32, device=q.device)
+    keys = torch.arange(k.shape[2], device=q.device)
+    places = torch.arange(q.shape[2], device=q.device).expand(len(lengths), -1)
+    if problem.causal is not Causal.TOP_LEFT:
+        places = places + (lengths - q.shape[2])[:, None]
+    p = places[:, :, None]
+    near = torch.ones((), dtype=torch.bool, device=q.device)
+    if problem.window_left is not None:
+        near = near & (keys >= p - problem.window_left)
+    if problem.chunk:
+        own, chunk = keys // problem.chunk, p // problem.chunk
+        near = near & (own == chunk if problem.causal is Causal.NONE else own >= chunk)
+    seen = near | (keys < problem.first_tokens)
+    if problem.causal is not Causal.NONE:
+        seen = seen & (keys <= p)
+    elif problem.window_right is not None:
+        seen = seen & (keys <= p + problem.window_right)
+    if side.prefix is not None:
+        seen = seen | (keys < side.prefix[:, None, None])
+    return places, (seen & (keys < lengths[:, None, None]))[:, None]
+
+
+def _averages(
+    scores: Tensor, v: Tensor, sinks: Tensor | None, factors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted values and the log-sum-exp; no NaN, in gradients neither, where all is hidden.
+
+    `factors` of the weights are what dropout makes of them, [batch * heads, seqlen_q, seqlen_kv].
+    """
+    batch, heads, seqlen_q, seqlen_kv = scores.shape
+    lowest = scores.new_full((batch, heads, seqlen_q, 1), -torch.inf)
+    sink = lowest if sinks is None else sinks.view(1, heads, 1, 1).expand_as(lowest)
+    largest = torch.maximum(lowest, scores.detach().amax(-1, keepdim=True)) if seqlen_kv else lowest
+    largest = torch.maximum(largest, sink.detach())
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - largest)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    kv_heads, rows = v.shape[1], heads // v.shape[1] * seqlen_q
+    shares = weights / total
+    if factors is not None:
+        shares = shares * factors.view_as(shares)
+    shares = shares.to(v.dtype).reshape(batch * kv_heads, rows, seqlen_kv)
+    out = torch.bmm(shares, v.flatten(0, 1)).view(batch, heads, seqlen_q, v.shape[3])
+    lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
+    return out, lse.squeeze(-1)

@@ -1,0 +1,177 @@
+"""Checks of the values of lengths, starts, block tables and slots, which kernels read without checking.
+
+Reading them from a GPU waits for it, so that calls on one are checked only where `FLASHTUNE_CHECK=1` is set.
+On the CPU it costs little, and calls are always checked. A server is wrapped once, when it is prepared:
+without the check a prepared call runs no instruction more.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.core.errors import ProblemError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.extra_inputs import Side
+    from flashtune.core.problem import Problem
+    from flashtune.request.request import Request, Result, Serve
+
+VARIABLE = "FLASHTUNE_CHECK"
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Returns whether values on a device are checked: on the CPU, and where `FLASHTUNE_CHECK` is set."""
+    return device.type == "cpu" or os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def with_checks(serve: Serve, request: Request) -> Serve:
+    """Returns a server that checks the values of each call's lengths, or the server itself without need."""
+    problem = request.problem
+    has_values = problem.packed or problem.page_size or problem.lengths or problem.prefix
+    if not has_values or not values_are_checked(request.device):
+        return serve
+    return functools.partial(_checked, serve, request)
+
+
+def check_slot_values(slots: Tensor, rows: int) -> None:
+    """Checks the slots of rows that are appended to a cache.
+
+    Args:
+        slots: Int64 [tokens]; negative ones are skipped.
+        rows: Rows of all pages.
+
+    Raises:
+        ProblemError: A slot lies behind the last page, or two are the same.
+    """
+    if is_capturing(slots):
+        return
+    place = _first(slots >= rows)
+    if place is not None:
+        raise ProblemError(
+            f"slots[{place[0]}] is {_at(slots, place)} and the cache has {rows} rows: pass slots as "
+            "PagedKVCache.extend gives them"
+        )
+    ordered, order = slots.sort(stable=True)
+    place = _first((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    if place is not None:
+        one, other = order[place[0]].item(), order[place[0] + 1].item()
+        raise ProblemError(
+            f"slots[{one}] and slots[{other}] are both {_at(slots, (int(other),))}: pass each slot once"
+        )
+
+
+def check_values(request: Request, q: Tensor, k: Tensor, side: Side) -> None:
+    """Checks the values of a call's lengths, starts and block table.
+
+    Args:
+        request: What the call asks for.
+        q: Queries, in the call's layout.
+        k: Keys or pages, in the call's layout.
+        side: The call's side inputs.
+
+    Raises:
+        ProblemError: A value reaches beyond the tensors, or sequences overlap.
+    """
+    problem = request.problem
+    if side.cu_seqlens_q is not None:
+        _check_starts("cu_seqlens_q", side.cu_seqlens_q, "q", q.shape[0], problem.seqlen_q)
+    if side.cu_seqlens_kv is not None:
+        _check_starts("cu_seqlens_k", side.cu_seqlens_kv, "k", k.shape[0], problem.seqlen_kv)
+    if side.seqlens_kv is not None:
+        if side.block_table is None:
+            _check_lengths("kv_lengths", side.seqlens_kv, "k", problem.seqlen_kv)
+        else:
+            check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
+    place = None if side.prefix is None else _first(side.prefix < 0)
+    if side.prefix is not None and place is not None:
+        raise ProblemError(
+            f"prefix_lengths[{place[0]}] is {_at(side.prefix, place)}: pass 0 for a sequence without a prefix"
+        )
+
+
+def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) -> None:
+    """Checks lengths against a block table, and the entries that hold keys; others are never read.
+
+    Args:
+        problem: What is computed.
+        table: The pages of each sequence, int32 [batch, pages of the longest].
+        lengths: Keys of each sequence, int32 [batch].
+        pages: How many pages the cache has.
+
+    Raises:
+        ProblemError: A sequence is longer than its row, or has a page that the cache has not.
+    """
+    _check_lengths("seqlens_k", lengths, "a row of block_table", table.shape[1] * problem.page_size)
+    starts = torch.arange(table.shape[1], device=table.device) * problem.page_size
+    place = _first(((table < 0) | (table >= pages)) & (starts < lengths[:, None]))
+    if place is not None:
+        row, column = place
+        raise ProblemError(
+            f"block_table[{row}, {column}] is {_at(table, place)} and the cache has {pages} pages: pass the "
+            f"pages of sequence {row}"
+        )
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Returns whether a CUDA graph is being captured, when no value can be read."""
+    if not tensor.is_cuda:
+        return False
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _checked(
+    serve: Serve, request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side
+) -> Result:
+    if not is_capturing(q):
+        check_values(request, q, k, side)
+    return serve(q, k, v, scale, side)
+
+
+def _check_starts(name: str, starts: Tensor, tensor: str, tokens: int, longest: int) -> None:
+    # Differences of int32 may overflow.
+    starts = starts.long()
+    if (begin := int(starts[0])) != 0:
+        raise ProblemError(f"{name}[0] is {begin}: pass 0, where the first sequence begins")
+    counts = starts.diff()
+    place = _first(counts < 0)
+    if place is not None:
+        number = place[0] + 1
+        raise ProblemError(
+            f"{name}[{number}] is {_at(starts, (number,))} and less than the entry before it: pass starts "
+            "that never decrease"
+        )
+    if (end := int(starts[-1])) > tokens:
+        raise ProblemError(f"{name} ends at {end} and {tensor} has {tokens} tokens: pass starts within them")
+    place = _first(counts > longest)
+    if place is not None:
+        limit = f"max_seqlen_{tensor}"
+        raise ProblemError(
+            f"sequence {place[0]} has {_at(counts, place)} tokens by {name} and {limit} is at most "
+            f"{longest}: pass the longest as {limit}"
+        )
+
+
+def _check_lengths(name: str, lengths: Tensor, tensor: str, room: int) -> None:
+    place = _first((lengths < 0) | (lengths > room))
+    if place is not None:
+        raise ProblemError(
+            f"{name}[{place[0]}] is {_at(lengths, place)} and {tensor} has room for {room} keys: pass "
+            f"lengths from 0 to {room}"
+        )
+
+
+def _first(wrong: Tensor) -> tuple[int, ...] | None:
+    """Returns the index of the first element that is true, or None."""
+    places = wrong.nonzero()
+    return tuple(places[0].tolist()) if len(places) else None
+
+
+def _at(tensor: Tensor, place: tuple[int, ...]) -> int:
+    return int(tensor[place])

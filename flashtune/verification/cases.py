@@ -1,0 +1,242 @@
+"""The companion problems of a check: which shapes, probes and layouts a config is put through.
+
+A kernel's source depends on no length, head count or batch, so one binary takes all of them.
+Which lengths those are, and which probes go with them, is in `shapes.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.verification.inputs.guarded_tensors import Layout
+from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
+from flashtune.verification.probes import Probe
+from flashtune.verification.serving_shapes import Posed, posed
+from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
+
+TENSORS = ("q", "k", "v", "out")
+# Sides of a tile where a config does not name them.
+DEFAULT_TILE = (128, 128)
+# Heads, KV heads and batch, in turn.
+HEADS = ((4, 2, 1), (3, 1, 2), (2, 2, 2), (1, 1, 1), (6, 3, 1))
+FEW_HEADS = ((4, 2, 1), (1, 1, 2), (2, 2, 1))
+SCALES = (1.0, 0.6, 1.7)
+MAIN_REPEATS = 4
+# The tuned shape is thinned out beyond this many bytes of inputs and output.
+MAX_MAIN_BYTES = 2**31
+
+
+class Level(enum.Enum):
+    """How much is checked.
+
+    quick   A self-check before first use: a dozen small problems.
+    full    A search's candidate: the tuned shape, and every border of the tile. What it is about to select
+            is proven so once more, with warps that fall behind.
+    strict  An audit: ten times the probes of full, tensors beyond 2^31 elements, and warps that fall behind.
+    """
+
+    QUICK = "quick"
+    FULL = "full"
+    STRICT = "strict"
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem to launch a kernel on.
+
+    Attributes:
+        problem: Shape, type and mask.
+        probe: What q, k and v hold.
+        block: Keys of the tile that the probe is made for.
+        scale: Softmax scale.
+        layout: Order of heads and positions in memory.
+        repeats: Launches that must agree: bit for bit, but for gradients whose sums may take any order.
+        far: Which of q, k, v, out spans more than 2^31 elements, if any.
+        lengths: Of each sequence, where they differ.
+        faulty: Whether looking up a block table where a sequence has no page ends the process.
+    """
+
+    problem: Problem
+    probe: Probe
+    block: int
+    scale: float
+    layout: Layout = Layout.BHSD
+    repeats: int = 1
+    far: int | None = None
+    # What most cases do not say is not in the bytes that their seeds are made of.
+    lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
+    faulty: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def label(self) -> str:
+        """The case in a few words, for a verdict."""
+        problem = self.problem
+        lengths = f"q={problem.seqlen_q} kv={problem.seqlen_kv}"
+        heads = f"heads={problem.heads}x{problem.kv_heads} batch={problem.batch}"
+        far = "" if self.far is None else f" {TENSORS[self.far]} beyond 2^31"
+        ragged = "" if self.lengths is msgspec.UNSET else f" queries={self.lengths.queries[:8]}"
+        ragged += "" if self.lengths is msgspec.UNSET else f" keys={self.lengths.keys[:8]}"
+        return f"{self.probe} {lengths} {heads} {self.layout}{far}{ragged}"
+
+
+def lengths_of(case: Case) -> Lengths:
+    """Queries and keys of each of a case's sequences."""
+    return equal_lengths(case.problem) if case.lengths is msgspec.UNSET else case.lengths
+
+
+def splits_of(config: Config) -> int:
+    """Parts that a decoding kernel cuts keys into, at least 1; 0 of a kernel that does not decode."""
+    splits: int | None = getattr(config, "splits", None)
+    return 0 if splits is None else max(1, splits)
+
+
+def tile_of(config: Config) -> tuple[int, int]:
+    """Queries and keys of a config's tile: its `block_m` and `block_n`."""
+    block_m, block_n = DEFAULT_TILE
+    return int(getattr(config, "block_m", block_m)), int(getattr(config, "block_n", block_n))
+
+
+def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
+    """The small problems of a level, in a fixed order.
+
+    Args:
+        problem: The problem that a kernel is for.
+        config: The kernel's config: its tile and pipeline decide the lengths.
+        level: How much is checked.
+        reduced: Whether to make do with fewer heads and blocks, as an interpreter needs.
+    """
+    block_m, block_n = tile_of(config)
+    tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
+    splits = splits_of(config)
+    if splits or problem.features:
+        problems = posed(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
+        served = tuple(_served(problem, problems, block_n))
+        return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
+    shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
+    if reduced:
+        # Without rounds of tiles nothing else has three tiles of queries and of keys in full attention.
+        cases = cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS)
+        # Nothing races in an interpreter, and programs run one after the other.
+        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
+    # Heads that share a tile: some must be left over for a tile of their own.
+    pack = getattr(config, "pack", 1)
+    heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
+    rounds = rounds_of(tile, quick=level is Level.QUICK)
+    return (*cases_of(problem, shapes, block_n, heads), *cases_of(problem, rounds, block_n, ROUNDS))
+
+
+def main_cases(problem: Problem) -> tuple[Case, ...]:
+    """The tuned shape itself, its batch and heads thinned out where memory would not hold it."""
+    if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
+        return ()
+    fitting = _thinned(problem)
+    if is_ragged(problem):
+        lengths = usual_lengths(fitting)
+        shapes = (
+            Shape(Probe.RANDOM, *_longest(lengths), MAIN_REPEATS),
+            Shape(Probe.NEEDLE, *_longest(lengths)),
+        )
+        heads = (fitting.heads, fitting.kv_heads)
+        return tuple(_served(fitting, (Posed(shape, heads, lengths, True) for shape in shapes), 64, (1.0,)))
+    # The block is a fixed one, so that configs with different tiles share inputs and reference.
+    common = {"problem": fitting, "block": 64, "scale": problem.head_dim**-0.5}
+    return (
+        Case(probe=Probe.RANDOM, repeats=MAIN_REPEATS, layout=Layout.BSHD, **common),
+        Case(probe=Probe.NEEDLE, **common),
+    )
+
+
+def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
+    """Small problems of which one tensor at a time spans more than 2^31 elements."""
+    block_m, block_n = tile_of(config)
+    if is_ragged(problem) or splits_of(config):
+        queries = 1 if splits_of(config) else block_m + 1
+        lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
+        heads = (16, 1) if problem.latent else (4, 2)
+        one = Posed(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
+        (case,) = _served(problem, (one,), block_n, (1.0,))
+        return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
+    small = msgspec.structs.replace(
+        problem, batch=2, heads=2, kv_heads=1, seqlen_q=block_m + 1, seqlen_kv=2 * block_n + 1
+    )
+    return tuple(
+        Case(problem=small, probe=Probe.RANDOM, block=block_n, scale=problem.head_dim**-0.5, far=tensor)
+        for tensor in range(len(TENSORS))
+    )
+
+
+def _thinned(problem: Problem) -> Problem:
+    while problem.minimal_bytes() > MAX_MAIN_BYTES:
+        if problem.batch > 1:
+            packed = -(-problem.packed // 2)
+            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, packed=packed)
+        elif problem.kv_heads > 1:
+            fewer = problem.kv_heads // 2
+            problem = msgspec.structs.replace(problem, kv_heads=fewer, heads=fewer * problem.group_size)
+        else:
+            break
+    return problem
+
+
+def cases_of(
+    problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
+) -> Iterator[Case]:
+    """Cases of equal sequences; `heads` are heads, KV heads and batch, which come in turn like all else."""
+    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
+    for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
+        yield Case(
+            problem=msgspec.structs.replace(
+                problem,
+                heads=many,
+                kv_heads=kv_heads,
+                batch=batch,
+                seqlen_q=max(1, shape.seqlen_q),
+                seqlen_kv=max(1, shape.seqlen_kv),
+            ),
+            probe=shape.probe,
+            block=block,
+            scale=factor * problem.head_dim**-0.5,
+            layout=layout,
+            repeats=shape.repeats,
+        )
+
+
+def _served(
+    problem: Problem, problems: Iterable[Posed], block: int, factors: tuple[float, ...] = SCALES
+) -> Iterator[Case]:
+    """Cases of sequences that differ, or of what is asked beside the plain."""
+    turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))
+    for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
+        heads, kv_heads = one.heads
+        queries, keys = _longest(one.lengths)
+        if problem.page_size:
+            # Tables have room for a page more than any sequence has, every other time.
+            keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
+        elif problem.lengths:
+            keys += 5 * (turn % 2)
+        yield Case(
+            problem=msgspec.structs.replace(
+                problem,
+                heads=heads,
+                kv_heads=kv_heads,
+                batch=len(one.lengths.queries),
+                seqlen_q=queries,
+                seqlen_kv=keys,
+                packed=one.lengths.total_q if problem.packed else 0,
+            ),
+            probe=one.shape.probe,
+            block=block,
+            scale=factor * problem.head_dim**-0.5,
+            layout=layout,
+            repeats=one.shape.repeats,
+            lengths=one.lengths if one.ragged else msgspec.UNSET,
+        )
+
+
+def _longest(lengths: Lengths) -> tuple[int, int]:
+    return max(1, *lengths.queries), max(1, *lengths.keys)

@@ -1,0 +1,243 @@
+"""Proves a kernel of either pass: launches it on every case of a level, compares with the reference.
+
+What decides is gathered on the device and read once at the end, so that a check costs the launches
+and little more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from triton.errors import TritonError
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Verdict
+from flashtune.launch.compilation import first_line, interpreting
+from flashtune.launch.forward import Binary, compile_binary
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.verification.cases import Case, Level, splits_of
+from flashtune.verification.inputs.prepared import next_seed
+from flashtune.verification.passes import case_findings, forget, planned_cases
+from flashtune.verification.single_thread import one_thread
+
+if TYPE_CHECKING:
+    from flashtune.core.config import Config
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.target import Target
+    from flashtune.templates.family import Family
+    from flashtune.verification.comparison import Finding
+
+INTERPRETER = "interpreter"
+# What a verdict says of a result that is not finite; JSON knows no infinity.
+NOT_FINITE = 1e9
+
+
+def check_kernel(
+    family: Family,
+    problem: Problem,
+    config: Config,
+    specialization: Specialization,
+    target: Target,
+    device: torch.device,
+    level: Level = Level.FULL,
+    *,
+    seed: int | None = None,
+) -> Verdict:
+    """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
+
+    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
+    failure. The strict level also checks the binaries with and without the log-sum-exp (of a backward
+    pass, its gradient), the other causal alignment, and each with warps that fall behind.
+
+    Args:
+        family: The kernel's family.
+        problem: What it must compute; also the shape that the full level checks it at.
+        config: Its config.
+        specialization: What it may assume of its tensors.
+        target: The GPU that it is compiled for.
+        device: Where to run it.
+        level: How much to check.
+        seed: Seed of all inputs; a fresh one where left out.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    # The template engine, which whoever has a rendered kernel may do without.
+    from flashtune.templates.rendering import render
+
+    problem = interpretable(problem) if interpreting() else problem
+    verdicts = []
+    for variant, specialized in _variants(problem, specialization, level):
+        kernel = render(family, variant, config, specialized)
+        verdicts.append(check_rendered(kernel, variant, config, target, device, level, seed=seed))
+        if level is Level.STRICT and verdicts[-1].passed and not interpreting():
+            late = check_delayed(kernel, variant, config, target, device, seed=seed)
+            if late is not None:
+                verdicts.append(late)
+    return joined(verdicts)
+
+
+def check_rendered(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    level: Level = Level.FULL,
+    *,
+    seed: int | None = None,
+    compiled: Binary | None = None,
+) -> Verdict:
+    """As `check_kernel`, of a kernel that is rendered already, and compiled where that is at hand.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    seed = next_seed() if seed is None else seed
+    binary = None if interpreting() else compiled or compile_binary(kernel, target)
+    findings: list[Finding] = []
+    planned = _planned(kernel, problem, config, target, level, seed)
+    keep = level is not Level.QUICK
+    with _on(device), contextlib.nullcontext() if interpreting() else one_thread():
+        try:
+            for case, case_seed in planned:
+                found = tuple(case_findings(kernel, binary, case, case_seed, target, device, keep=keep))
+                findings += found
+                # On the CPU figures are known at once, and launches are slow: one failure will do.
+                if interpreting() and not all(finding.holds() for finding in found):
+                    break
+            assert findings, "a kernel without problems is not proven"
+            figures = read_figures(findings)
+        except (RuntimeError, TritonError) as error:
+            forget()
+            raise KernelError(first_line(error)) from error
+    verdict = _verdict(findings, figures, _device_name(device), seed)
+    if not verdict.passed:
+        forget()
+        return verdict
+    return msgspec.structs.replace(verdict, probes=tuple({case.probe.value: None for case, _ in planned}))
+
+
+def check_delayed(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    *,
+    seed: int | None = None,
+) -> Verdict | None:
+    """As `check_rendered` at the full level, with warps that fall behind: does it wait for what it needs?
+
+    None of a kernel that leaves that to the compiler.
+
+    Raises:
+        KernelError: It does not compile, load or launch.
+    """
+    # A first call, which is not proven so, imports nothing for it.
+    from flashtune.verification.schedule_fuzzing import DELAYS, delayed
+
+    late = delayed(kernel)
+    if late is None:
+        return None
+    verdict = check_rendered(late, problem, config, target, device, seed=seed)
+    if not verdict.passed:
+        return msgspec.structs.replace(verdict, failed=f"delayed {verdict.failed}")
+    return msgspec.structs.replace(verdict, probes=(*(verdict.probes or ()), DELAYS))
+
+
+def full_probes(kernel: Kernel, problem: Problem, config: Config, target: Target) -> frozenset[str]:
+    """The probes that a pass at the full level names; `delays` too where `check_delayed` gives a verdict."""
+    from flashtune.verification.schedule_fuzzing import DELAYS, delayed
+
+    planned = _planned(kernel, problem, config, target, Level.FULL, 0)
+    late = () if delayed(kernel) is None else (DELAYS,)
+    return frozenset((*(case.probe.value for case, _ in planned), *late))
+
+
+def read_figures(findings: list[Finding]) -> list[float]:
+    """All figures, in their order, which are on the device: it is waited for once for each type of them."""
+    values = [0.0] * len(findings)
+    for dtype in {finding.figure.dtype for finding in findings}:
+        alike = [place for place, finding in enumerate(findings) if finding.figure.dtype is dtype]
+        found = torch.stack([findings[place].figure for place in alike]).tolist()
+        for place, value in zip(alike, found, strict=True):
+            values[place] = float(value)
+    return values
+
+
+def interpretable(problem: Problem) -> Problem:
+    """The problem as the interpreter can compute it: its products of 16-bit tiles are garbage."""
+    return msgspec.structs.replace(problem, dtype=Dtype.FP32)
+
+
+def joined(verdicts: list[Verdict]) -> Verdict:
+    """Several verdicts on variants of one kernel as one."""
+    worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_ratio))
+    found = msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
+    if not found.passed:
+        return found
+    named = (name for verdict in verdicts for name in verdict.probes or ())
+    return msgspec.structs.replace(found, probes=tuple(dict.fromkeys(named)))
+
+
+def _variants(
+    problem: Problem, specialization: Specialization, level: Level
+) -> Iterator[tuple[Problem, Specialization]]:
+    yield problem, specialization
+    if level is not Level.STRICT:
+        return
+    yield problem, msgspec.structs.replace(specialization, lse=not specialization.lse)
+    if problem.causal is not Causal.NONE:
+        other = Causal.TOP_LEFT if problem.causal is Causal.BOTTOM_RIGHT else Causal.BOTTOM_RIGHT
+        yield msgspec.structs.replace(problem, causal=other), specialization
+
+
+def _planned(
+    kernel: Kernel, problem: Problem, config: Config, target: Target, level: Level, seed: int
+) -> tuple[tuple[Case, int], ...]:
+    """The cases of a level that the kernel's family computes."""
+    planned = tuple(planned_cases(kernel, problem, config, level, seed))
+    return _supported(kernel, target, planned) if problem.features or splits_of(config) else planned
+
+
+def _supported(
+    kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
+) -> tuple[tuple[Case, int], ...]:
+    """Those cases that the kernel's family computes: how many queries it decodes, say, is its own affair.
+
+    Raises:
+        KernelError: There is none of them.
+    """
+    family, tensors = find_family(kernel.family), kernel.specialization
+    cases = tuple(one for one in planned if why_not(family, one[0].problem, target, tensors) is None)
+    if not cases:
+        raise KernelError(f"{kernel.family} refuses every problem of the proof: prove it at another problem")
+    return cases
+
+
+def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:
+    failed = ""
+    worst = 0.0
+    for finding, figure in zip(findings, figures, strict=True):
+        if finding.limit:
+            worst = max(worst, figure if math.isfinite(figure) else NOT_FINITE)
+        if not failed and not figure <= finding.limit:
+            failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
+    return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
+
+
+def _device_name(device: torch.device) -> str:
+    return INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

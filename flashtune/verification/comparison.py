@@ -1,0 +1,127 @@
+"""Launches a kernel on one case and says what decides whether it is right there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.launch.forward import Binary, bind
+from flashtune.verification.inputs.guarded_tensors import (
+    Guarded,
+    Role,
+    bits_of,
+    checksum,
+    guarded_flat,
+    nonzero,
+    poison,
+    stray_writes,
+)
+from flashtune.verification.inputs.placement import pick
+from flashtune.verification.tolerance import worst_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.target import Target
+    from flashtune.verification.cases import Case
+    from flashtune.verification.inputs.prepared import Prepared
+
+
+class Finding(NamedTuple):
+    """One figure that decides: it must not exceed `limit`, nor be NaN.
+
+    Attributes:
+        what: What was compared, in words.
+        figure: A scalar on the device.
+        limit: 1 for error ratios, 0 for counts.
+    """
+
+    what: str
+    figure: Tensor
+    limit: float
+
+    def holds(self) -> bool:
+        """Whether the figure is within its limit; reads it, and so waits for the device."""
+        return self.figure.item() <= self.limit
+
+
+def findings_of(
+    kernel: Kernel,
+    compiled: Binary | None,
+    case: Case,
+    prepared: Prepared,
+    target: Target,
+    cold: int,
+    *,
+    launched: bool = True,
+) -> Iterator[Finding]:
+    """Launches a kernel on a case, as often as the case asks, and yields what decides.
+
+    Args:
+        kernel: The kernel.
+        compiled: Its binary; None under the interpreter.
+        case: The problem.
+        prepared: Its tensors, and what must come of them.
+        target: The GPU.
+        cold: Bytes of the cache that is emptied before each launch but the first, so that copies arrive
+            later than a kernel that does not wait for them expects; 0 to leave it.
+        launched: Whether it is launched; without, the findings say that nothing was written.
+    """
+    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.given if kernel.specialization.lse else None
+    workspaces: list[Guarded] = []
+
+    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
+        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
+        return workspaces[-1].view
+
+    launch: Callable[..., None] = no_launch
+    if launched:
+        launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
+    # What is behind the rows of sequences is like what is around a tensor.
+    written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
+    first: tuple[Tensor, ...] = ()
+    for repeat in range(case.repeats):
+        poison(prepared.out)
+        poison(prepared.lse)
+        if repeat and cold:
+            torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
+        launch(q, k, v, out, lse, case.scale, prepared.side)
+        if not repeat:
+            yield from _compare(case, prepared, lse=lse is not None)
+            first = tuple(bits_of(tensor).clone() for tensor in written) if case.repeats > 1 else ()
+            continue
+        for one, other in zip(first, written, strict=True):
+            unlike = nonzero(one - bits_of(other))
+            yield Finding(f"{case.label}: elements unlike an earlier launch's", unlike, 0.0)
+    for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
+        yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
+    for workspace in workspaces:
+        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
+    changed = nonzero(checksum(prepared.inputs) - prepared.checksum)
+    yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
+
+
+def no_launch(*_: object) -> None:
+    """In place of a launch."""
+
+
+def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
+    expected, out = prepared.expected, prepared.out.view
+    rows = _picked(case, prepared, out)
+    yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
+    # Infinity times zero is NaN, and nothing else than zero comes of a number.
+    yield Finding(f"{case.label}: elements not written or not finite", nonzero(out * 0), 0.0)
+    if lse:
+        exact = expected.lse[..., None]
+        lse_rows = _picked(case, prepared, prepared.lse.view[..., None])
+        ratio = worst_ratio(lse_rows, exact, expected.lse_allowed)
+        yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
+
+
+def _picked(case: Case, prepared: Prepared, written: Tensor) -> Tensor:
+    """What was written at the compared rows, [heads, rows, ...]; some other row where there is none."""
+    return pick(written, case.problem, prepared.lengths, *prepared.chosen)

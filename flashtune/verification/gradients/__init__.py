@@ -1,0 +1,1 @@
+"""Cases, inputs, reference and tolerance of a backward pass."""

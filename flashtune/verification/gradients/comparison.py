@@ -1,0 +1,178 @@
+"""Launches a backward kernel on one case and says what decides whether it is right there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashtune.launch.backward import bind_backward
+from flashtune.verification.comparison import Finding, no_launch
+from flashtune.verification.gradients.tolerance import beyond_order
+from flashtune.verification.inputs.guarded_tensors import (
+    Guarded,
+    Role,
+    bits_of,
+    checksum,
+    guarded_flat,
+    nonzero,
+    poison,
+    stray_writes,
+)
+from flashtune.verification.inputs.placement import capacities, pick, starts
+from flashtune.verification.tolerance import worst_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.launch.forward import Binary
+    from flashtune.verification.cases import Case
+    from flashtune.verification.gradients.inputs import Prepared
+
+
+def gradient_findings(
+    kernel: Kernel,
+    compiled: Binary | None,
+    case: Case,
+    prepared: Prepared,
+    target: Target,
+    cold: int,
+    *,
+    launched: bool = True,
+) -> Iterator[Finding]:
+    """Launches a kernel on a case, as often as the case asks, and yields what decides.
+
+    Every launch must be right by itself, and those after the first agree with it: of a deterministic problem
+    bit for bit, of others as far as 16-bit results of sums in another order do.
+
+    Args:
+        kernel: The kernel.
+        compiled: Its binary; None under the interpreter.
+        case: The problem.
+        prepared: Its tensors, and what must come of them.
+        target: The GPU.
+        cold: Bytes of the cache that is emptied before each launch but the first; 0 to leave it.
+        launched: Whether it is launched; without, the findings say that nothing was written.
+    """
+    workspaces: list[Guarded] = []
+
+    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
+        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
+        return workspaces[-1].view
+
+    tensors, side = prepared.tensors, prepared.side
+    launch: Callable[..., None] = no_launch
+    if launched:
+        launch = bind_backward(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
+    first: dict[str, Tensor] = {}
+    for repeat in range(case.repeats):
+        for one in prepared.written.values():
+            poison(one)
+        if repeat and cold:
+            torch.empty(2 * cold, dtype=torch.uint8, device=tensors.q.device).zero_()
+        launch(tensors, case.scale, side)
+        rows = {name: _rows(name, case, prepared) for name in prepared.written}
+        yield from _compare(case, prepared, rows)
+        held = _held(case, prepared, rows)
+        if repeat:
+            yield from _unlike(case, prepared, first, held)
+        elif case.repeats > 1:
+            first = {name: one.clone() for name, one in held.items()}
+    for name, one in prepared.written.items():
+        yield Finding(f"{case.label}: writes around {name}", stray_writes(one), 0.0)
+    for workspace in workspaces:
+        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
+    changed = nonzero(checksum(prepared.read) - prepared.checksum)
+    yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
+
+
+def _compare(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> Iterator[Finding]:
+    for name, one in prepared.written.items():
+        gradient = prepared.expected.gradients[name]
+        ratio = worst_ratio(rows[name], gradient.exact, gradient.allowed)
+        yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
+        # Infinity times zero is NaN, and nothing else than zero comes of a number.
+        lost = nonzero(_owned(name, case.problem, prepared, one.view) * 0)
+        yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
+
+
+def _held(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What launches are held against each other: all bits, or rows of 16-bit results.
+
+    Of float32 results the order of sums may be all the error, and that is compared by itself.
+    """
+    views = {name: one.view for name, one in prepared.written.items()}
+    if case.problem.deterministic:
+        return {name: bits_of(view) for name, view in views.items()}
+    return {name: rows[name] for name, view in views.items() if view.dtype.itemsize == 2}
+
+
+def _unlike(
+    case: Case, prepared: Prepared, first: dict[str, Tensor], held: dict[str, Tensor]
+) -> Iterator[Finding]:
+    """How far a launch is from the first one."""
+    for name, earlier in first.items():
+        if case.problem.deterministic:
+            unlike = nonzero(earlier - held[name])
+            yield Finding(f"{case.label}: elements of {name} unlike an earlier launch's", unlike, 0.0)
+            continue
+        allowed, stored = prepared.expected.gradients[name].allowed, prepared.written[name].view.dtype
+        beyond = beyond_order(earlier, held[name], allowed, stored)
+        what = f"elements of {name} farther from an earlier launch's than another order of sums"
+        yield Finding(f"{case.label}: {what}", beyond, 0.0)
+
+
+def _rows(name: str, case: Case, prepared: Prepared) -> Tensor:
+    """Rows of a gradient as they are compared; of those that a packed sequence does not have some other."""
+    return _PICKED[name](case.problem, prepared, prepared.written[name].view)
+
+
+def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    """All of a gradient that belongs to a sequence: without any key there is still one packed row."""
+    if not problem.packed or name not in ("dk", "dv"):
+        return written
+    return written[:, :, : sum(capacities(problem, prepared.lengths))]
+
+
+def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    """Rows of all heads of the compared pairs, [pairs, group, seqlen_q, columns]; absent ones are any."""
+    heads = prepared.chosen.pairs.numbers(problem)
+    picked = pick(written, problem, prepared.lengths, heads.flatten(), torch.arange(problem.seqlen_q))
+    return picked.reshape(*heads.shape, *picked.shape[1:])
+
+
+def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    """Rows of the compared pairs, [pairs, seqlen_kv, columns]; what there is none of is any."""
+    pairs = prepared.chosen.pairs
+    if not problem.packed:
+        return pairs.of_keys(problem, written)
+    room = capacities(problem, prepared.lengths)
+    if not sum(room):
+        # The one row that there is belongs to nobody.
+        return written.new_zeros(len(pairs.batch), problem.seqlen_kv, written.shape[-1])
+    first = starts(room).to(torch.int64)[pairs.batch][:, None]
+    rows = (first + torch.arange(problem.seqlen_kv)).clamp_max(written.shape[2] - 1)
+    return written[0][pairs.kv_head[:, None], rows]
+
+
+def _of_bias(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    pairs, rows = prepared.chosen
+    return pairs.of_queries(problem, written, rows)[..., None]
+
+
+def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    return prepared.chosen.pairs.of_queries(problem, written)[..., None]
+
+
+# What was written of each gradient where it is compared, as in `Expected`.
+_PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
+    "dq": _of_queries,
+    "dk": _of_keys,
+    "dv": _of_keys,
+    "dbias": _of_bias,
+    "dslopes": _of_slopes,
+}

@@ -1,0 +1,248 @@
+"""Tensors of a backward case: inputs, gradients of the output and of the log-sum-exp, and the reference.
+
+They are made on the device. A search keeps them for its next candidates.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import Alignment
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Bias
+from flashtune.launch.backward import BackwardTensors
+from flashtune.verification.cases import Case, lengths_of
+from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
+from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
+from flashtune.verification.inputs.case_cache import Kept
+from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.inputs.guarded_tensors import (
+    Guarded,
+    Role,
+    checksum,
+    guarded,
+    guarded_flat,
+    poison,
+)
+from flashtune.verification.inputs.memory import Dense, Frame, Memory, placed
+from flashtune.verification.inputs.placement import Places, capacities, excused, missing, put, query_places
+from flashtune.verification.inputs.prepared import ROWS_BEHIND
+from flashtune.verification.inputs.side_inputs import make_side
+from flashtune.verification.probes import NEEDLE, Probe, make_values, replaced
+from flashtune.verification.reference.forward import sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+    from flashtune.verification.lengths import Lengths
+
+# Heads that are not compared get a log-sum-exp of about the right size, so that weights are finite.
+ABOUT_ONE = 1.0
+
+
+class Prepared(NamedTuple):
+    """A case's tensors and what a right kernel makes of them.
+
+    Attributes:
+        read: All that a launch reads, in its poisoned surroundings.
+        written: Where gradients are written, by their names in `BackwardTensors`, likewise.
+        tensors: The same as a launch takes them.
+        side: Its side inputs.
+        lengths: Of each sequence.
+        chosen: What is compared.
+        expected: What they must be; anything may be where a packed sequence has no row.
+        checksum: Sums of the bits of all that is read.
+    """
+
+    read: tuple[Guarded, ...]
+    written: dict[str, Guarded]
+    tensors: BackwardTensors
+    side: Side
+    lengths: Lengths
+    chosen: Chosen
+    expected: Expected
+    checksum: Tensor
+
+
+def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:
+    """Fresh tensors for a case, and the reference of what they give.
+
+    Args:
+        case: Shape, probe and layout.
+        alignment: The alignment class that the tensors must have, and no better one.
+        device: Where to make them, and to work out the reference.
+        seed: With the case, decides every value.
+        dlse: Whether a gradient of the log-sum-exp comes in.
+    """
+    problem = case.problem
+    generator = torch.Generator(device=device)
+    # The CPU's generator takes no more than 32 bits of a seed.
+    generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
+    lengths = lengths_of(case)
+    given = given_values(case, lengths, generator, dlse)
+    chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
+    expected = expect_gradients(problem, given, chosen)
+    gradients = {
+        name: one._replace(allowed=excused(one.allowed, _absent(name, problem, lengths, chosen.pairs)))
+        for name, one in expected.gradients.items()
+    }
+    expected = expected._replace(gradients=gradients)
+    frame = Frame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
+    memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
+    came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
+    written = written_to(problem, memory, frame)
+    read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
+    taken = {name: one.given for name, one in (*came.items(), *written.items())}
+    tensors = BackwardTensors(memory.q.given, memory.k.given, memory.v.given, **taken)
+    return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
+
+
+def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
+    """A case's values in the types that a kernel reads, as sequences see them that lie side by side."""
+    problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
+    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    dout = make_dout(case.probe, problem, case.block, generator)
+    came_back = make_dlse(problem, generator) if dlse else None
+    q, k, v, dout = (value.to(own) for value in (*values, dout))
+    return Given(q, k, v, dout, came_back, side, case.scale, lengths)
+
+
+def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tensor | None:
+    """Which of a gradient's compared rows a packed sequence does not have; None where all have all."""
+    if name == "dq":
+        heads = pairs.numbers(problem)
+        absent = missing(problem, lengths, heads.flatten(), torch.arange(problem.seqlen_q))
+        return None if absent is None else absent.unflatten(0, tuple(heads.shape))
+    if problem.packed and name in ("dk", "dv"):
+        room = torch.tensor(capacities(problem, lengths))[pairs.batch]
+        return torch.arange(problem.seqlen_kv) >= room[:, None]
+    return None
+
+
+def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, as far as anything is compared."""
+    if chosen.pairs.are_all(problem):
+        return expected.out.reshape(given.dout.shape), expected.lse.reshape(given.dout.shape[:3])
+    out, lse = about_right(problem, given)
+    batch, heads = chosen.pairs.batch[:, None], chosen.pairs.heads(problem)
+    out[batch, heads] = expected.out
+    lse[batch, heads] = expected.lse
+    return out, lse
+
+
+def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
+    """An output of zeros, and a log-sum-exp of a size that leaves weights finite."""
+    out = torch.zeros_like(given.dout)
+    size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
+    return out, torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
+
+
+def came_back(
+    problem: Problem, given: Given, results: tuple[Tensor, Tensor], memory: Memory, frame: Frame
+) -> dict[str, Guarded]:
+    """The output, the log-sum-exp and their gradients where a kernel reads them."""
+    places = query_places(problem, given.lengths)
+    came = {
+        "out": memory.out._replace(role=Role.INPUT),
+        "dout": _like(memory.out, problem, frame, Role.INPUT, 8, 3),
+        "lse": memory.lse._replace(role=Role.INPUT),
+    }
+    values = {"out": results[0], "dout": given.dout, "lse": results[1]}
+    if given.dlse is not None:
+        shape = tuple(memory.lse.given.shape)
+        came["dlse"] = guarded_flat(shape, given.dout.device, Role.INPUT).without(memory.lse.behind)
+        values["dlse"] = given.dlse
+    for name, one in came.items():
+        poison(one)
+        _fill(one.view, values[name], places)
+    return came
+
+
+def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
+    """Where a kernel writes the gradients, by their names."""
+    # Rows of each tensor differ in width, so that one's stride does not serve for another.
+    written = {
+        name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
+        for index, (name, one) in enumerate((("dq", memory.q), ("dk", memory.k), ("dv", memory.v)))
+    }
+    device = memory.q.view.device
+    if problem.bias is Bias.ADDITIVE:
+        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
+        written["dbias"] = guarded_flat(shape, device, Role.OUTPUT, TORCH_DTYPES[problem.dtype])
+    if problem.alibi:
+        written["dslopes"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
+    return written
+
+
+def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:
+    """A tensor of the same shape, with rows of another width; far if `number` of q, k, v, out is."""
+    tensor = guarded(
+        tuple(one.given.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
+        spare=spare, far=frame.far == number,
+    )  # fmt: skip
+    return tensor.without(one.behind)
+
+
+def _fill(view: Tensor, values: Tensor, places: Places) -> None:
+    if view.dim() == 3:
+        view, values = view[..., None], values[..., None]
+    if view.shape == values.shape and len(places.row) == values.shape[0] * values.shape[2]:
+        view.copy_(values)
+    else:
+        put(view, values, places)
+
+
+prepare_and_keep = Kept(prepare)
+
+
+NEEDLES = (Probe.NEEDLE, Probe.FIRST, Probe.LAST)
+# Rows between needles, over the others.
+CALM = 0.1
+
+
+def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Generator) -> Tensor:
+    """A fresh gradient of the output, [batch, heads, seqlen_q, value_head_dim] in float32.
+
+    Where values hold needles so does this, one hot row for each block of queries: a block of them that is
+    skipped, masked or taken twice is missing or doubled in a column of dv, and in dk.
+
+    Args:
+        probe: What q, k and v hold.
+        problem: Shape.
+        block: Rows of a tile.
+        generator: Source of randomness; its device is where the values are made.
+    """
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim)
+    normal = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return _with_needles(normal, probe, block, aside(generator, 2)) if probe in NEEDLES else normal
+
+
+def make_dlse(problem: Problem, generator: torch.Generator) -> Tensor:
+    """A fresh gradient of the log-sum-exp, float32 [batch, heads, seqlen_q]."""
+    shape = (problem.batch, problem.heads, problem.seqlen_q)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _with_needles(normal: Tensor, probe: Probe, block: int, generator: torch.Generator) -> Tensor:
+    batch, heads, rows, width = normal.shape
+    blocks = -(-rows // block)
+    if probe is Probe.FIRST:
+        offset = torch.zeros(batch, heads, blocks, dtype=torch.int64)
+    elif probe is Probe.LAST:
+        offset = torch.full((batch, heads, blocks), block - 1)
+    else:
+        offset = torch.randint(block, (batch, heads, blocks), generator=generator)
+    row = (torch.arange(blocks) * block + offset).clamp_max(rows - 1)
+    # Neighbouring blocks and heads that share keys use columns apart.
+    column = (torch.arange(blocks) * 5 + torch.arange(heads)[:, None] * 3) % width
+    sign = torch.randint(2, (batch, heads, blocks), generator=generator) * 2.0 - 1.0
+    some_batch, some_head = torch.arange(batch)[:, None, None], torch.arange(heads)[None, :, None]
+    return replaced(CALM * normal, (some_batch, some_head, row, column), NEEDLE * sign)

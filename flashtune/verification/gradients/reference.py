@@ -1,0 +1,144 @@
+"""Gradients in float64, and how far a kernel's may be off, on the device that holds the inputs.
+
+Both the exact gradients and the plain ones in low precision are made of the forward pass in float64. The
+plain computation rounds where unfused code rounds (`gate.py` says where) and takes its products exactly.
+Pairs of a sequence and a KV head are worked on some at a time, and large ones in slices of query rows, so
+that memory stays bounded: what keys get of each slice is added up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashtune.core.problem import Bias
+from flashtune.verification.gradients.bias_gradients import (
+    OfSlopes,
+    added_slopes,
+    bias_gradient,
+    slope_gradient,
+    slope_sums,
+)
+from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
+from flashtune.verification.gradients.kv_gradients import OfKeys, added, key_gradients, key_sums
+from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.scores import Work, largest, once, work_on
+from flashtune.verification.gradients.tolerance import Gradient, RowFigures, allowed_query_error
+from flashtune.verification.reference.chunks import together
+from flashtune.verification.tolerance import squared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+
+
+class Chosen(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        pairs: Sequences and KV heads: all their rows, and those of the query heads that share them.
+        rows: Query rows of which the gradient of a bias is compared, [rows] in int64 on the CPU.
+    """
+
+    pairs: Pairs
+    rows: Tensor
+
+
+class Expected(NamedTuple):
+    """What comes in of the forward pass, and what a right backward pass makes of it.
+
+    Attributes:
+        out: The output, rounded once, [pairs, group, seqlen_q, value_head_dim].
+        lse: The log-sum-exp in float32, [pairs, group, seqlen_q].
+        gradients: By their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk and dv
+            [pairs, seqlen_kv, ...], dbias [pairs, group, rows, seqlen_kv, 1] of some rows alone, and dslopes
+            [pairs, group, 1].
+    """
+
+    out: Tensor
+    lse: Tensor
+    gradients: dict[str, Gradient]
+
+
+class OfRows(NamedTuple):
+    """What some rows come to: the forward pass, dq, and dbias where there is one; as in `Expected`."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Gradient
+    dbias: Gradient | None
+
+
+def expect_gradients(problem: Problem, given: Given, chosen: Chosen) -> Expected:
+    """The gradients of the chosen pairs, and what a kernel's error may be there.
+
+    Args:
+        problem: Shape, type, masks, and what else is laid over scores.
+        given: Inputs.
+        chosen: What is compared.
+    """
+    some = pieces(problem, chosen.pairs, given.q.device.type)
+    parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
+    gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
+    return Expected(together([part.out for part in parts]), together([part.lse for part in parts]), gradients)
+
+
+def _joined(parts: list[Gradient], axis: int) -> Gradient:
+    return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
+
+
+def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> Expected:
+    parts: list[OfRows] = []
+    of_keys: OfKeys | None = None
+    of_slopes: OfSlopes | None = None
+    for rows in piece.rows:
+        work = work_on(problem, given, piece.pairs, rows)
+        parts.append(_of_rows(problem, given, work, chosen))
+        sums = key_sums(work)
+        of_keys = sums if of_keys is None else added(of_keys, sums)
+        if problem.alibi:
+            slopes = slope_sums(problem, work, piece.pairs, given.lengths)
+            of_slopes = slopes if of_slopes is None else added_slopes(of_slopes, slopes)
+    assert of_keys is not None
+    dk, dv = key_gradients(problem, given.scale, of_keys)
+    gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
+    of_bias = [part.dbias for part in parts if part.dbias is not None]
+    if of_bias:
+        gradients["dbias"] = _joined(of_bias, 2)
+    if of_slopes is not None:
+        gradients["dslopes"] = slope_gradient(problem, of_slopes)
+    return Expected(
+        together([part.out for part in parts], 2), together([part.lse for part in parts], 2), gradients
+    )
+
+
+def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRows:
+    """What belongs to query rows alone."""
+    exact = (work.exact.slopes @ work.wide.k).mul_(given.scale)
+    plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)
+    figures = RowFigures(
+        plain=largest(plain - exact),
+        typical=given.scale * _typical(work),
+        largest=largest(exact),
+        terms=work.keys,
+        steps=work.errors.steps,
+    )
+    dq = Gradient(exact, allowed_query_error(figures, problem))
+
+    def by_head(rows: Tensor) -> Tensor:
+        split: Tensor = rows.unflatten(1, (problem.group_size, -1))
+        return split
+
+    dbias = bias_gradient(problem, work, chosen) if problem.bias is Bias.ADDITIVE else None
+    return OfRows(by_head(work.out), by_head(work.lse), Gradient(*map(by_head, dq)), dbias)
+
+
+def _typical(work: Work) -> Tensor:
+    """Typical error of each row of dq but for the scale, [pairs, group · rows]."""
+    wide, exact, errors = work.wide, work.exact, work.errors
+    squares = squared(wide.k)
+    spread: Tensor = errors.weight[..., None] * (squared(exact.slopes) @ squares)
+    spread += squared(errors.product)[..., None] * (squared(exact.weights) @ squares)
+    spread += squared(errors.least)[..., None] * squares.sum(-2, keepdim=True)
+    alike = (errors.delta + errors.product) * largest(exact.weights @ wide.k)
+    return alike + spread.amax(-1).sqrt()

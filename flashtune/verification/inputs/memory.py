@@ -1,0 +1,249 @@
+"""A case in poisoned memory: tensors, lengths, tables and scales as a kernel is given them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Alignment
+from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
+from flashtune.core.problem import KvScale
+from flashtune.verification.inputs.guarded_tensors import (
+    Guarded,
+    Layout,
+    Role,
+    guarded,
+    guarded_flat,
+    guarded_integers,
+)
+from flashtune.verification.inputs.placement import (
+    FAULTY_ENTRIES,
+    Places,
+    Table,
+    capacities,
+    key_places,
+    make_table,
+    put,
+    query_places,
+    starts,
+    unused_entries,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+    from flashtune.verification.lengths import Lengths
+
+# Hostile lengths lie by so much over the true ones: who reads them reads the poison behind the tensors.
+OVER = 37
+
+
+class Dense(NamedTuple):
+    """Values of sequences that lie side by side, and what is read beside them.
+
+    Attributes:
+        q: [batch, heads, seqlen_q, head_dim] in the problem's type.
+        k: [batch, kv_heads, seqlen_kv, head_dim] in the cache's type.
+        v: Likewise, value_head_dim wide.
+        side: Scales of a quantised cache are those of each key, [batch, kv_heads, seqlen_kv].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    side: Side
+
+
+class Frame(NamedTuple):
+    """How tensors lie.
+
+    Attributes:
+        alignment: The class that they have, and no better one.
+        layout: Order of heads and positions.
+        far: Which of q, k, v, out spans more than 2^31 elements, if any.
+        faulty: Whether a block table's unused entries are numbers that no memory has.
+        behind: Rows of packed queries and outputs behind the last sequence.
+    """
+
+    alignment: Alignment
+    layout: Layout
+    far: int | None = None
+    faulty: bool = False
+    behind: int = 0
+
+
+class Memory(NamedTuple):
+    """What a kernel is given.
+
+    Attributes:
+        q, k, v: Inputs, each in its poisoned surroundings.
+        out: Where the kernel writes.
+        lse: Where it writes the log-sum-exp.
+        beside: All side inputs, likewise in hostile surroundings.
+        side: The side inputs as a launch takes them.
+    """
+
+    q: Guarded
+    k: Guarded
+    v: Guarded
+    out: Guarded
+    lse: Guarded
+    beside: tuple[Guarded, ...]
+    side: Side
+
+
+def placed(
+    problem: Problem, dense: Dense, lengths: Lengths, frame: Frame, generator: torch.Generator
+) -> Memory:
+    """Puts a case's values where a kernel finds them, and poison everywhere else.
+
+    Args:
+        problem: Whether sequences are packed or in pages.
+        dense: The values.
+        lengths: Of each sequence.
+        frame: How tensors lie.
+        generator: Of the CPU's: which pages are whose.
+    """
+    table = _table(problem, lengths, frame, generator) if problem.page_size else None
+    queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    behind = frame.behind if problem.packed else 0
+    rows = (queries[0], problem.heads, queries[1] + behind)
+    keys = _key_shape(problem, lengths, table)
+    own = TORCH_DTYPES[problem.dtype]
+    stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else own
+    shapes = (
+        ((*rows, problem.head_dim), own, Role.INPUT),
+        ((*keys, problem.head_dim), stored, Role.INPUT),
+        ((*keys, problem.value_head_dim), stored, Role.INPUT),
+        ((*rows, problem.value_head_dim), TORCH_DTYPES[problem.out_dtype], Role.OUTPUT),
+    )
+    # The tensors' rows differ in width, so that one's stride does not serve for another.
+    q, k, v, out = (
+        guarded(
+            shape, dtype, frame.alignment, frame.layout, dense.q.device, role,
+            spare=2 * index, far=frame.far == index,
+        )
+        for index, (shape, dtype, role) in enumerate(shapes)
+    )  # fmt: skip
+    q, out = q.without(behind), out.without(behind)
+    if table is not None:
+        # The first and the last page are poison: no table names them but as what nobody may look up.
+        k, v = (one._replace(view=one.view[1:-1]) for one in (k, v))
+    if problem.latent:
+        v = k._replace(view=k.view[..., : problem.value_head_dim])
+    there = query_places(problem, lengths)
+    found = key_places(problem, lengths, None if table is None else table.entries)
+    for one, values, places in ((q, dense.q, there), (k, dense.k, found), (v, dense.v, found)):
+        _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
+    lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
+    beside, side = _beside(problem, dense.side, lengths, table, frame.layout, dense.q.device)
+    return Memory(q, k, v, out, lse, beside, side)
+
+
+def _fill(view: Tensor, values: Tensor, places: Places, *, whole: bool) -> None:
+    if whole and len(places.row) == values.shape[0] * values.shape[2]:
+        view.copy_(values)
+    else:
+        put(view, values, places)
+
+
+def _key_shape(problem: Problem, lengths: Lengths, table: Table | None) -> tuple[int, int, int]:
+    if table is not None:
+        return table.pages + 2, problem.kv_heads, problem.page_size
+    if problem.packed:
+        return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
+    return problem.batch, problem.kv_heads, problem.seqlen_kv
+
+
+def _table(problem: Problem, lengths: Lengths, frame: Frame, generator: torch.Generator) -> Table:
+    state = generator.get_state()
+    table = make_table(problem, lengths, generator)
+    beyond = FAULTY_ENTRIES if frame.faulty else unused_entries(table)
+    # The same pages again, with other numbers where there are none.
+    return make_table(problem, lengths, generator.set_state(state), beyond)
+
+
+def _beside(
+    problem: Problem, side: Side, lengths: Lengths, table: Table | None, layout: Layout, device: torch.device
+) -> tuple[tuple[Guarded, ...], Side]:
+    kept: list[Guarded] = []
+
+    def keep(copy: Guarded, values: Tensor | None = None) -> Tensor:
+        kept.append(copy)
+        if values is not None:
+            copy.view.copy_(values)
+        return copy.view
+
+    def floats(values: Tensor) -> Tensor:
+        return keep(guarded_flat(tuple(values.shape), device, Role.INPUT), values)
+
+    def integers(values: Tensor, hostile: int) -> Tensor:
+        return keep(guarded_integers(values.to(device), hostile))
+
+    given: dict[str, Tensor] = {}
+    scales = {"q_scale": side.q_scale, "k_scale": side.k_scale, "v_scale": side.v_scale}
+    for name, scale in scales.items():
+        if scale is not None:
+            given[name] = (
+                floats(scale)
+                if problem.kv_dtype is None
+                else _cache_scale(problem, scale, lengths, table, floats, 2 if name == "v_scale" else 1)
+            )
+    if side.slopes is not None:
+        # Rows of slopes lie apart, with poison in between.
+        wide = torch.nn.functional.pad(side.slopes, (0, 3), value=float("nan"))
+        given["slopes"] = floats(wide)[:, : problem.heads]
+    if side.bias is not None:
+        # What is one for all sequences, or heads, stays so.
+        own = side.bias[: 1 if side.bias.stride(0) == 0 else None, : 1 if side.bias.stride(1) == 0 else None]
+        one = guarded(tuple(own.shape), own.dtype, Alignment.ANY, layout, device, Role.INPUT, spare=1)
+        given["bias"] = keep(one, own).expand(side.bias.shape)
+    if side.sinks is not None:
+        given["sinks"] = floats(side.sinks)
+    if side.prefix is not None:
+        given["prefix"] = integers(side.prefix, problem.seqlen_kv + OVER)
+    if problem.packed:
+        given["cu_seqlens_q"] = integers(starts(lengths.queries), lengths.total_q + OVER)
+        if table is None:
+            rooms = starts(capacities(problem, lengths))
+            given["cu_seqlens_kv"] = integers(rooms, int(rooms[-1]) + OVER)
+    if table is not None or problem.lengths:
+        used = torch.tensor(lengths.keys, dtype=torch.int32)
+        given["seqlens_kv"] = integers(used, problem.seqlen_kv + OVER)
+    if table is not None:
+        given["block_table"] = integers(table.entries, -1)
+    if side.seed is not None:
+        given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
+    return tuple(kept), Side(**given, softcap=side.softcap, dropout=side.dropout)
+
+
+def _cache_scale(
+    problem: Problem,
+    scale: Tensor,
+    lengths: Lengths,
+    table: Table | None,
+    floats: Callable[[Tensor], Tensor],
+    step: int,
+) -> Tensor:
+    """Scales of a cache as kernels take them, [pages or batch, kv_heads], of the scale of each key.
+
+    Heads lie `step` elements apart and rows further than their heads reach, with poison in between; pages
+    that nobody uses have poison alone.
+    """
+    blocks = problem.batch if table is None else table.pages
+    if problem.kv_scale is KvScale.TENSOR:
+        return floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
+    of_pages = problem.kv_scale is KvScale.PAGE
+    wide = scale.new_full((blocks if of_pages else 1, problem.kv_heads + 1, step), float("nan"))
+    if table is None or not of_pages:
+        wide[:, :-1, 0] = scale[: len(wide), :, 0]
+    else:
+        found = key_places(problem, lengths, table.entries).to(scale.device)
+        first = found.slot == 0
+        wide[found.block[first], :-1, 0] = scale[found.sequence[first], :, found.row[first]]
+    return floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)

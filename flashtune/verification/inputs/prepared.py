@@ -1,0 +1,140 @@
+"""A case's tensors and reference, made on the device and, for the levels of a search, kept a while."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import Alignment
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.request.quantization import E4M3, LARGEST
+from flashtune.verification.cases import Case, lengths_of
+from flashtune.verification.inputs.case_cache import Kept
+from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
+from flashtune.verification.inputs.memory import Dense, Frame, placed
+from flashtune.verification.inputs.placement import excused, missing
+from flashtune.verification.inputs.side_inputs import make_side, store
+from flashtune.verification.probes import make_values
+from flashtune.verification.reference.forward import Expected, Sample, expect, sample
+from flashtune.verification.tolerance import inverse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.verification.lengths import Lengths
+
+# Seeds in a row that one check may use: the strict level's.
+STEPS_PER_SEED = 10
+# Checks of one process that share a seed, and so the references of its larger problems.
+CHECKS_PER_SEED = 32
+
+# Rows of packed queries behind the last sequence: a batch that is smaller than its tensors.
+ROWS_BEHIND = 3
+
+_RUN_SEED = secrets.randbits(30)
+_CHECKS = itertools.count()
+
+
+class Prepared(NamedTuple):
+    """A case's tensors and what a right kernel makes of them.
+
+    Attributes:
+        q, k, v: Inputs, each in its poisoned surroundings.
+        beside: All that a launch reads beside them, likewise; empty where it reads nothing else.
+        side: The same as a launch takes it.
+        out: Where the kernel writes.
+        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q]; of packed sequences [1, heads, rows].
+        lengths: Of each sequence.
+        chosen: The rows that are compared.
+        expected: What they must be; anything may be where a packed sequence has no row.
+        checksum: Sums of the bits of all inputs.
+    """
+
+    q: Guarded
+    k: Guarded
+    v: Guarded
+    beside: tuple[Guarded, ...]
+    side: Side
+    out: Guarded
+    lse: Guarded
+    lengths: Lengths
+    chosen: Sample
+    expected: Expected
+    checksum: Tensor
+
+    @property
+    def inputs(self) -> tuple[Guarded, ...]:
+        """All that a kernel reads."""
+        return self.q, self.k, self.v, *self.beside
+
+
+def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
+    """Fresh tensors for a case, and the reference of what they give.
+
+    Args:
+        case: Shape, probe and layout.
+        alignment: The alignment class that the tensors must have, and no better one.
+        device: Where to make them, and to work out the reference.
+        seed: With the case, decides every value.
+    """
+    problem = case.problem
+    generator = torch.Generator(device=device)
+    # The CPU's generator takes no more than 32 bits of a seed.
+    generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
+    lengths = lengths_of(case)
+    dense = dense_values(case, lengths, generator)
+    frame = Frame(alignment, case.layout, case.far, case.faulty is True, ROWS_BEHIND)
+    memory = placed(problem, dense, lengths, frame, aside(generator))
+    chosen = sample(problem, generator)
+    q, k, v, side = dense
+    expected = expect(problem, q, k, v, case.scale, chosen, side, lengths)
+    absent = missing(problem, lengths, *chosen)
+    expected = expected._replace(
+        allowed=excused(expected.allowed, absent), lse_allowed=excused(expected.lse_allowed, absent)
+    )
+    lies = (memory.q, memory.k, memory.v, memory.beside, memory.side, memory.out, memory.lse)
+    inputs = checksum((memory.q, memory.k, memory.v, *memory.beside))
+    return Prepared(*lies, lengths, chosen, expected, inputs)
+
+
+def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
+    """A case's values in the types that a kernel reads."""
+    problem = case.problem
+    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    if problem.dtype.is_quantized:
+        (q, q_scale), (k, k_scale), (v, v_scale) = (_quantized(value) for value in values)
+        return Dense(q, k, v, side._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))
+    own = TORCH_DTYPES[problem.dtype]
+    q = values.q.to(own)
+    if problem.kv_dtype is None:
+        return Dense(q, values.k.to(own), values.v.to(own), side)
+    k, k_scale = store(values.k, problem, aside(generator))
+    if problem.latent:
+        return Dense(q, k, k[..., : problem.value_head_dim], side._replace(k_scale=k_scale, v_scale=k_scale))
+    # Powers of their own: a kernel that takes the keys' scales for values shows it.
+    v, v_scale = store(values.v, problem, aside(generator, 1))
+    return Dense(q, k, v, side._replace(k_scale=k_scale, v_scale=v_scale))
+
+
+def _quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize`, of heads that are not all zeros, by kernels that are in use anyway."""
+    largest = tensor.abs().amax((2, 3), keepdim=True)
+    # A hair less than the largest number for the largest element: beyond it some versions of torch make NaN.
+    elements = tensor * inverse(largest) * (LARGEST * (1.0 - 2.0**-20))
+    return elements.to(E4M3), (largest * (1 / LARGEST)).flatten(1)
+
+
+prepare_and_keep = Kept(prepare)
+
+
+def next_seed() -> int:
+    """A seed that other processes do not use, and that this one uses for a few checks only."""
+    return _RUN_SEED + STEPS_PER_SEED * (next(_CHECKS) // CHECKS_PER_SEED)

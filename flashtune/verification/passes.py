@@ -1,0 +1,110 @@
+"""What a check does differently for the forward pass and for the backward one: problems, inputs, launches.
+
+The modules of gradients are imported where a backward pass is proven: a forward kernel's first call pays for
+no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.launch.compilation import interpreting
+from flashtune.verification import cases
+from flashtune.verification.cases import Case, Level
+from flashtune.verification.comparison import Finding, findings_of
+from flashtune.verification.inputs import prepared
+from flashtune.verification.inputs.prepared import STEPS_PER_SEED
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.config import Config
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.launch.forward import Binary
+
+STRICT_REPEATS = 50
+# Cases whose block tables end the process that looks up what is not there.
+FAULTY_CASES = 4
+
+
+def planned_cases(
+    kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int
+) -> Iterator[tuple[Case, int]]:
+    """The cases of a level, each with the seed of its inputs."""
+    own = _cases(problem)
+    reduced = interpreting()
+    small = own.companions(problem, config, level, reduced=reduced)
+    if level is not Level.QUICK and not reduced:
+        yield from ((case, seed) for case in own.main_cases(problem))
+    yield from ((case, seed) for case in small)
+    if level is not Level.STRICT or reduced:
+        return
+    for step in range(1, STEPS_PER_SEED):
+        yield from ((case, seed + step) for case in small)
+    for case in own.main_cases(problem):
+        yield msgspec.structs.replace(case, repeats=STRICT_REPEATS), seed + 1
+    if problem.page_size:
+        tables = [case for case in small if case.problem.page_size][:FAULTY_CASES]
+        yield from ((msgspec.structs.replace(case, faulty=True), seed) for case in tables)
+    if kernel.specialization.index_bits == 64:
+        yield from ((case, seed) for case in own.far_cases(problem, config))
+
+
+def _cases(problem: Problem) -> ModuleType:
+    """Which cases there are for a pass."""
+    if not problem.is_backward:
+        return cases
+    from flashtune.verification.gradients import cases as gradient_cases
+
+    return gradient_cases
+
+
+def case_findings(
+    kernel: Kernel,
+    binary: Binary | None,
+    case: Case,
+    seed: int,
+    target: Target,
+    device: torch.device,
+    *,
+    keep: bool,
+    launched: bool = True,
+) -> Iterator[Finding]:
+    """Prepares a case, launches the kernel on it and yields what decides.
+
+    Args:
+        kernel: The kernel.
+        binary: Its binary; None under the interpreter.
+        case: The problem.
+        seed: Of its inputs.
+        target: The GPU that it is compiled for.
+        device: Where to run it.
+        keep: Whether inputs and reference are kept for kernels to come, and caches emptied between
+            launches. A self-check leaves nothing behind in a user's memory.
+        launched: Whether the kernel is launched; without, all findings say that nothing was written.
+    """
+    alignment = kernel.specialization.alignment
+    cold = target.l2_bytes if keep else 0
+    if case.problem.is_backward:
+        from flashtune.verification.gradients import inputs as prepared_gradients
+        from flashtune.verification.gradients.comparison import gradient_findings
+
+        make = prepared_gradients.prepare_and_keep if keep else prepared_gradients.prepare
+        gradients = make(case, alignment, device, seed, kernel.specialization.lse)
+        return gradient_findings(kernel, binary, case, gradients, target, cold, launched=launched)
+    ready = (prepared.prepare_and_keep if keep else prepared.prepare)(case, alignment, device, seed)
+    return findings_of(kernel, binary, case, ready, target, cold, launched=launched)
+
+
+def forget() -> None:
+    """Drops what is kept: a wrong kernel may have written anywhere."""
+    from flashtune.verification.gradients import inputs as prepared_gradients
+
+    prepared.prepare_and_keep.forget()
+    prepared_gradients.prepare_and_keep.forget()

@@ -1,0 +1,246 @@
+"""The inputs that one wrong tile cannot pass: what q, k and v hold in each probe."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.problem import KvScale
+from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.mask_boundary_probes import FIRST_HIDDEN, LAST_VISIBLE, at_edges, with_latent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.problem import Problem
+    from flashtune.verification.lengths import Lengths
+
+# Scores of `far_below`: so far under zero that a key of zeros, as padding is, would outweigh all.
+DEPTH = 150.0
+# Scores of `rising` climb by this much from the first key to the last.
+CLIMB = 14.0
+# Scores of `steep` climb by so much more, in powers of two, in one row of a few.
+LEAST_STEEP, MOST_STEEP = -2.0, 3.5
+STEEP_SHARE = 1 / 12
+NEEDLE = 8.0
+# Queries and keys of `faint`, over normal ones: the product of their scales is zero in float32.
+FAINTNESS = 2.0**-100
+# Outliers are what quantisation suffers from: one element in a thousand is ten times as large, as in the
+# experiments of FlashAttention-3 (Shah et al., 2024).
+OUTLIER_SHARE = 0.001
+OUTLIER_SIZE = 10.0
+# Up to so many elements are laid out on the CPU.
+FEW_ELEMENTS = 2**20
+# Heads of quantised tensors differ in size by powers of two up to this one, so that no head's scale
+# serves for another.
+HEAD_POWER = 2
+
+
+class Probe(enum.StrEnum):
+    """What a case is about.
+
+    random     Normal q, k and v; with outliers where they will be quantised, since those decide the scales.
+    far_below  All scores near -150: padding that is not masked takes all the weight, and weights that
+               are not relative to the maximum vanish.
+    needle     Near-equal weights, and one key of each block stands out in V: a block that is
+               skipped, masked or taken twice is missing or doubled in a column of every row.
+    first, last  As needle, at the first and at the last key of each block.
+    rising     Scores climb along the keys for even rows and fall for odd ones: the running maximum
+               changes in every block, or only in the first.
+    steep      As rising, in a few rows each by itself, and by 4 to 150; the others stay calm: threads that
+               share a decision must not miss the one row that needs it, nor let it grow for good.
+    faint      Queries and keys next to nothing, so that all weights are equal and the log-sum-exp is known
+               to the last bits: a forgotten key shows there, whatever 8-bit products lose of other scores.
+    diagonal   The last visible key has much weight, the first hidden one would have more.
+    edge       Likewise at any border of what a row sees: window, chunk, first tokens, prefix, length.
+    sink       As random, with sinks that take nearly all weight in some heads and none in others.
+    """
+
+    RANDOM = "random"
+    FAR_BELOW = "far_below"
+    NEEDLE = "needle"
+    FIRST = "first"
+    LAST = "last"
+    RISING = "rising"
+    STEEP = "steep"
+    FAINT = "faint"
+    DIAGONAL = "diagonal"
+    EDGE = "edge"
+    SINK = "sink"
+
+
+class Values(NamedTuple):
+    """q, k and v as [batch, heads, seqlen, head_dim] in float32, not yet rounded to their type."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def make_values(
+    probe: Probe,
+    problem: Problem,
+    scale: float,
+    block: int,
+    generator: torch.Generator,
+    lengths: Lengths | None = None,
+    side: Side = NO_SIDE,
+) -> Values:
+    """Fresh values for a probe.
+
+    Args:
+        probe: What the values are for.
+        problem: Shape and mask.
+        scale: Softmax scale that they will be used with.
+        block: Keys of a tile.
+        generator: Source of randomness; its device is where the values are made.
+        lengths: Of each sequence, where they are not all of the longest.
+        side: Prefixes and biases: `edge` asks what is visible.
+    """
+    if problem.latent and probe not in (Probe.RANDOM, Probe.SINK):
+        # The other columns alone make the scores: the first are what the probe puts into values.
+        own = msgspec.structs.replace(
+            problem, head_dim=problem.head_dim - problem.value_head_dim, latent=False
+        )
+        q, k, v = make_values(probe, own, scale, block, generator, lengths, side)
+        return Values(*with_latent(q, k, v), v)
+    values = Values(
+        _normal((problem.batch, problem.heads, problem.seqlen_q, problem.head_dim), generator),
+        _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim), generator),
+        _normal((problem.batch, problem.kv_heads, problem.seqlen_kv, problem.value_head_dim), generator),
+    )
+    if probe is Probe.EDGE:
+        q, k = at_edges(problem, scale, lengths or equal_lengths(problem), side, generator)
+        made = Values(q, k, values.v)
+    else:
+        made = _made(probe, values, problem, scale, block, generator)
+    if problem.dtype.is_quantized or (problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR):
+        grow = probe is Probe.RANDOM and problem.dtype.is_quantized
+        made = _unlike_heads(made, problem, grow, aside(generator))
+    return made._replace(v=made.k[..., : problem.value_head_dim]) if problem.latent else made
+
+
+def _made(
+    probe: Probe, values: Values, problem: Problem, scale: float, block: int, generator: torch.Generator
+) -> Values:
+    match probe:
+        case Probe.RANDOM | Probe.SINK | Probe.EDGE:
+            if problem.dtype.is_quantized:
+                return Values(*(_with_outliers(value, generator) for value in values))
+            return values
+        case Probe.FAR_BELOW:
+            return _far_below(values, scale)
+        case Probe.NEEDLE | Probe.FIRST | Probe.LAST:
+            return _needles(values, probe, scale, block, aside(generator))
+        case Probe.RISING:
+            return _rising(values, scale, 1.0 - 2.0 * (torch.arange(problem.seqlen_q) % 2))
+        case Probe.STEEP:
+            return _rising(values, scale, _few_steep(values.q.shape[:3], aside(generator)))
+        case Probe.FAINT:
+            return Values(FAINTNESS * values.q, FAINTNESS * values.k, values.v)
+        case Probe.DIAGONAL:
+            return _diagonal(values, problem, scale, aside(generator))
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _with_outliers(normal: Tensor, generator: torch.Generator) -> Tensor:
+    # Whole numbers of which one in a thousand is zero: casts are in use anyway, and comparisons are not.
+    drawn = torch.rand(normal.shape, generator=generator, device=normal.device) * (1 / OUTLIER_SHARE)
+    rare = 1.0 - drawn.int().bool().float()
+    return normal + rare * OUTLIER_SIZE * _normal(tuple(normal.shape), generator)
+
+
+def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch.Generator) -> Values:
+    """The same scores from keys whose heads differ in size, and values whose heads differ too.
+
+    With `grow` the scores of some query heads are twice as large.
+    """
+
+    def sizes(heads: int, least: int, largest: int) -> Tensor:
+        return 2.0 ** torch.randint(least, largest + 1, (problem.batch, heads, 1, 1), generator=generator)
+
+    k_size, v_size = (sizes(problem.kv_heads, -HEAD_POWER, HEAD_POWER) for _ in range(2))
+    q_size = (1 / k_size).repeat_interleave(problem.group_size, dim=1)
+    q_size = q_size * sizes(problem.heads, 0, 1) if grow else q_size
+    each = zip((q_size, k_size, v_size), values, strict=True)
+    return Values(*(size.to(value.device) * value for size, value in each))
+
+
+def _far_below(values: Values, scale: float) -> Values:
+    # Every query lies along one direction and every key against it.
+    width = values.q.shape[-1]
+    size = (DEPTH / (scale * width)) ** 0.5
+    return Values(0.3 * values.q + size, 0.3 * values.k - size, values.v)
+
+
+def _needles(values: Values, probe: Probe, scale: float, block: int, generator: torch.Generator) -> Values:
+    batch, kv_heads, keys, width = values.v.shape
+    blocks = -(-keys // block)
+    start = torch.arange(blocks) * block
+    if probe is Probe.NEEDLE:
+        offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator)
+    else:
+        offset = torch.full((batch, kv_heads, blocks), 0 if probe is Probe.FIRST else block - 1)
+    key = (start + offset).clamp_max(keys - 1)
+    # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
+    column = torch.arange(blocks) * 7 % width
+    sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
+    place = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
+    v = replaced(0.1 * values.v, place, NEEDLE * sign)
+    # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
+    calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
+    return Values(calm * values.q, calm * values.k, v)
+
+
+def replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:
+    """A tensor with some elements, none zero, in place of its own: overwritten where it is large."""
+    if tensor.numel() > FEW_ELEMENTS:
+        tensor[where] = elements.to(tensor.device)
+        return tensor
+    # On the CPU, which loads no kernels for it.
+    laid = torch.zeros(tensor.shape, dtype=tensor.dtype).index_put_(where, elements.to(tensor.dtype))
+    return tensor * (1.0 - laid.bool().float()).to(tensor.device) + laid.to(tensor.device)
+
+
+def _rising(values: Values, scale: float, direction: Tensor) -> Values:
+    """Scores that climb along the keys, by `direction` of CLIMB: [seqlen_q] or [batch, heads, seqlen_q]."""
+    keys, width = values.k.shape[2], values.k.shape[-1]
+    size = (CLIMB / 2 / (scale * width)) ** 0.5
+    climb = size * torch.linspace(-1.0, 1.0, keys)[:, None]
+    slopes = size * direction[..., None]
+    q, k = (0.3 * value + way.to(value.device) for value, way in ((values.q, slopes), (values.k, climb)))
+    return Values(q, k, values.v)
+
+
+def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Up or down and how steep, for a few rows here and there, and zero for the others.
+
+    The last rows of the first and of the last head are as steep as they come, one each way.
+    """
+    here, power, way = (torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(3))
+    steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
+    some = (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
+    some[0, 0, -1], some[-1, -1, -1] = 2.0**MOST_STEEP, -(2.0**MOST_STEEP)
+    return some
+
+
+def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.Generator) -> Values:
+    # A random word of signs for each key; the query that ends at a key asks for its word, and more
+    # loudly for the next key's, which it must not see.
+    width = problem.head_dim
+    shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
+    words = torch.randint(2, shape, generator=generator) * 2.0 - 1.0
+    last = torch.arange(problem.seqlen_q) + problem.diagonal
+    asked = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
+    asked = asked + FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
+    q = asked.repeat_interleave(problem.group_size, dim=1) * (1 / (scale * width))
+    q, k = (made.to(values.v.device) for made in (q, words[:, :, : problem.seqlen_kv].clone()))
+    return Values(q, k, values.v)

@@ -1,0 +1,116 @@
+"""What is made of the products of queries and keys before the softmax: masks, caps, slopes, biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.verification.reference.masks import (
+    COMPARISONS_OF_A_MASK,
+    Rows,
+    bias_of,
+    compared_on,
+    counted,
+    distinct_masks,
+    places,
+    unhidden_keys,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.extra_inputs import Side
+    from flashtune.verification.lengths import Lengths
+
+# What changes scores or hides keys; without any of it a count says which keys a row sees.
+BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
+OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
+
+
+class Seen(NamedTuple):
+    """Which keys rows do not see, and how many they do.
+
+    Attributes:
+        hidden: Boolean [heads, rows, keys]; heads, or heads and rows, may be left to broadcasting.
+        keys: Float64 [heads, rows], likewise.
+    """
+
+    hidden: Tensor
+    keys: Tensor
+
+
+class Laid(NamedTuple):
+    """Scores with all that is laid over them.
+
+    Attributes:
+        scores: [heads, rows, keys] in float64, finite; hidden ones are not yet so.
+        added: Magnitude of what was added to each score; None where nothing was.
+    """
+
+    scores: Tensor
+    added: Tensor | None
+
+
+def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
+    """Which keys some rows see."""
+    pairs = len(some.rows) * problem.seqlen_kv
+    if not problem.features & OVER_SCORES:
+        where = compared_on(pairs, device)
+        visible = _visible_counts(problem, some.rows)
+        hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
+        return Seen(hidden.to(device), visible.double().to(device))
+    masks = distinct_masks(lengths, side, some)
+    where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
+    seen = unhidden_keys(problem, lengths, side, masks.rows, where)
+    hidden, keys = ~seen, counted(seen)
+    if len(seen) > 1 and not masks.one_each:
+        hidden, keys = hidden[masks.of_head], keys[masks.of_head]
+    return Seen(hidden.to(device), keys.to(device))
+
+
+def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
+    """How many keys each row sees, counted from the first: [rows]."""
+    if problem.causal is Causal.NONE:
+        return torch.full_like(rows, problem.seqlen_kv)
+    return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
+
+
+def distances(
+    problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device
+) -> Tensor:
+    """How far rows stand from keys, [heads | 1, rows, keys] in float64; arguments as of `places`."""
+    place = places(problem, lengths, batch, rows, batch.device).double().to(device)
+    return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
+
+
+def sinks_of(side: Side, some: Rows, device: torch.device) -> Tensor | None:
+    """The sinks of some heads, [heads, 1] in float64; None where there are none."""
+    return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
+
+
+def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
+    """Scores capped, less what distance costs, and with their bias. Overwrites the scores.
+
+    Args:
+        problem: What is laid over them.
+        scores: Scaled, [heads, rows, keys] in float64.
+        lengths: Of each sequence.
+        side: The cap, the slopes, the bias.
+        some: Which rows these are.
+    """
+    added: Tensor | None = None
+    if side.softcap is not None:
+        scores = scores.div_(side.softcap).tanh_().mul_(side.softcap)
+    if side.slopes is not None:
+        slopes = side.slopes.cpu()[some.batch, some.head].double()[:, None, None]
+        added = slopes.to(scores.device) * distances(problem, lengths, some.batch, some.rows, scores.device)
+        scores = scores - added
+    if side.bias is not None and problem.bias is Bias.ADDITIVE:
+        # What it takes away is hidden, and its size here is nothing's.
+        bias = bias_of(problem, side.bias, some).double().nan_to_num(neginf=0.0)
+        scores = scores + bias
+        size = bias.abs()
+        added = size if added is None else added.abs() + size
+    return Laid(scores, added)

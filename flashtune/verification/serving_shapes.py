@@ -1,0 +1,231 @@
+"""The problems of a check where sequences, masks or caches are not the plain ones, and of decoding.
+
+Windows, chunks and first tokens are compiled in, so lengths lie around these as well; lengths of sequences,
+pages and splits have borders of their own. Sequences that may differ in length do: some have no key, one key,
+or no query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.core.problem import Causal, Problem
+from flashtune.verification.lengths import Lengths, is_ragged
+from flashtune.verification.probes import Probe
+from flashtune.verification.shapes import SMALL_REPEATS, Shape, Tile, rounds_of, shapes_of, third_tiles
+
+# Bounds of windows and chunks that a check reaches: with few queries, and where it takes as many as keys.
+FARTHEST, FARTHEST_SQUARE, FARTHEST_REDUCED = 2**15 + 1, 2**13 + 1, 600
+# Heads and KV heads, in turn; of decoding they share more, of latent keys all.
+HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (6, 3))
+DECODE_HEADS = ((8, 2), (4, 4), (16, 1), (6, 3), (32, 4), (7, 1))
+LATENT_HEADS = ((16, 1), (5, 1), (32, 1), (128, 1))
+BATCHES = (1, 2, 2, 1, 3)
+# An interpreter runs programs one by one: groups are as large there, but fewer, and so are sequences.
+FEW_HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (2, 1))
+FEW_DECODE_HEADS = ((8, 2), (2, 2), (16, 1), (4, 2), (8, 1), (7, 1))
+FEW_BATCHES = (1, 1, 2, 1, 2)
+# Rows of a decoding tile: queries times heads that share keys.
+DECODE_ROWS, LATENT_ROWS = 64, 128
+# Heads that share keys where rows are to fill three tiles, and parts that all have three blocks there.
+DECODED_GROUP, FEW_PARTS = 16, 8
+# Enough sequences and KV heads for several rounds of programs, with two splits or more each.
+MANY_HEADS, MANY_BATCH = (8, 4), 41
+
+
+class Posed(NamedTuple):
+    """A probe at a pair of lengths, with all that makes a problem of it.
+
+    Attributes:
+        shape: The probe, and its lengths: those of the longest sequence, at least.
+        heads: Query heads and KV heads.
+        lengths: Of each sequence.
+        ragged: Whether they are given to the kernel.
+    """
+
+    shape: Shape
+    heads: tuple[int, int]
+    lengths: Lengths
+    ragged: bool
+
+
+def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[Posed]:
+    """The problems of a check, in a fixed order.
+
+    Args:
+        tile: Of the kernel; in decoding its queries are rows: queries times heads that share keys.
+        splits: Parts that decoding cuts keys into; 0 of what is no decoding kernel.
+        problem: What the kernel is for.
+        quick: Whether to make do with a few.
+        reduced: Whether they must be short, as an interpreter needs.
+    """
+    shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
+    beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
+    usual, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
+    turns = LATENT_HEADS if problem.latent else decoding if splits else usual
+    batches = FEW_BATCHES if reduced else BATCHES
+    for turn, shape in enumerate((*shapes, *beside)):
+        heads = turns[turn % len(turns)]
+        few = _few_queries(shape, heads, problem) if splits else shape
+        # Where a row may see no key for want of keys, the last problems are the longest: fewer heads will do.
+        yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)
+    if splits:
+        yield _decoded_tiles(tile, splits, problem)
+    if reduced:
+        if not splits:
+            yield with_lengths(problem, third_tiles(tile), usual[0], 0, 1, quick=True)
+        return
+    if splits:
+        long = Shape(Probe.RANDOM, 1, min(2 * splits, 8) * tile.keys + 1, SMALL_REPEATS)
+        heads = LATENT_HEADS[0] if problem.latent else MANY_HEADS
+        yield even_lengths(problem, long, heads, MANY_BATCH)
+        return
+    for shape, (many, kv_heads, batch) in zip(
+        rounds_of(tile, quick=quick), ((13, 1, 5), (15, 5, 7)) * 2, strict=False
+    ):
+        yield even_lengths(problem, shape, (many, kv_heads), batch)
+
+
+def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
+    """Three tiles of rows of a KV head, and three blocks of keys in each part, where parts are few."""
+    group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
+    queries = 2 * tile.queries // group + 1
+    keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1
+    if problem.latent and problem.causal is Causal.TOP_LEFT:
+        # As many queries as keys, or none sees a third block. Without latent keys there cannot be so many.
+        group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
+        keys = queries
+    lengths = Lengths((queries,), (keys,))
+    return Posed(Shape(Probe.RANDOM, queries, keys), (group, 1), lengths, is_ragged(problem))
+
+
+def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:
+    """Those of plain problems: what was about the diagonal is about all borders."""
+    for shape in shapes_of(tile, problem, quick=quick):
+        edge = shape.probe is Probe.DIAGONAL
+        yield msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
+    yield Shape(Probe.EDGE, tile.queries + 1, tile.keys + 1)
+
+
+def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
+    """Few queries, and keys around the borders of blocks and of splits, fewer than there are splits too."""
+    _, n, depth = tile
+    long, border = (depth + 1) * n + n // 2 + 1, splits * n
+    yield Shape(Probe.RANDOM, 1, long, SMALL_REPEATS)
+    yield Shape(Probe.RANDOM, 1, n + 1)
+    yield Shape(Probe.RANDOM, 2, n - 1)
+    yield Shape(Probe.RANDOM, 1, 1)
+    yield Shape(Probe.FAR_BELOW, 1, n + 1)
+    yield Shape(Probe.FAR_BELOW, 4, border + 1)
+    yield Shape(Probe.NEEDLE, 1, border + n // 2 + 1)
+    yield Shape(Probe.LAST, 3, 2 * n)
+    yield Shape(Probe.RISING, 2, border - 1)
+    yield Shape(Probe.STEEP, 16, border + n + 1)
+    yield Shape(Probe.EDGE, 1, border)
+    yield Shape(Probe.EDGE, 5, long)
+    # More queries than keys: rows that see none.
+    yield Shape(Probe.RANDOM, 5, 2)
+    if quick:
+        return
+    yield Shape(Probe.STEEP, 16, long)
+    yield Shape(Probe.STEEP, 8, 3 * border)
+    keys = sorted({*_around(n, range(1, depth + 4)), *_around(border, range(1, 4))})
+    for index, length in enumerate(keys):
+        yield Shape(Probe.RANDOM, (1, 2, 1, 4, 3, 1, 8, 16)[index % 8], length)
+        yield Shape(Probe.FAR_BELOW, (1, 4, 1, 2, 16, 5)[index % 6], length)
+    for probe in (Probe.NEEDLE, Probe.FIRST, Probe.LAST, Probe.RISING, Probe.EDGE):
+        for queries, length in ((1, border), (2, 2 * border + 1), (4, long), (16, border + n - 1)):
+            yield Shape(probe, queries, length)
+
+
+def beside_plain(
+    tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool
+) -> Iterator[Shape]:
+    """What borders of masks, pages and sinks add to the problems of plain kernels."""
+    queries = 4 if decoding else tile.queries + 1
+    lengths = dict.fromkeys(_around_masks(queries, tile, problem, reduced))
+    for one, keys in lengths:
+        yield Shape(Probe.EDGE, one, keys)
+        if not quick:
+            yield Shape(Probe.RANDOM, one, keys)
+            yield Shape(Probe.FAR_BELOW, one, keys)
+    if problem.sinks:
+        yield Shape(Probe.SINK, queries, 2 * tile.keys - 1)
+        yield Shape(Probe.SINK, 1, tile.keys + 1)
+    if problem.page_size:
+        page = problem.page_size
+        borders = (2 * page + 1,) if quick else _around(page, (1, 2, 3))
+        for keys in borders:
+            yield Shape(Probe.RANDOM, queries, keys)
+            yield Shape(Probe.EDGE, 1, keys)
+
+
+def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> Iterator[tuple[int, int]]:
+    """Lengths at which some rows of a tile see all keys before them, and others no longer do."""
+    n = tile.keys
+    farthest = FARTHEST_REDUCED if reduced else FARTHEST
+    square = min(farthest, FARTHEST_SQUARE)
+    top_left = problem.causal is Causal.TOP_LEFT
+    lefts = [] if problem.window_left is None else [problem.window_left + 1]
+    lefts += [problem.chunk] if problem.chunk else []
+    if problem.window_left is not None and problem.first_tokens:
+        lefts.append(problem.window_left + problem.first_tokens + 1)
+    for border in lefts:
+        if top_left and border <= square:
+            yield border + queries // 2, border + queries // 2
+            yield border + 1, border + n
+        elif not top_left and border <= farthest:
+            yield queries, border + queries // 2
+            yield queries, border + queries + n + 3
+            yield 1, border
+            yield 1, border + 1
+    if problem.chunk and not top_left and 2 * problem.chunk <= farthest:
+        yield queries, 2 * problem.chunk + queries // 2
+    right = problem.window_right
+    if right is not None and problem.causal is Causal.NONE and right <= square:
+        yield right + queries, right + queries
+        yield right + queries, right + queries + n
+
+
+def _few_queries(shape: Shape, heads: tuple[int, int], problem: Problem) -> Shape:
+    rows = LATENT_ROWS if problem.latent else DECODE_ROWS
+    most = max(1, rows * heads[1] // heads[0])
+    return msgspec.structs.replace(shape, seqlen_q=min(shape.seqlen_q, most))
+
+
+def with_lengths(
+    problem: Problem, shape: Shape, heads: tuple[int, int], turn: int, batch: int, *, quick: bool
+) -> Posed:
+    """The longest sequence among others that are at borders of their own, each problem in another order."""
+    queries, keys = max(1, shape.seqlen_q), max(1, shape.seqlen_kv)
+    if not is_ragged(problem):
+        return Posed(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
+    if problem.packed:
+        pairs = [
+            (queries, keys), (0, 0), (1, 1), (queries, -(-keys // 2)), (2, 0), (0, 3),
+            (queries // 2 + 1, keys),
+        ]  # fmt: skip
+    else:
+        pairs = [(queries, length) for length in (keys, 0, 1, -(-keys // 2), max(1, keys - 1))]
+    pairs = pairs[: len(pairs) - 1 if quick else None]
+    turned = pairs[-turn % len(pairs) :] + pairs[: -turn % len(pairs)]
+    return Posed(shape, heads, Lengths(*(tuple(part) for part in zip(*turned, strict=True))), True)
+
+
+def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> Posed:
+    """Sequences that are nearly as long as one another: many tiles."""
+    if problem.latent:
+        heads = LATENT_HEADS[0]
+    step = 1 if is_ragged(problem) else 0
+    queries = tuple(
+        max(1, shape.seqlen_q - (step * index if problem.packed else 0)) for index in range(batch)
+    )
+    keys = tuple(max(1, shape.seqlen_kv - 3 * step * (index % 16)) for index in range(batch))
+    return Posed(shape, heads, Lengths(queries, keys), step > 0)
+
+
+def _around(side: int, multiples: Iterable[int]) -> list[int]:
+    return [multiple * side + step for multiple in multiples for step in (-1, 0, 1)]

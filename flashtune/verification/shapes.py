@@ -1,0 +1,129 @@
+"""The lengths of a check's problems, and which probe goes with them.
+
+Lengths lie around the multiples of both sides of the tile, up to more blocks than the pipeline has
+stages, because a tail mask, a prologue or an epilogue fails at a border or nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from flashtune.core.problem import Causal, Problem
+from flashtune.verification.probes import Probe
+
+# Blocks of keys that ragged lengths go up to; deeper pipelines than this fill all the same.
+MAX_BLOCKS = 6
+LONGEST = 1536
+SMALL_REPEATS = 3
+# Heads, KV heads and batch whose tiles, three a head, are more than a GPU has multiprocessors (108 to 148):
+# 195 are two rounds, 315 are three, and the last one is not whole.
+ROUNDS = ((13, 1, 5), (15, 5, 7))
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile, and blocks of keys in flight."""
+
+    queries: int
+    keys: int
+    depth: int
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A probe at a pair of lengths."""
+
+    probe: Probe
+    seqlen_q: int
+    seqlen_kv: int
+    repeats: int = 1
+
+
+def shapes_of(tile: Tile, problem: Problem, *, quick: bool) -> Iterator[Shape]:
+    """The small problems of a check, in a fixed order."""
+    return (_quick if quick else _full)(tile, problem)
+
+
+def _quick(tile: Tile, problem: Problem) -> Iterator[Shape]:
+    m, n, depth = tile
+    long = (depth + 1) * n + n // 2 + 1
+    side = max(m, n) + 1
+    yield Shape(Probe.RANDOM, m + 1, 2 * n - 1, SMALL_REPEATS)
+    yield Shape(Probe.RANDOM, 1, n + 1)
+    yield Shape(Probe.RANDOM, side, side)
+    yield Shape(Probe.RANDOM, 2 * m + 3, n - 1)
+    yield Shape(Probe.FAR_BELOW, m - 1, n + 1)
+    yield Shape(Probe.FAR_BELOW, m + 1, n - 1)
+    yield Shape(Probe.FAR_BELOW, m, long)
+    yield Shape(Probe.NEEDLE, m + 1, long)
+    yield Shape(Probe.LAST, m, 2 * n)
+    yield Shape(Probe.RISING, m - 1, 2 * n + 1)
+    yield Shape(Probe.STEEP, 2 * m, long)
+    if problem.dtype.is_quantized:
+        yield Shape(Probe.FAINT, m + 1, long)
+    if problem.causal is not Causal.NONE:
+        yield Shape(Probe.DIAGONAL, 2 * side, 2 * side)
+        yield Shape(Probe.DIAGONAL, m + 1, long)
+
+
+def _full(tile: Tile, problem: Problem) -> Iterator[Shape]:
+    m, n, depth = tile
+    yield from _quick(tile, problem)
+    key_lengths = (1, *_around(n, range(1, depth + 3)))
+    query_lengths = (1, *_around(m, range(1, 3)), 3 * m + 1)
+    for index, keys in enumerate(key_lengths):
+        yield Shape(Probe.RANDOM, query_lengths[index * 3 % len(query_lengths)], keys)
+    for index, queries in enumerate(query_lengths):
+        yield Shape(Probe.RANDOM, queries, key_lengths[(index * 5 + 2) % len(key_lengths)])
+    for index, keys in enumerate(key_lengths):
+        yield Shape(Probe.FAR_BELOW, query_lengths[(index * 4 + 1) % len(query_lengths)], keys)
+    for probe in (Probe.NEEDLE, Probe.FIRST, Probe.LAST):
+        yield Shape(probe, m + 1, (depth + 2) * n)
+        yield Shape(probe, 1, (depth + 1) * n + 1)
+    yield Shape(Probe.RISING, 2 * m, (depth + 2) * n)
+    yield Shape(Probe.RISING, m - 1, 2 * n - 1)
+    yield Shape(Probe.STEEP, m + 1, (depth + 2) * n)
+    yield Shape(Probe.STEEP, 2 * m + 1, 2 * n + 1)
+    if problem.dtype.is_quantized:
+        yield Shape(Probe.FAINT, m + 1, (depth + 2) * n)
+        yield Shape(Probe.FAINT, 2 * m + 1, 2 * n - 1)
+    if problem.causal is not Causal.NONE:
+        yield from _around_diagonal(tile)
+
+
+def rounds_of(tile: Tile, *, quick: bool) -> Iterator[Shape]:
+    """Programs that take one tile after the other, two or three each: what they carry over must be right."""
+    m, n, depth = tile
+    long = (depth + 1) * n + 1
+    if quick:
+        yield Shape(Probe.RANDOM, 2 * m + 1, long)
+        yield Shape(Probe.RANDOM, 2 * m + 1, 2 * m + 1)
+        return
+    for _ in ROUNDS:
+        yield Shape(Probe.RANDOM, 2 * m + 1, long, SMALL_REPEATS)
+    for _ in ROUNDS:
+        yield Shape(Probe.NEEDLE, 3 * m, 2 * m + 1, SMALL_REPEATS)
+
+
+def third_tiles(tile: Tile) -> Shape:
+    """Three tiles of queries and three of keys at once, the last ones not whole."""
+    return Shape(Probe.RANDOM, 2 * tile.queries + 1, 2 * tile.keys + 1)
+
+
+def _around_diagonal(tile: Tile) -> Iterator[Shape]:
+    """Square problems, more keys than queries and fewer: rows that see nothing, or a key at most."""
+    m, n, depth = tile
+    for side in sorted({*_around(m, (1, 2)), *_around(n, (1, 2))}):
+        yield Shape(Probe.DIAGONAL, side, side)
+    for shift in (1, n - 1, n, n + 1):
+        yield Shape(Probe.DIAGONAL, m + 1, m + 1 + shift)
+        yield Shape(Probe.DIAGONAL, m + 1 + shift, m + 1)
+    yield Shape(Probe.NEEDLE, 2 * m + 1, (depth + 2) * n)
+    yield Shape(Probe.RANDOM, 3 * m + 1, 1)
+
+
+def _around(side: int, multiples: Iterable[int]) -> tuple[int, ...]:
+    """Lengths one below, at and one above multiples of a tile's side, none beyond the longest."""
+    lengths = (multiple * side + step for multiple in multiples for step in (-1, 0, 1))
+    return tuple(length for length in lengths if length <= LONGEST)

@@ -1,0 +1,1 @@
+"""Arguments and contexts of templates that families share."""

@@ -1,0 +1,62 @@
+"""The run-time arguments that forward kernels share, in the order in which they are passed."""
+
+from __future__ import annotations
+
+from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
+from flashtune.core.problem import Dtype
+
+TENSORS = ("q", "k", "v", "out")
+SCALES = ("q_scale", "k_scale", "v_scale")
+COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
+# Triton's names of element types, where they are not ours.
+TRITON_TYPES = {Dtype.E4M3: "fp8e4nv"}
+
+
+def forward_arguments(
+    dtype: Dtype, specialization: Specialization, workspaces: tuple[str, ...]
+) -> tuple[Argument, ...]:
+    """q, k, v, out, lse, workspaces, scale, twelve strides, five counts.
+
+    Workspaces hold float32. Of quantised inputs the scales follow lse, as contiguous float32
+    [batch, heads] for q and [batch, kv_heads] for k and v, and workspaces hold the inputs' type.
+    """
+    types = (dtype, dtype, dtype, dtype.out)
+    scales = SCALES if dtype.is_quantized else ()
+    working = dtype if dtype.is_quantized else Dtype.FP32
+    strides = (f"stride_{tensor[0]}{axis}" for tensor in TENSORS for axis in "bhs")
+    return (
+        *(_tensor(name, kind, specialization) for name, kind in zip(TENSORS, types, strict=True)),
+        # The log-sum-exp and the workspaces are allocated per call: always on a 16-byte border.
+        # A kernel that writes no log-sum-exp is given `out` in its place and never touches it.
+        Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
+        *(Argument(name, "*fp32") for name in scales),
+        *(Argument(name, pointer_type(working), POINTER_ALIGNMENT) for name in workspaces),
+        Argument("scale", "fp32"),
+        *(_stride(name, specialization) for name in strides),
+        *(Argument(name, "i32") for name in COUNTS),
+    )
+
+
+def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace: str) -> tuple[Argument, ...]:
+    """Of a prologue that writes v transposed: v, the workspace, v's strides, kv_heads, seqlen_kv."""
+    return (
+        _tensor("v", dtype, specialization),
+        Argument(workspace, pointer_type(dtype), POINTER_ALIGNMENT),
+        *(_stride(f"stride_v{axis}", specialization) for axis in "bhs"),
+        Argument("kv_heads", "i32"),
+        Argument("seqlen_kv", "i32"),
+    )
+
+
+def pointer_type(dtype: Dtype) -> str:
+    """Triton's type of a pointer to such elements."""
+    return f"*{TRITON_TYPES.get(dtype, dtype.value)}"
+
+
+def _tensor(name: str, dtype: Dtype, specialization: Specialization) -> Argument:
+    aligned = specialization.alignment is not Alignment.ANY
+    return Argument(name, pointer_type(dtype), POINTER_ALIGNMENT if aligned else 1)
+
+
+def _stride(name: str, specialization: Specialization) -> Argument:
+    return Argument(name, f"i{specialization.index_bits}", int(specialization.alignment))

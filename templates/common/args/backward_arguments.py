@@ -1,0 +1,83 @@
+"""The run-time arguments of the kernels of a backward pass: each names what it takes, in its own order."""
+
+from __future__ import annotations
+
+from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+
+# What strides are called of the tensors that a launch is planned by.
+STRIDE_LETTERS = {
+    "q": "q",
+    "k": "k",
+    "v": "v",
+    "out": "o",
+    "dout": "do",
+    "dq": "dq",
+    "dk": "dk",
+    "dv": "dv",
+}
+ROW_NUMBERS = ("lse", "dlse", "dslopes")
+WORKSPACE = "workspace_"
+# What kernels that walk sequences count by.
+COUNTS = ("heads", "group_size", "seqlen_q", "seqlen_kv")
+# The sinks are in the log-sum-exp, and what the seed makes of rows is in a workspace.
+UNREAD = ("sinks", "seed")
+
+
+def backward_arguments(
+    problem: Problem, specialization: Specialization, tensors: tuple[str, ...]
+) -> tuple[Argument, ...]:
+    """The arguments of a kernel that multiplies: tensors, side tensors, scale, numbers, strides, counts.
+
+    Args:
+        problem: Its type and its features decide.
+        specialization: What is assumed of the tensors that a launch is planned by.
+        tensors: Names of tensors and workspaces, in order.
+    """
+    return (
+        *plain_arguments(problem.dtype, specialization, tensors),
+        *(one for one in side_tensors(problem) if one.name not in UNREAD),
+        Argument("scale", "fp32"),
+        *side_numbers(problem),
+        *stride_arguments(specialization, tensors),
+        *side_strides(problem, specialization),
+        *(Argument(name, "i32") for name in COUNTS),
+        *((Argument("sequences", "i32"),) if problem.packed else ()),
+    )
+
+
+def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
+    """What the prologue reads where weights are dropped."""
+    return tuple(one for one in side_tensors(problem) if one.name == "seed")
+
+
+def plain_arguments(
+    dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]
+) -> tuple[Argument, ...]:
+    """Pointers to tensors and workspaces of these names."""
+    aligned = specialization.alignment is not Alignment.ANY
+    return tuple(_pointer(name, dtype, aligned) for name in tensors)
+
+
+def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> tuple[Argument, ...]:
+    """Strides of batches, heads and positions of those tensors that a launch is planned by."""
+    kind = f"i{specialization.index_bits}"
+    return tuple(
+        Argument(f"stride_{STRIDE_LETTERS[name]}{axis}", kind, int(specialization.alignment))
+        for name in tensors
+        if name in STRIDE_LETTERS
+        for axis in "bhs"
+    )
+
+
+def _pointer(name: str, dtype: Dtype, aligned: bool) -> Argument:
+    if name.startswith(WORKSPACE):
+        return Argument(name, "*fp32", POINTER_ALIGNMENT)
+    if name in ROW_NUMBERS:
+        # Lengths decide where a row of theirs begins: nothing could be made of a promise.
+        return Argument(name, "*fp32")
+    if name in STRIDE_LETTERS:
+        return Argument(name, pointer_type(dtype), POINTER_ALIGNMENT if aligned else 1)
+    return Argument(name, pointer_type(dtype))

@@ -1,0 +1,56 @@
+"""The side inputs that a problem names, as a kernel's run-time arguments."""
+
+from __future__ import annotations
+
+from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.problem import Bias, Feature, Problem
+from flashtune.templates.common.args.arguments import pointer_type
+
+# Strides that follow those of q, k, v and out, by the side input that has them.
+SIDE_STRIDES = {
+    "slopes": ("stride_slopes_b",),
+    "bias": ("stride_bias_b", "stride_bias_h", "stride_bias_s"),
+    "block_table": ("stride_table",),
+    "k_scale": ("stride_k_scale_p", "stride_k_scale_h"),
+    "v_scale": ("stride_v_scale_p", "stride_v_scale_h"),
+}
+
+
+def side_tensors(problem: Problem) -> tuple[Argument, ...]:
+    """Pointers to the side tensors, in the order of `Side`."""
+    asked = problem.features
+    paged = Feature.PAGES in asked
+    bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
+    given = (
+        ("k_scale", "*fp32", Feature.QUANTIZED_KV in asked),
+        ("v_scale", "*fp32", Feature.QUANTIZED_KV in asked),
+        ("slopes", "*fp32", Feature.ALIBI in asked),
+        ("bias", bias, Feature.BIAS in asked),
+        ("sinks", "*fp32", Feature.SINKS in asked),
+        ("prefix", "*i32", Feature.PREFIX in asked),
+        ("cu_seqlens_q", "*i32", Feature.PACKED in asked),
+        ("cu_seqlens_kv", "*i32", Feature.PACKED in asked and not paged),
+        ("seqlens_kv", "*i32", paged or Feature.LENGTHS in asked),
+        ("block_table", "*i32", paged),
+        ("seed", "*i64", Feature.DROPOUT in asked),
+    )
+    return tuple(Argument(name, kind) for name, kind, present in given if present)
+
+
+def side_numbers(problem: Problem) -> tuple[Argument, ...]:
+    """What is passed by value behind the scale."""
+    given = (("softcap", problem.softcap), ("dropout", problem.dropout))
+    return tuple(Argument(name, "fp32") for name, present in given if present)
+
+
+def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    """Strides of the side tensors, in their order: nothing is promised of their divisors.
+
+    Those of a bias are wide whatever the other tensors are: it holds a number for each pair.
+    """
+    narrow = f"i{specialization.index_bits}"
+    return tuple(
+        Argument(name, "i64" if tensor.name == "bias" else narrow)
+        for tensor in side_tensors(problem)
+        for name in SIDE_STRIDES.get(tensor.name, ())
+    )

@@ -1,0 +1,1 @@
+"""Models of SRAM, traffic and time that families share."""

@@ -1,0 +1,90 @@
+"""What a launch of programs that compute one tile each takes by its schedule."""
+
+from __future__ import annotations
+
+import math
+
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.cost import Pace, block_us, tile_us, traffic_us
+from flashtune.templates.common.model.tile_schedule import (
+    RESIDENT,
+    Cost,
+    Tiling,
+    are_alike,
+    coming_and_going,
+    extremes,
+)
+
+PACE = Pace(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
+# What a block that the mask cuts through takes more than others, over what they take.
+MASKED = 0.5
+# A program of a short tile that has a multiprocessor to itself leaves some of its units idle.
+LONE_SHORT = 1.81
+SHORT_TILE = 64
+# What descriptors take that programs make, in µs.
+DESCRIPTORS = 4.5
+# The most registers that a thread may have, and those that hold no sums or scores.
+MOST_REGISTERS = 255
+OTHER_REGISTERS = 50
+
+
+def portable_span(
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    target: Target,
+    *,
+    longest_first: bool = False,
+    heads_inner: bool = False,
+    descriptors: bool = False,
+    resident: int = RESIDENT,
+) -> float:
+    """Time of a launch by its schedule, in ms.
+
+    Args:
+        problem: What is computed.
+        block_m: Queries of a tile.
+        block_n: Keys of a block.
+        target: The GPU.
+        longest_first: Whether the tiles with the most blocks are begun first.
+        heads_inner: Whether neighbouring programs work on different heads.
+        descriptors: Whether programs make descriptors for the copy engine.
+        resident: Programs for which a multiprocessor has room.
+    """
+    tiling = Tiling(problem, block_m, block_n, 1)
+    if not tiling.total or not problem.seqlen_kv:
+        return PACE.launch / 1e3
+    block = block_us(problem, block_m * block_n, PACE, target)
+    cut = 0 if are_alike(problem) else math.ceil(block_m / block_n)
+    cost = Cost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
+    lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
+    busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone, resident)
+    programs = min(tiling.total, resident * target.sm_count)
+    heads = tiling.heads if heads_inner else math.ceil(programs / tiling.tiles)
+    streamed = extremes(tiling).mean * tiling.total * block_n
+    moving = traffic_us(problem, streamed, heads / tiling.packs, programs, target)
+    launch = PACE.launch + (DESCRIPTORS if descriptors else 0.0)
+    return (launch + max(busy, moving)) / 1e3
+
+
+def resident_programs(
+    problem: Problem, block_m: int, block_n: int, warps: int, stages: int, max_registers: int, target: Target
+) -> int:
+    """Programs that a multiprocessor has room for, by what their tiles take of registers and shared memory.
+
+    Args:
+        problem: What is computed.
+        block_m: Queries of a tile.
+        block_n: Keys of a block.
+        warps: Of a program.
+        stages: Blocks of keys and values that are in flight.
+        max_registers: What the compiler gives a thread at the most; 0 for as many as it likes.
+        target: The GPU.
+    """
+    threads = warps * target.warp_size
+    wanted = block_m * (block_n + problem.value_head_dim) / threads + OTHER_REGISTERS
+    registers = min(wanted, max_registers or MOST_REGISTERS, MOST_REGISTERS)
+    keys = stages * block_n * (problem.head_dim + problem.value_head_dim)
+    size = (keys + block_m * problem.head_dim) * problem.kv_itemsize
+    return max(1, min(int(target.registers_per_sm / (threads * registers)), target.sram_per_sm // size))

@@ -1,0 +1,212 @@
+"""SRAM that Triton allocates for the tiles of an attention kernel, and tile arithmetic.
+
+Each value is a lower bound. Triton 3.6 to 3.9 allocate differently in places. The least of them counts,
+unless the difference decides. docs/sram-audit.md compares these bounds with the compiler.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from importlib import metadata
+
+import msgspec
+
+from flashtune.core.problem import Dtype
+from flashtune.core.target import KIB, Target
+
+# Architectures that the audit compiles for. Of others nothing is claimed.
+AUDITED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+HOPPER = 90
+BLACKWELL = 100
+WARPGROUP = 4
+# A matrix instruction of a warp group takes this many rows, one of tensor memory at most twice as many.
+WARPGROUP_ROWS = 64
+TENSOR_MEMORY_ROWS = 128
+# An asynchronous copy moves at least this much per thread; smaller tiles pass through registers.
+ASYNC_BYTES = 4
+VECTOR_BYTES = 16
+# From this release on, Triton lets more of what is not live at once share its place.
+SHARING_RELEASE = (3, 8)
+# Until this one, it splits what AMD's units reorder until a part fits their SRAM.
+UNSPLIT_RELEASE = (3, 7)
+AMD_SRAM = 64 * KIB
+
+
+@functools.cache
+def triton_release() -> tuple[int, int]:
+    """Major and minor version of the installed Triton."""
+    major, minor = metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
+
+
+class Engine(enum.Enum):
+    """Which units multiply: they decide where operands must lie.
+
+    `WARPGROUP` is wgmma (sm_90), `TENSOR_MEMORY` tcgen05 (sm_100), `WARP` mma.sync of one warp, `MFMA`
+    AMD's, and `VECTOR` ordinary float32 arithmetic.
+    """
+
+    WARPGROUP = "warpgroup"
+    TENSOR_MEMORY = "tensor memory"
+    WARP = "warp"
+    MFMA = "mfma"
+    VECTOR = "vector"
+
+
+class Tiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiles of one program and who works on them; sizes are in bytes.
+
+    Attributes:
+        block_m: Rows of a tile of queries.
+        block_n: Rows of a tile of keys and values.
+        qk_chunks: The head dim, cut into widths that are powers of two.
+        v_chunks: The value head dim, likewise.
+        itemsize: Bytes of one element.
+        warps: Warps of the block.
+        warp_size: Threads of a warp.
+        engine: Which units multiply.
+    """
+
+    block_m: int
+    block_n: int
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    itemsize: int
+    warps: int
+    warp_size: int
+    engine: Engine
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        return self.warps * self.warp_size
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        """[block_m, width] of each chunk."""
+        return tuple(self.block_m * chunk.width * self.itemsize for chunk in self.qk_chunks)
+
+    @property
+    def k(self) -> tuple[int, ...]:
+        """[block_n, width] of each chunk."""
+        return tuple(self.block_n * chunk.width * self.itemsize for chunk in self.qk_chunks)
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        """[block_n, width] of each chunk."""
+        return tuple(self.block_n * chunk.width * self.itemsize for chunk in self.v_chunks)
+
+    @property
+    def weights(self) -> int:
+        """[block_m, block_n], in the inputs' type."""
+        return self.block_m * self.block_n * self.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether neither head dim is cut into chunks."""
+        return len(self.qk_chunks) == len(self.v_chunks) == 1
+
+    def spread(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some tiles that have an element for every thread: smaller ones are not shared."""
+        return tuple(size for size in sizes if size >= self.threads * self.itemsize)
+
+    @property
+    def shared_v(self) -> tuple[int, ...]:
+        """Of `v`, what is shared: spread tiles, and rows too short to give every thread its columns.
+
+        Others are loaded straight into the registers that ordinary arithmetic reads.
+        """
+        if self.engine is not Engine.VECTOR:
+            return self.spread(self.v)
+        reach = self.threads * VECTOR_BYTES
+        return tuple(size for size in self.spread(self.v) if size // self.block_n < reach)
+
+    def worth_a_copy(self, tile: int) -> bool:
+        """Whether every thread has something to copy of a tile of this size."""
+        return tile >= ASYNC_BYTES * self.threads
+
+    def crossing_weights(self) -> int:
+        """The weights, where warps split the columns of the output and so need those of all rows."""
+        splits = self.engine is Engine.WARP and self.whole
+        return self.weights if splits and self.block_m < self.v_chunks[0].width else 0
+
+
+def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: bool) -> Engine | None:
+    """The units that multiply tiles of so many rows, or None where the architecture is not audited.
+
+    `ieee` asks for float32 products as such, which NVIDIA's matrix units do not make.
+    """
+    if target.arch not in AUDITED:
+        return None
+    if not target.is_nvidia:
+        return Engine.MFMA
+    wide = dtype is Dtype.FP32
+    if wide and ieee:
+        return Engine.VECTOR
+    if block_m >= WARPGROUP_ROWS:
+        # wgmma takes only K-major float32 operands, which V is not.
+        if target.capability == HOPPER and not wide and num_warps % WARPGROUP == 0:
+            return Engine.WARPGROUP
+        if target.capability == BLACKWELL and num_warps in (WARPGROUP, 2 * WARPGROUP):
+            return Engine.TENSOR_MEMORY
+    return Engine.WARP
+
+
+def reordered(tile: int) -> int:
+    """Bytes of AMD's SRAM that reordering a tile among lanes takes at the least."""
+    return tile if tile <= AMD_SRAM or triton_release() >= UNSPLIT_RELEASE else 0
+
+
+def columns_of(tiles: Tiles, width: int) -> int:
+    """Columns of tensor memory of `block_m` rows of so many float32 values."""
+    if tiles.engine is not Engine.TENSOR_MEMORY:
+        return 0
+    # 64 rows fill half of the 128 lanes, and two such tiles can share their columns.
+    return width * tiles.block_m // TENSOR_MEMORY_ROWS
+
+
+# tl.dot takes no side under 16.
+MIN_DOT_WIDTH = 16
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Columns `start` to `start + width` of a head; `padded` where some lie beyond the head dim."""
+
+    index: int
+    start: int
+    width: int
+    padded: bool
+
+
+def head_chunks(head_dim: int, decomposed: bool) -> tuple[Chunk, ...]:
+    """A head dim as tiles whose widths are powers of two.
+
+    Padded, 96 is one tile of 128; decomposed, it is 64 + 32, with more instructions and no waste.
+    """
+    if not decomposed:
+        width = power_of_two(head_dim)
+        return (Chunk(0, 0, width, width != head_dim),)
+    chunks: list[Chunk] = []
+    start = 0
+    while start < head_dim:
+        left = head_dim - start
+        width = max(MIN_DOT_WIDTH, 1 << (left.bit_length() - 1))
+        chunks.append(Chunk(len(chunks), start, width, width > left))
+        start += width
+    return tuple(chunks)
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that holds `size`, and at least what tl.dot takes."""
+    return max(MIN_DOT_WIDTH, 1 << (size - 1).bit_length())
+
+
+def is_exact(head_dim: int) -> bool:
+    """Whether a head dim needs no padding."""
+    return power_of_two(head_dim) == head_dim
+
+
+def columns(chunks: tuple[Chunk, ...]) -> int:
+    """Columns of all chunks together, padding included."""
+    return sum(chunk.width for chunk in chunks)

@@ -1,0 +1,189 @@
+"""The SRAM that a tile of queries and a stream of K and V need at the least, item by item."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.templates.common.model.sram import (
+    ASYNC_BYTES,
+    SHARING_RELEASE,
+    Engine,
+    Tiles,
+    columns_of,
+    reordered,
+    triton_release,
+)
+from flashtune.templates.family import TrafficItem
+
+# With four stages AMD's pipeliner keeps one buffer of each and works on both products at once.
+MFMA_SINGLE_BUFFER_STAGES = 4
+MFMA_ROWS = 16
+MFMA_WIDE_ROWS = 64
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """How K and V reach the chip.
+
+    Attributes:
+        tiles: The tiles and who works on them.
+        stages: Depth of the software pipeline.
+        descriptors: Whether the copy engine loads them.
+        ahead: Whether the next block's scores are issued before this block's softmax.
+        aligned_bytes: Bytes that every address is a multiple of.
+        halves: Whether float32 operands are split into halves of tf32.
+    """
+
+    tiles: Tiles
+    stages: int
+    descriptors: bool
+    ahead: bool
+    aligned_bytes: int
+    halves: bool
+
+    def buffered(self, tiles: tuple[int, ...]) -> int:
+        """Bytes of one pipeline stage of these tiles: those that are copied asynchronously."""
+        if self.stages == 1 or not (self.descriptors or self.aligned_bytes >= ASYNC_BYTES):
+            return 0
+        return sum(tile for tile in tiles if self.descriptors or self.tiles.worth_a_copy(tile))
+
+    @property
+    def k(self) -> int:
+        """One pipeline stage of K."""
+        return self.buffered(self.tiles.k)
+
+    @property
+    def v(self) -> int:
+        """One pipeline stage of V."""
+        return self.buffered(self.tiles.v)
+
+
+def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
+    """The items, which are all live at one point of the main loop."""
+    by_engine = {
+        Engine.WARPGROUP: _warpgroup_items,
+        Engine.TENSOR_MEMORY: _tensor_memory_items,
+        Engine.WARP: _warp_items,
+        Engine.VECTOR: _vector_items,
+        Engine.MFMA: _mfma_items,
+    }
+    return tuple(item for item in by_engine[stream.tiles.engine](stream) if item.bytes)
+
+
+def stream_columns(tiles: Tiles, stages: int, halves: bool) -> int:
+    """Columns of tensor memory: of output and scores, and of operands that are kept there.
+
+    Args:
+        tiles: The tiles and who works on them.
+        stages: Depth of the software pipeline.
+        halves: Whether float32 operands are split into halves of tf32.
+    """
+    scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+    # In 16 bits they are half as wide as scores.
+    weights = scores // 2
+    if triton_release() >= SHARING_RELEASE:
+        # Weights take the place of scores, unless several products read them.
+        reread = len(tiles.v_chunks) > 1 and stages > 1 and not halves
+        return columns_of(tiles, output + scores + (weights if reread else 0))
+    if halves:
+        queries = sum(chunk.width for chunk in tiles.qk_chunks)
+        return columns_of(tiles, output + 3 * scores + 3 * queries)
+    # Scores that are summed over chunks are held twice.
+    return columns_of(tiles, output + scores * min(len(tiles.qk_chunks), 2) + weights)
+
+
+def _resident_queries(stream: Stream) -> int:
+    return sum(tile for tile in stream.tiles.q if stream.tiles.worth_a_copy(tile))
+
+
+def _stages(stream: Stream, count: int) -> list[TrafficItem]:
+    return [
+        TrafficItem(f"k, {count} in flight", count * stream.k),
+        TrafficItem(f"v, {count} in flight", count * stream.v),
+    ]
+
+
+def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
+    # Operands are read from shared memory while the instruction runs, so no stage is free early.
+    items = [TrafficItem("q", _resident_queries(stream)), *_stages(stream, stream.stages)]
+    if stream.ahead and stream.tiles.whole:
+        items.append(TrafficItem("k of the block ahead", stream.k))
+    return items
+
+
+def _tensor_memory_items(stream: Stream) -> list[TrafficItem]:
+    # Split operands live in tensor memory or in shared memory, as the Triton version has it.
+    queries = [] if stream.halves else [TrafficItem("q", _resident_queries(stream))]
+    if not (stream.k or stream.v or stream.halves):
+        return [*queries, *_stored_operands(stream)]
+    if stream.tiles.whole:
+        return [*queries, *_stages(stream, stream.stages)]
+    # Triton 3.9 frees one of the two early where a head dim is cut into chunks.
+    held = 0 if stream.halves else min(stream.k, stream.v)
+    return [*queries, *_stages(stream, stream.stages - 1), TrafficItem("k or v in use", held)]
+
+
+def _stored_operands(stream: Stream) -> list[TrafficItem]:
+    """K and V where threads load and store them: pipelined, V of the next block is stored early."""
+    k, v = stream.tiles.k, stream.tiles.v
+    if stream.stages == 1:
+        return [TrafficItem("v in use", max(v))]
+    return [
+        TrafficItem("k", max(k)),
+        TrafficItem("v", sum(v)),
+        TrafficItem("v of the next block", sum(v)),
+    ]
+
+
+def _warp_items(stream: Stream) -> list[TrafficItem]:
+    # A tile in use is in registers, so one stage fewer is in flight.
+    tiles = stream.tiles
+    flight = _stages(stream, stream.stages - 1)
+    crossing = TrafficItem("weights that cross warps", tiles.crossing_weights())
+    queries = TrafficItem("q", _resident_queries(stream))
+    if stream.ahead:
+        exchanged = [] if stream.halves else [crossing]
+        if triton_release() < SHARING_RELEASE and not stream.halves:
+            return [queries, *flight, *exchanged]
+        # The queries pass through shared memory, then stay in registers.
+        return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
+    pipelined = stream.k + stream.v > 0
+    # Where not, K may be transposed in registers, but V is not.
+    loop = flight if pipelined else [TrafficItem("v", max(tiles.v))]
+    if not stream.halves:
+        return [queries, *loop, crossing]
+    halves = TrafficItem("q in halves of tf32", queries.bytes)
+    return [queries, halves, *([*loop, crossing] if pipelined else _larger(loop, [crossing]))]
+
+
+def _vector_items(stream: Stream) -> list[TrafficItem]:
+    tiles = stream.tiles
+    queries = TrafficItem("q", _resident_queries(stream))
+    weights = TrafficItem("weights", tiles.weights)
+    if stream.k + stream.v:
+        loop = [*_stages(stream, stream.stages - 1), weights]
+    else:
+        loop = [TrafficItem("v in passing", max((0, *tiles.shared_v))), weights]
+    return [queries, *_larger([TrafficItem("k in passing", max(tiles.k))], loop)]
+
+
+def _mfma_items(stream: Stream) -> list[TrafficItem]:
+    # Everything rests in registers; shared memory only reorders it, one tile after the other.
+    tiles = stream.tiles
+    single = stream.stages == MFMA_SINGLE_BUFFER_STAGES and tiles.whole
+    flight = _stages(stream, 1 if single else stream.stages - 1)
+    crossing = TrafficItem("weights that cross lanes", _mfma_crossing(stream))
+    passing = max(tiles.q[0] if tiles.whole else 0, 0 if stream.k + stream.v else max(tiles.v))
+    return _larger([TrafficItem("q or v in passing", passing)], [*flight, crossing])
+
+
+def _mfma_crossing(stream: Stream) -> int:
+    """The weights, where the layout of scores is not the one that the second product reads."""
+    tiles = stream.tiles
+    narrow_warps = MFMA_WIDE_ROWS <= tiles.block_m <= MFMA_ROWS * tiles.warps
+    one_row_of_warps = tiles.block_m == MFMA_ROWS and tiles.itemsize == 4
+    return reordered(tiles.weights) if narrow_warps or one_row_of_warps else 0
+
+
+def _larger(one: list[TrafficItem], other: list[TrafficItem]) -> list[TrafficItem]:
+    """Of two sets of items that are not live together, the one that needs more."""
+    return max(one, other, key=lambda items: sum(item.bytes for item in items))

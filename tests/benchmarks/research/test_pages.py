@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from flashtune.core.errors import UsageError
+from flashtune.tuner.cli.report.doc_tables import filled
+
+BEGIN, END = "<!-- a -->", "<!-- end of a -->"
+
+
+def test_only_what_lies_between_the_marks_changes() -> None:
+    page = f"# Title\n\n{BEGIN}\nold\nlines\n{END}\n\nThe rest.\n"
+    new = filled(page, BEGIN, END, "new")
+    assert new == f"# Title\n\n{BEGIN}\nnew\n{END}\n\nThe rest.\n"
+    assert filled(new, BEGIN, END, "new") == new
+
+
+@pytest.mark.parametrize("page", ["", BEGIN, END, f"{END}\n{BEGIN}"])
+def test_a_page_without_both_marks_is_left_alone(page: str) -> None:
+    with pytest.raises(UsageError, match="put <!-- a --> and <!-- end of a --> where it belongs"):
+        filled(page, BEGIN, END, "new")

@@ -1,0 +1,237 @@
+"""Regret at held-out shapes: what is drawn, thinned, timed and worked out, with timings that are made up."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.dispatch_regret import regret_run
+from benchmarks.dispatch_regret.regret import (
+    SHARES,
+    Point,
+    RegretReport,
+    Timed,
+    dispatched,
+    draw_problems,
+    figures,
+    finalists,
+    regret,
+    thinned,
+)
+from benchmarks.reports import names, read_report, write_report
+from flashtune.core.errors import TableError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Record
+from flashtune.core.target import find_target
+from flashtune.db.table import shipped_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.candidates import Candidate
+
+TARGET = find_target("h200")
+
+
+@pytest.fixture(scope="module")
+def records() -> tuple[Record, ...]:
+    table = shipped_table(TARGET.name)
+    assert table is not None
+    return table.records
+
+
+@pytest.fixture(scope="module")
+def problems(records: tuple[Record, ...]) -> tuple[Problem, ...]:
+    return draw_problems(60, 3, (record.problem for record in records))
+
+
+def test_shapes_are_held_out_and_of_every_kind(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
+    assert not {problem.key for problem in problems} & {record.problem.key for record in records}
+    assert len(set(problems)) == 60
+    assert draw_problems(60, 3, (record.problem for record in records)) == problems
+    assert draw_problems(60, 4, ()) != problems
+    assert {problem.dtype for problem in problems} == {Dtype.BF16}
+    assert {problem.head_dim for problem in problems} == {64, 128, 256}
+    assert {problem.causal for problem in problems} == {Causal.NONE, Causal.BOTTOM_RIGHT}
+    assert any(problem.group_size > 1 for problem in problems)
+    assert any(problem.seqlen_q != problem.seqlen_kv for problem in problems)
+    assert any(problem.seqlen_q % 64 for problem in problems)
+
+
+def test_thinner_tables_nest_and_keep_every_kind(records: tuple[Record, ...]) -> None:
+    whole, half, quarter = (thinned(records, share) for share in SHARES)
+    assert set(map(id, whole)) == set(map(id, records))
+    assert {record.problem.key for record in quarter} < {record.problem.key for record in half}
+    kinds = {record.problem.computation for record in records}
+    anchors = len({record.problem.key for record in records})
+    for share, table in zip(SHARES, (whole, half, quarter), strict=True):
+        assert {record.problem.computation for record in table} == kinds
+        # Of each kind its share is rounded up.
+        kept = len({record.problem.key for record in table})
+        assert share * anchors <= kept < share * anchors + len(kinds)
+    assert set(map(id, thinned(reversed(records), 0.5))) == set(map(id, half))
+
+
+def test_finalists_hold_the_tuned_configs_and_can_be_rendered(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
+    tuned = {(record.family, record.config) for record in records}
+    for problem in problems[:20]:
+        entrants = finalists(problem, TARGET, records)
+        assert len(set(entrants)) == len(entrants) >= 8
+        chosen = dispatched(TARGET, problem, records)
+        assert find_family(chosen.family).space(problem, TARGET).contains(chosen.config)
+        if chosen.family == "forward_hopper" and (chosen.family, chosen.config) in tuned:
+            assert chosen in entrants
+        assert {entrant.family for entrant in entrants} >= {"forward_hopper", "forward_q_outer"}
+    static = regret_run._static(problems[0])
+    for entrant in finalists(problems[0], TARGET, records):
+        family = find_family(entrant.family)
+        kernels = (render(family, one, entrant.config, Specialization()) for one in (static, problems[0]))
+        assert len({kernel.digest for kernel in kernels}) == 1
+
+
+def timed(candidate: Candidate, ms: float) -> Timed:
+    return Timed(candidate.family, candidate.config.label(), ms, ms, ms, 15)
+
+
+def test_regret_is_over_the_fastest(problems: tuple[Problem, ...], records: tuple[Record, ...]) -> None:
+    one, two, three = finalists(problems[0], TARGET, records)[:3]
+    point = Point(problems[0], (timed(one, 1.1), timed(two, 1.0)))
+    assert regret(point, one) == pytest.approx(0.1)
+    assert regret(point, two) == 0.0
+    assert regret(point, three) is None
+    same = Point(problems[1], point.timed)
+    found = figures(
+        (point, same), records, 1.0, lambda problem, kept: one if problem == problems[0] else three
+    )
+    assert (found.points, found.unknown) == (1, 1)
+    assert (found.median, found.p95, found.worst) == pytest.approx((0.1, 0.1, 0.1))
+    assert math.isnan(figures((), records, 0.5, lambda problem, kept: one).median)
+
+
+def test_what_was_timed_before_a_family_had_a_choice_counts(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
+    entrants = finalists(problems[0], TARGET, records)
+    one = next(entrant for entrant in entrants if entrant.family == "forward_hopper")
+    label = one.config.label()
+    assert " p_stages=0" in label
+    before = Timed(one.family, label.replace(" p_stages=0", ""), 1.0, 1.0, 1.0, 15)
+    assert regret(Point(problems[0], (before,)), one) == 0.0
+    since = Candidate(one.family, msgspec.structs.replace(one.config, p_stages=1))
+    assert regret(Point(problems[0], (before,)), since) is None
+    gone = msgspec.structs.replace(before, config=f"{label} left_out=1")
+    assert regret(Point(problems[0], (gone,)), one) is None
+
+
+def test_percentiles_are_regrets_that_were_found(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
+    one, two = finalists(problems[0], TARGET, records)[:2]
+    points = [
+        Point(problem, (timed(one, 1 + 0.01 * index), timed(two, 1.0)))
+        for index, problem in enumerate(problems[:20])
+    ]
+    found = figures(points, records, 1.0, lambda problem, kept: one)
+    assert (found.median, found.p95, found.worst) == pytest.approx((0.095, 0.18, 0.19))
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Measuring makes times up, and notes of which problems."""
+    measured: list[Problem] = []
+
+    def measure(problem: Problem, candidates: Sequence[Candidate], *_: Any) -> Point:
+        measured.append(problem)
+        return Point(problem, tuple(timed(one, 1.0 + 0.001 * index) for index, one in enumerate(candidates)))
+
+    monkeypatch.setattr(regret_run, "device_target", lambda index: TARGET)
+    monkeypatch.setattr(regret_run, "compile_all", lambda *_: frozenset())
+    monkeypatch.setattr(regret_run, "_measure", measure)
+    return measured
+
+
+def test_a_run_that_was_cut_short_goes_on(
+    problems: tuple[Problem, ...],
+    records: tuple[Record, ...],
+    without_gpu: list[Problem],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "deep" / "regret.json.gz"
+    said: list[str] = []
+    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
+    run = functools.partial(regret_run.measure_regret, records=records, device=0, path=path, tell=said.append)
+    late = time.monotonic() + 60
+    report = run(report, problems[:3], until=late)
+    assert without_gpu == list(problems[:3])
+    assert read_report(path, RegretReport) == report
+    assert run(report, problems[:5], until=0.0) == report
+    assert "2 shapes were not measured" in said[-1]
+    report = run(read_report(path, RegretReport), problems[:5], until=late)
+    assert without_gpu == list(problems[:5])
+    choose = functools.partial(dispatched, TARGET)
+    for share in SHARES:
+        assert figures(report.points, records, share, choose).unknown == 0
+
+
+def test_what_does_not_compile_is_not_timed(
+    problems: tuple[Problem, ...],
+    records: tuple[Record, ...],
+    without_gpu: list[Problem],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = problems[0]
+    unfit = finalists(problem, TARGET, records)[0]
+    broken = frozenset({(regret_run._static(problem), unfit)})
+    monkeypatch.setattr(regret_run, "compile_all", lambda *_: broken)
+    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
+    path = tmp_path / "regret.json.gz"
+    report = regret_run.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
+    labels = [(one.family, one.config) for one in report.points[0].timed]
+    assert (unfit.family, unfit.config.label()) not in labels
+
+
+@pytest.mark.gpu
+def test_a_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
+    (posed,) = draw_problems(1, 3, (record.problem for record in records))
+    problem = msgspec.structs.replace(
+        posed, head_dim=64, value_head_dim=64, batch=3, seqlen_q=700, seqlen_kv=700
+    )
+    torch.cuda.synchronize()
+    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
+    path = tmp_path / "regret.json.gz"
+    report = regret_run.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
+    assert 0 < report.points[0].best.ms < 10
+    assert len(report.points[0].timed) >= 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b\x08\x00"])
+def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "regret.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(TableError, match="is no RegretReport"):
+        read_report(path, RegretReport)
+    write_report(RegretReport(TARGET.name, 0, current_versions("forward_hopper"), ()), path)
+    assert read_report(path, RegretReport).points == ()
+
+
+def test_labels_of_choices_that_are_gone_name_nothing() -> None:
+    (problem,) = draw_problems(1, 3, ())
+    config = find_family("forward_hopper").default(problem, TARGET)
+    label = config.label()
+    order = next(word for word in label.split() if word.startswith("order="))
+    assert names(label, config)
+    assert not names(label.replace(order, "order=zigzag"), config)
+    assert not names("groups=2", config)

@@ -1,0 +1,163 @@
+"""Making a truth table with stand-ins for processes: what crashes, hangs or does not compile is a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pebble import ProcessExpired
+
+from benchmarks.exhaustive import run
+from benchmarks.exhaustive.jobs import Batch, Described
+from benchmarks.exhaustive.run import Drawing, make_table
+from flashtune.core.errors import KernelError
+from flashtune.core.record import Measurement, Outcome, PeerTime, Resources
+from flashtune.core.target import find_target
+from flashtune.tuner.binary.sass import Loop
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.gpu_jobs import FATAL_EXIT, time_finalists
+from flashtune.tuner.perf_model.measurements import TruthTable, read_table
+from tests.tuner.perf_model.truth_fakes import a_problem
+
+ANCHOR_MS = 2.0
+
+
+def failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def crashed(code: int) -> Future[Any]:
+    error = ProcessExpired("Abnormal termination")  # type: ignore[no-untyped-call]
+    error.exitcode = code
+    return failed(error)
+
+
+def of_two_groups(candidate: Candidate) -> int:
+    return int(getattr(candidate.config, "groups", 0)) == 2
+
+
+class FakeWorkers:
+    """Compiles and measures in no time; some candidates do not compile, some take the process down."""
+
+    device, jobs = 0, 4
+
+    def __init__(self, crashes: Callable[[Candidate], bool] = lambda candidate: False) -> None:
+        self.compilers = SimpleNamespace(schedule=self._compile)
+        self._crashes = crashes
+        self.batches: list[tuple[Candidate, ...]] = []
+        self.final: tuple[Candidate, ...] = ()
+
+    def _compile(self, function: Any, *, args: tuple[Any, ...], timeout: float) -> Future[Any]:
+        candidate = args[1]
+        if candidate.config.num_stages == 4:
+            return failed(TimeoutError())
+        if candidate.config.num_stages == 3:
+            return done(Described(Compiled(Outcome.COMPILE_ERROR, message="m" * 300)))
+        resources = Resources(1000, compile_seconds=1.23456)
+        return done(Described(Compiled(Outcome.OK, resources=resources), Loop({"HGMMA": 8}, 900)))
+
+    def on_gpu(self, function: Any, arguments: tuple[Any, ...], seconds: float) -> Future[Any]:
+        if function is time_finalists:
+            self.final = arguments[1]
+            peers = (PeerTime("sdpa-cudnn", 3.0),)
+            return done(tuple(Measurement(1.5, 1.4, 1.6, 21, peers=peers) for _ in self.final))
+        candidates = arguments[2]
+        self.batches.append(candidates)
+        if any(map(self._crashes, candidates)):
+            return crashed(FATAL_EXIT)
+        measured = tuple(
+            Evaluation(Outcome.OK, measurement=Measurement(1.0, 0.9, 1.1, 9))
+            if of_two_groups(entry)
+            else Evaluation(Outcome.OK, measurement=Measurement(4.0, 3.9, 4.1, 9))
+            for entry in candidates
+        )
+        return done(Batch(measured, ANCHOR_MS))
+
+
+def made(workers: FakeWorkers, path: Path, **drawing: Any) -> TruthTable:
+    given: Any = workers
+    return make_table(
+        given, a_problem(), "forward_hopper", find_target("h200"), Drawing(**{"configs": 40, **drawing}), path
+    )
+
+
+def test_everything_that_was_drawn_is_a_row(tmp_path: Path) -> None:
+    workers, path = FakeWorkers(), tmp_path / "folder" / "table.json.xz"
+    table = made(workers, path)
+    assert read_table(path) == table
+    assert len(table.rows) == table.drawn == 40
+    stages = [table.candidate(row).config.num_stages for row in table.rows]
+    outcomes = {2: Outcome.OK, 3: Outcome.COMPILE_ERROR, 4: Outcome.TIMEOUT}
+    assert [row.outcome for row in table.rows] == [outcomes[number] for number in stages]
+    assert all(len(row.message) <= 100 for row in table.rows)
+    assert all(row.loop for row in table.rows if row.outcome is Outcome.OK)
+    assert table.anchors == (ANCHOR_MS,) * len(workers.batches)
+    assert all(len(batch) <= run.BATCH for batch in workers.batches)
+
+
+def test_only_the_best_are_timed_once_more(tmp_path: Path) -> None:
+    workers = FakeWorkers()
+    table = made(workers, tmp_path / "table.json.xz")
+    assert workers.final
+    assert all(map(of_two_groups, workers.final))
+    for row in table.rows:
+        assert (row.final is not None) == (table.candidate(row) in workers.final)
+    assert table.peers == (PeerTime("sdpa-cudnn", 3.0),)
+
+
+def test_a_batch_that_lost_its_process_is_tried_one_by_one(tmp_path: Path) -> None:
+    def turns(candidate: Candidate) -> bool:
+        return bool(getattr(candidate.config, "ping_pong", False))
+
+    workers = FakeWorkers(turns)
+    table = made(workers, tmp_path / "table.json.xz")
+    for row in table.rows:
+        candidate = table.candidate(row)
+        if candidate.config.num_stages == 2:
+            assert row.outcome is (Outcome.LAUNCH_ERROR if turns(candidate) else Outcome.OK)
+    assert "illegal memory access" in {row.message for row in table.rows}
+    assert (
+        sum(len(batch) == 1 for batch in workers.batches)
+        >= sum(map(turns, map(table.candidate, table.rows))) / 3
+    )
+
+
+def test_what_is_there_when_time_is_up_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "table.json.xz"
+    table = made(FakeWorkers(), path, seconds=0.0)
+    assert table.rows == ()
+    assert read_table(path) == table
+    assert table.drawn == 40
+
+
+def test_what_is_there_when_something_breaks_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json.xz"
+    broken = FakeWorkers()
+    measure = broken.on_gpu
+
+    def breaks(function: Any, arguments: tuple[Any, ...], seconds: float) -> Future[Any]:
+        if broken.batches:
+            return failed(KernelError("the disk is full"))
+        return measure(function, arguments, seconds)
+
+    monkeypatch.setattr(broken, "on_gpu", breaks)
+    monkeypatch.setattr(run, "BATCH", 4)
+    with pytest.raises(KernelError, match="the disk is full"):
+        made(broken, path)
+    assert sum(row.outcome is Outcome.OK for row in read_table(path).rows) == 4

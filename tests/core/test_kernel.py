@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import Alignment, Argument, Kernel, Specialization, Step, specialization_of
+from flashtune.core.problem import Dtype
+
+
+def views(
+    *, offset: int = 0, stride: int = 64, length: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    storage = torch.empty(offset + 2 * 4 * length * stride, dtype=torch.bfloat16)
+    view = storage[offset:].view(2, 4, length, stride)[..., :32]
+    return view, view, view, view
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride", "alignment"),
+    [(0, 64, 16), (0, 40, 8), (0, 36, 1), (1, 64, 1), (8, 64, 16)],
+)
+def test_the_alignment_class_is_what_pointers_and_strides_keep(
+    offset: int, stride: int, alignment: int
+) -> None:
+    assert specialization_of(views(offset=offset, stride=stride), lse=False).alignment == alignment
+
+
+def test_rows_that_repeat_are_no_matter_for_descriptors() -> None:
+    row = torch.empty(2, 4, 1, 64, dtype=torch.bfloat16)
+    repeated = row.expand(2, 4, 8, 64)
+    assert specialization_of((row, repeated, repeated, row), lse=False).alignment is Alignment.ANY
+    assert specialization_of((row, row, row, row), lse=False).alignment is Alignment.SIXTEEN
+
+
+def test_offsets_beyond_31_bits_need_wide_indices() -> None:
+    small = torch.empty(1, 1, 8, 32, device="meta")
+    wide = torch.empty(1, 1, 2**31, 32, device="meta")[:, :, ::64]
+    tensors = (small, small, small, small)
+    assert _index_bits(tensors) == 32
+    assert _index_bits((small, wide, small, small)) == 64
+
+
+def _index_bits(tensors: tuple[torch.Tensor, ...]) -> int:
+    return specialization_of(tensors, lse=False).index_bits
+
+
+@pytest.mark.parametrize(
+    ("alignment", "dtype", "taken"),
+    [
+        (Alignment.SIXTEEN, Dtype.BF16, True),
+        (Alignment.EIGHT, Dtype.FP16, True),
+        (Alignment.EIGHT, Dtype.FP32, True),
+        (Alignment.ANY, Dtype.FP32, False),
+        (Alignment.SIXTEEN, Dtype.E4M3, True),
+        (Alignment.EIGHT, Dtype.E4M3, False),
+    ],
+)
+def test_descriptors_need_strides_of_16_bytes(alignment: Alignment, dtype: Dtype, taken: bool) -> None:
+    assert Specialization(alignment).takes_descriptors(dtype) is taken
+
+
+KERNEL = Kernel(
+    "family", "entry", "source", (Argument("q", "*bf16", 16),), LaunchOptions(4, 2), Specialization()
+)
+PROLOGUE = Step("transpose_values", (Argument("v", "*fp8e4nv"),), LaunchOptions(4, 1))
+
+
+def test_the_digest_covers_source_specialisation_and_options() -> None:
+    others = (
+        msgspec.structs.replace(KERNEL, source="another"),
+        msgspec.structs.replace(KERNEL, arguments=(Argument("q", "*bf16"),)),
+        msgspec.structs.replace(KERNEL, options=LaunchOptions(4, 2, 128)),
+        msgspec.structs.replace(KERNEL, specialization=Specialization(lse=True)),
+        msgspec.structs.replace(KERNEL, prologue=PROLOGUE),
+        msgspec.structs.replace(KERNEL, prologue=Step("other", PROLOGUE.arguments, PROLOGUE.options)),
+    )
+    digests = {KERNEL.digest, *(other.digest for other in others)}
+    assert len(digests) == 1 + len(others)
+
+
+def test_what_has_no_prologue_hashes_as_before_there_were_any() -> None:
+    assert b"prologue" not in msgspec.json.encode(KERNEL)
+    assert KERNEL.first is None
+
+
+def test_a_prologue_is_a_kernel_of_the_same_source() -> None:
+    first = msgspec.structs.replace(KERNEL, prologue=PROLOGUE).first
+    assert first is not None
+    assert (first.entry, first.arguments, first.options) == (
+        PROLOGUE.entry,
+        PROLOGUE.arguments,
+        PROLOGUE.options,
+    )
+    assert (first.source, first.family, first.prologue) == (KERNEL.source, KERNEL.family, None)

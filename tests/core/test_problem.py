@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.mask_geometry import Sight, distinct_keys, visible_pairs
+from flashtune.core.problem import Causal, Dtype, Problem
+
+PROBLEMS = st.builds(
+    Problem,
+    dtype=st.sampled_from(Dtype),
+    head_dim=st.integers(1, 256),
+    value_head_dim=st.integers(1, 256),
+    heads=st.sampled_from([4, 8]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    batch=st.integers(0, 3),
+    seqlen_q=st.integers(0, 40),
+    seqlen_kv=st.integers(0, 40),
+    causal=st.sampled_from(Causal),
+)
+
+
+def counted_pairs(problem: Problem) -> int:
+    if problem.causal is Causal.NONE:
+        return problem.seqlen_q * problem.seqlen_kv
+    seen = (query + problem.diagonal + 1 for query in range(problem.seqlen_q))
+    return sum(min(max(keys, 0), problem.seqlen_kv) for keys in seen)
+
+
+@given(PROBLEMS)
+def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
+    assert problem.visible_pairs() == counted_pairs(problem)
+
+
+SIGHTS = st.builds(
+    Sight,
+    seqlen_q=st.integers(0, 24),
+    seqlen_kv=st.integers(0, 24),
+    diagonal=st.integers(-24, 24),
+    left=st.none() | st.integers(0, 24),
+    right=st.none() | st.integers(0, 24),
+    first=st.integers(0, 24),
+    chunk=st.integers(0, 9),
+)
+
+
+def seen_keys(sight: Sight, query: int) -> set[int]:
+    place, seen = query + sight.diagonal, set()
+    for key in range(sight.seqlen_kv):
+        windowed = sight.left is None or key >= place - sight.left
+        own = not sight.chunk or key // sight.chunk == place // sight.chunk
+        reached = sight.right is None or key <= place + sight.right
+        if reached and (key < sight.first or (windowed and own)):
+            seen.add(key)
+    return seen
+
+
+@given(SIGHTS)
+def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: Sight) -> None:
+    rows = [seen_keys(sight, query) for query in range(sight.seqlen_q)]
+    assert visible_pairs(sight) == sum(map(len, rows))
+    assert distinct_keys(sight) == len(set().union(*rows))
+
+
+def test_chunks_are_counted_and_not_walked() -> None:
+    long = 2**31 - 1
+    assert visible_pairs(Sight(long, long, 0, None, None, 0, 1)) == long
+    assert visible_pairs(Sight(8, 8, 0, None, None, 0, 4)) == 32
+
+
+@given(PROBLEMS)
+def test_a_problem_survives_json(problem: Problem) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(problem), type=Problem) == problem
+
+
+@given(PROBLEMS, PROBLEMS)
+def test_keys_are_equal_for_equal_problems_alone(one: Problem, other: Problem) -> None:
+    assert (one.key == other.key) == (one == other)
+
+
+def test_nominal_flops_halve_when_causal() -> None:
+    full = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=16,
+        kv_heads=16,
+        batch=2,
+        seqlen_q=8192,
+        seqlen_kv=8192,
+    )
+    assert full.nominal_flops() == 4 * 2 * 16 * 8192**2 * 128
+    assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
+
+
+def test_of_windows_chunks_and_packed_sequences_only_what_is_seen_counts() -> None:
+    full = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=16,
+        kv_heads=16,
+        batch=4,
+        seqlen_q=1024,
+        seqlen_kv=1024,
+    )
+    # Half of the tokens that four sequences of the longest length would have.
+    packed = msgspec.structs.replace(full, packed=2048)
+    assert packed.nominal_flops() * 2 == packed.flops() * 2 == full.nominal_flops()
+    windowed = msgspec.structs.replace(full, causal=Causal.BOTTOM_RIGHT, window_left=0)
+    assert windowed.nominal_flops() == 4 * 4 * 16 * 1024 * 128
+    assert msgspec.structs.replace(full, softcap=True).nominal_flops() == full.nominal_flops()
+
+
+def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
+    wide = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=32,
+        heads=4,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=10,
+        seqlen_kv=20,
+    )
+    narrow = msgspec.structs.replace(wide, dtype=Dtype.E4M3)
+    assert (narrow.out_dtype, wide.out_dtype) == (Dtype.BF16, Dtype.BF16)
+    inputs, output = 4 * 10 * 64 + 2 * 20 * (64 + 32), 4 * 10 * 32
+    assert wide.minimal_bytes() == 2 * inputs + 2 * output
+    assert narrow.minimal_bytes() == inputs + 2 * output
+
+
+@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"lengths": True}], ids=["pages", "lengths"])
+def test_ragged_sequences_read_three_quarters_of_the_longest_on_average(ragged: dict[str, Any]) -> None:
+    equal = Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=32,
+        kv_heads=8,
+        batch=5,
+        seqlen_q=1,
+        seqlen_kv=8192,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+    queries = 2 * 2 * 5 * 32 * 128
+    of_key = 2 * 2 * 8 * 128
+    assert equal.minimal_bytes() == queries + of_key * 5 * 8192
+    shorter = msgspec.structs.replace(equal, **ragged)
+    assert shorter.minimal_bytes() == queries + of_key * 4 * 8192
+    windowed = msgspec.structs.replace(shorter, window_left=4095)
+    assert windowed.minimal_bytes() == queries + of_key * 5 * 4096
+    single = msgspec.structs.replace(equal, batch=1)
+    assert msgspec.structs.replace(single, **ragged).minimal_bytes() == single.minimal_bytes()
+
+
+def test_query_heads_must_divide_among_kv_heads() -> None:
+    with pytest.raises(ProblemError, match="5 query heads do not divide among 2 KV heads"):
+        Problem(
+            dtype=Dtype.FP16,
+            head_dim=64,
+            value_head_dim=64,
+            heads=5,
+            kv_heads=2,
+            batch=1,
+            seqlen_q=1,
+            seqlen_kv=1,
+        )

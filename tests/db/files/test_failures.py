@@ -1,0 +1,234 @@
+"""A database that cannot be used is one sentence, and stays as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event
+
+from flashtune.core.errors import StoreError
+from flashtune.core.record import Record
+from flashtune.db.light.reader import open_reader
+from flashtune.db.migrate import upgrade
+from flashtune.db.store import Store, open_store
+
+MakeRecord = Callable[..., Record]
+NOBODY = 65534
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def filled(path: Path, make_record: MakeRecord) -> Path:
+    """A database with a selection and enough records for several pages."""
+    with open_store(str(path)) as store:
+        for number in range(50):
+            store.pin(store.add(make_record(ms=1.0 + number)))
+    return path
+
+
+def refused(path: Path, reason: str) -> None:
+    """Opening, upgrading and merging all refuse, with one sentence, and change nothing."""
+    before = digest(path)
+    for use in (open_store, upgrade):
+        with pytest.raises(StoreError, match=reason) as caught:
+            use(str(path))
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert "--db" in str(caught.value)
+    with (
+        open_store(str(path.with_name("destination.sqlite"))) as store,
+        pytest.raises(StoreError, match=reason),
+    ):
+        store.merge_from(str(path))
+    assert digest(path) == before
+
+
+def test_a_file_that_is_no_database(path: Path) -> None:
+    path.write_bytes(b"no database, but long enough to look at " * 100)
+    refused(path, "is no SQLite database or is damaged: move it away")
+
+
+def test_a_database_with_a_damaged_header(filled: Path) -> None:
+    raw = bytearray(filled.read_bytes())
+    raw[:16] = b"\0" * 16
+    filled.write_bytes(raw)
+    refused(filled, "damaged")
+
+
+def test_a_database_cut_short(filled: Path) -> None:
+    filled.write_bytes(filled.read_bytes()[:6000])
+    refused(filled, "damaged")
+
+
+def test_damaged_pages_are_told_when_they_are_read(
+    filled: Path, tmp_path: Path, make_record: MakeRecord
+) -> None:
+    raw = bytearray(filled.read_bytes())
+    # The schema and the first pages survive; the records' pages do not.
+    raw[len(raw) // 4 :] = b"\xff" * (len(raw) - len(raw) // 4)
+    filled.write_bytes(raw)
+    before = digest(filled)
+    with open_store(str(tmp_path / "ours.sqlite")) as ours:
+        ours.add(make_record())
+        with pytest.raises(StoreError, match=f"{filled} is damaged"):
+            ours.merge_from(str(filled))
+        assert len(ours.records()) == 1
+    reader = open_reader(str(filled))
+    assert reader is not None
+    with pytest.raises(StoreError, match="is damaged"):
+        reader.selections("nvidia-h200")
+    assert digest(filled) == before
+
+
+def test_a_newer_schema(filled: Path) -> None:
+    with closing(sqlite3.connect(filled)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    refused(filled, "has schema '9999', and this flashtune knows those up to .*: upgrade flashtune")
+
+
+def test_another_programs_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    refused(path, "holds other tables and is no flashtune database")
+
+
+def test_a_version_table_of_another_shape(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE alembic_version (other TEXT)")
+    refused(path, "cannot be used")
+
+
+def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be opened"):
+        open_store(str(tmp_path))
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write beside the database"):
+        open_store(str(tmp_path / "file" / "records.sqlite"))
+
+
+def test_a_kind_of_database_that_is_not_used() -> None:
+    with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
+        open_store("mysql://host/name")
+    with pytest.raises(StoreError, match="is no database URL"):
+        open_store("no such thing://x")
+
+
+def test_a_password_is_in_no_message() -> None:
+    with pytest.raises(StoreError) as caught:
+        open_store("postgresql+psycopg://me:secret@flashtune.invalid/name")
+    assert "secret" not in str(caught.value)
+    assert "me@flashtune.invalid" in str(caught.value)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that everyone may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+        Path(name).chmod(0o755)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """Rights count for nothing where tests run as root: act as somebody without any."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def read_only(folder: Path, make_record: MakeRecord) -> Path:
+    """A database that may be read, in a folder that may not be written."""
+    path = folder / "records.sqlite"
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    (folder / "records.sqlite.lock").unlink()
+    path.chmod(0o444)
+    folder.chmod(0o555)
+    return path
+
+
+def test_a_read_only_database_is_not_opened_for_writing(read_only: Path, unprivileged: None) -> None:
+    before = digest(read_only)
+    with pytest.raises(StoreError, match=r"make it writable|check its folder and its rights"):
+        open_store(str(read_only))
+    assert digest(read_only) == before
+    assert [entry.name for entry in read_only.parent.iterdir()] == ["records.sqlite"]
+
+
+def test_a_read_only_database_is_read_and_merged(
+    read_only: Path, unprivileged: None, make_record: MakeRecord
+) -> None:
+    reader = open_reader(str(read_only))
+    assert reader is not None
+    assert reader.selections("nvidia-h200") == (make_record(),)
+    with tempfile.TemporaryDirectory() as ours, open_store(f"{ours}/ours.sqlite") as store:
+        assert store.merge_from(str(read_only)).records_added == 1
+
+
+def test_a_folder_that_may_not_be_written(folder: Path, unprivileged: None) -> None:
+    if os.geteuid() != NOBODY:
+        folder.chmod(0o555)
+    with pytest.raises(StoreError, match="cannot write beside the database"):
+        open_store(str(folder / "records.sqlite"))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Databases cannot grow: SQLite reports it as it reports a full disk."""
+
+    def limit(connection: sqlite3.Connection, _: Any) -> None:
+        connection.execute("PRAGMA max_page_count = 1")
+
+    event.listen(Engine, "connect", limit)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", limit)
+
+
+def add_many(store: Store, make_record: MakeRecord) -> None:
+    """More than fits into the pages that are there."""
+    for number in range(100):
+        store.add(make_record(ms=1000.0 + number))
+
+
+def test_a_full_disk(filled: Path, make_record: MakeRecord, full_disk: None) -> None:
+    with open_store(str(filled)) as store:
+        before = store.records()
+        with pytest.raises(StoreError, match=f"disk is full, .* written to {filled}: free some space"):
+            add_many(store, make_record)
+        kept = store.records()
+    assert kept[: len(before)] == before
+    with closing(sqlite3.connect(filled)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_disk_that_was_full_at_creation(
+    path: Path, full_disk: None, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(StoreError, match="disk is full"):
+        open_store(str(path))
+    reader = open_reader(str(path))
+    assert reader is None or reader.selections("nvidia-h200") == ()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashtune.core.errors import UsageError
+from flashtune.db.location import database_url, default_url, describe, sqlite_path
+
+
+def test_the_default_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHTUNE_DB")
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path))
+    assert sqlite_path(default_url()) == tmp_path / "flashtune.sqlite"
+
+
+@pytest.mark.parametrize("value", ["{}/other.sqlite", "sqlite:///{}/other.sqlite"])
+def test_the_environment_names_a_path_or_a_url(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHTUNE_DB", value.format(tmp_path))
+    assert sqlite_path(default_url()) == tmp_path / "other.sqlite"
+
+
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sqlite_path(database_url("a.sqlite")) == tmp_path / "a.sqlite"
+    assert sqlite_path(database_url("sqlite:///a.sqlite")) == tmp_path / "a.sqlite"
+
+
+@pytest.mark.parametrize("name", ["a?b.sqlite", "50%41.sqlite", "a b#c.sqlite", "größe.sqlite"])
+def test_odd_file_names_survive_the_url(name: str, tmp_path: Path) -> None:
+    url = database_url(str(tmp_path / name))
+    assert sqlite_path(url) == tmp_path / name
+    assert sqlite_path(database_url(url)) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:///a?mode=ro", "sqlite+x:///a"]
+)
+def test_a_url_without_a_file_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="names no file"):
+        database_url(url)
+
+
+def test_a_password_is_not_shown() -> None:
+    url = database_url("postgresql+psycopg://me:secret@host:5432/tuning?sslmode=require")
+    assert sqlite_path(url) is None
+    assert describe(url) == "postgresql+psycopg://me@host:5432/tuning"

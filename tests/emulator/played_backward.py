@@ -1,0 +1,130 @@
+"""Hopper's backward kernels played on the CPU: programs side by side or in turn, and who adds when."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashtune.core.kernel import Kernel
+from flashtune.launch.compilation import load_module
+from tests.emulator import played_parts
+from tests.emulator.played_hopper import Program, counted, small_steps
+from tests.emulator.played_parts import Array, Descriptor, Shared, Stuck, Tensor, plain
+
+
+class Base(int):
+    """The address where a workspace begins."""
+
+    def to(self, dtype: object, bitcast: bool) -> int:
+        return int(self)
+
+
+class Addition(NamedTuple):
+    """What one group of one program added to half a block of dq, or to all of it."""
+
+    program: int
+    values: Array
+
+
+class Sums:
+    """Sums of dq by address, as they were added, and counters of turns."""
+
+    def __init__(self) -> None:
+        self.clock = threading.Condition()
+        self.added: dict[int, list[Addition]] = {}
+        self.counters: dict[int, int] = {}
+
+    def add(self, program: int, address: int, values: Array) -> None:
+        with self.clock:
+            # Zeros change nothing, whenever they come.
+            if values.any():
+                self.added.setdefault(int(address), []).append(Addition(program, values.copy()))
+
+    def await_turn(self, counter: int, block: int) -> None:
+        with self.clock:
+            came = self.clock.wait_for(
+                lambda: self.counters.get(int(counter), 0) == block, played_parts.PATIENCE_S
+            )
+            if not came:
+                raise Stuck("a turn never came")
+
+    def pass_turn(self, counter: int, block: int) -> None:
+        with self.clock:
+            self.counters[int(counter)] = block + 1
+            self.clock.notify_all()
+
+
+class BackwardProgram(Program):
+    """One program of a backward launch."""
+
+    def __init__(self, number: int, programs: int, module: Any, sums: Sums) -> None:
+        super().__init__(number, programs, module)
+        self.sums = sums
+
+    def names(self) -> dict[str, Any]:
+        names = super().names()
+        module = self.module
+
+        def zeros() -> Tensor:
+            return Tensor(np.zeros([plain(module.ROWS), plain(module.WIDTH)]))
+
+        def spread(row: Shared) -> Tensor:
+            return Tensor(np.broadcast_to(row.values, (plain(module.ROWS), row.values.shape[1])))
+
+        def arrive(barrier: Any, pred: bool = True) -> None:
+            if pred:
+                barrier.change(1, 0)
+
+        return {
+            **names,
+            "gluon": SimpleNamespace(jit=lambda one=None, **_: one or (lambda function: function)),
+            "mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "arrive": arrive}),
+            "hidden": lambda value: value,
+            "fresh_zeros": zeros,
+            "spread": spread,
+            "add_sums": lambda address, values: self.sums.add(self.number, address, values.values),
+            "await_turn": self.sums.await_turn,
+            "pass_turn": self.sums.pass_turn,
+        }
+
+
+def play_backward(
+    kernel: Kernel,
+    planned: tuple[Any, ...],
+    memory: dict[str, Array],
+    stats: Any,
+    scale: float,
+    workspaces: int,
+    at_once: int,
+) -> Sums:
+    """Runs all programs of a launch.
+
+    Args:
+        kernel: A kernel of Hopper's backward family.
+        planned: q, k, v, out, dout, dq, dk and dv as the plan takes them: shapes and strides count.
+        memory: Flat arrays by name: q, k, v, dout, workspace_0, dk and dv, of which the last two are written.
+        stats: workspace_0 as the plan takes it.
+        scale: Of the scores.
+        workspaces: How many workspaces beside the rows there are.
+        at_once: How many programs run side by side, first come those with low numbers.
+    """
+    module = load_module(kernel)
+    (programs,), _, integers = module.launch_plan(*planned)
+    made = module.descriptors(*planned, stats, *([None] * workspaces))
+    descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
+    source = counted(kernel)
+    sums = Sums()
+
+    def play(number: int) -> None:
+        names = BackwardProgram(number, programs, module, sums).names()
+        exec(compile(source, kernel.entry, "exec"), names)
+        names[kernel.entry](*descriptors, *([Base(0)] * workspaces), scale, *integers)
+
+    with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:
+        for one in [multiprocessors.submit(play, number) for number in range(programs)]:
+            one.result()
+    return sums

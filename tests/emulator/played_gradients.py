@@ -1,0 +1,75 @@
+"""Kernels of `backward_hopper` as rendered, played on arrays: all but the steps before and after."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashtune.core.kernel import Kernel
+from flashtune.launch.compilation import load_module
+from tests.emulator.played_hopper import Program, counted, small_steps
+from tests.emulator.played_parts import Array, Descriptor, Tensor, plain
+
+
+class Sums:
+    """The workspace of dq by blocks: what a group adds, as a tile instead of in the order of registers."""
+
+    def __init__(self, blocks: int, block_m: int, width: int) -> None:
+        self.tiles = np.zeros((blocks, block_m, width))
+        self.clock = threading.Lock()
+
+    def to(self, dtype: object, bitcast: bool) -> int:
+        """Its address."""
+        return 0
+
+    def add(self, address: int, values: Tensor) -> None:
+        """Half a block or all, [queries, columns] or, where there are 64 columns, [columns, queries]."""
+        tile = self.tiles[address // (4 * self.tiles[0].size)]
+        half = address % (4 * self.tiles[0].size) // (2 * self.tiles[0].size)
+        turned = tile.T if tile.shape[1] == 64 else tile
+        with self.clock:
+            turned[:, 64 * half : 64 * half + values.values.shape[1]] += values.values
+
+
+def play_backward(
+    kernel: Kernel,
+    tensors: tuple[Any, ...],
+    memory: dict[str, Array],
+    numbers: tuple[float, ...],
+    config: Any,
+    width: int,
+) -> Array:
+    """Runs all programs and returns the sums of dq, [batch * heads, queries in whole blocks, width].
+
+    Args:
+        kernel: A kernel of up to 128 columns.
+        tensors: What a launch is planned by: shapes and strides count.
+        memory: Flat arrays by the names of descriptors; dk and dv are written. Words are numbers.
+        numbers: The scale, and the share that falls where some do.
+        config: The kernel's.
+        width: Columns of a tile.
+    """
+    module = load_module(kernel)
+    (programs,), shapes, integers = module.launch_plan(*tensors)
+    workspaces = [torch.empty(shape, device="meta") for shape in shapes]
+    made = module.descriptors(*tensors, *workspaces)
+    descriptors = [Descriptor(one, memory[name]) for name, (one,) in made.items()]
+    sums = Sums(shapes[1][0] * shapes[1][1], config.block_m, width)
+    key_tile = [plain(module.ROWS), plain(module.WIDTH)]
+    source = compile(counted(kernel), kernel.entry, "exec")
+    with small_steps():
+        for number in range(programs):
+            program = Program(number, programs, module)
+            names = program.names()
+            names |= {
+                "hidden": lambda value: value,
+                "fresh_zeros": lambda: Tensor(np.zeros(key_tile)),
+                "spread": lambda row: row.load(None),
+                "add_sums": sums.add,
+            }
+            exec(source, names)
+            names[kernel.entry](*descriptors, sums, *numbers, *integers)
+    return sums.tiles.reshape(shapes[1][0], -1, width)

@@ -1,0 +1,258 @@
+"""Hopper kernels played on the CPU: every role a thread, barriers and the copy engine in Python.
+
+Triton has no interpreter for Gluon. This one knows what rendered Hopper kernels use, and that
+alone: who waits for whom, which blocks are copied, which are computed, and what is written where. Products
+are done when they are issued and numbers are float64, so that races and rounding stay unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashtune.core.kernel import Kernel
+from flashtune.launch.compilation import load_module
+from flashtune.request.quantization import E4M3
+from tests.emulator.played_parts import (
+    Array,
+    Barrier,
+    Descriptor,
+    Pointer,
+    Shared,
+    Tensor,
+    Turn,
+    as_word,
+    plain,
+)
+from tests.emulator.played_ptx import play_ptx
+
+FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
+# Where weights are dropped.
+DRAWING = {"scrambled", "random_rows", "drop"}
+ROLES = FORWARD_ROLES | DRAWING | {"issue_query_grads", "keep_order"}
+
+
+def as_it_is(function: Any = None, **_: object) -> Any:
+    """In place of decorators, with options or without."""
+    return function or as_it_is
+
+
+class Program:
+    """One program of a launch: its shared memory, and what `gl` and its neighbours mean to it."""
+
+    def __init__(self, number: int, programs: int, module: Any) -> None:
+        self.clock = threading.Condition()
+        self.number, self.programs, self.module = number, programs, module
+        self.turns = [Turn(self.clock) for _ in range(self.groups)]
+        self.grown: dict[int, bool] = {}
+        self.kept: dict[int, Tensor] = {}
+
+    @property
+    def groups(self) -> int:
+        """Consumer groups that take turns; kernels without turns do not say."""
+        return int(self.module.GROUPS.value) if hasattr(self.module, "GROUPS") else 0
+
+    def names(self) -> dict[str, Any]:
+        """Globals of the rendered functions."""
+        count = self.groups
+        constants = {
+            name: getattr(one, "value", one) for name, one in vars(self.module).items() if name.isupper()
+        }
+        return {
+            **constants,
+            "gl": self.language(),
+            "triton": SimpleNamespace(jit=as_it_is),
+            "gluon": SimpleNamespace(jit=as_it_is, constexpr_function=as_it_is),
+            "mbarrier": SimpleNamespace(
+                init=self.init_barrier,
+                wait=self.wait,
+                expect=lambda barrier, size: barrier.change(1, int(size)),
+                arrive=lambda barrier: barrier.change(1, 0),
+            ),
+            "tma": SimpleNamespace(store_wait=lambda _: None),
+            "copy_in": self.copy_in,
+            "copy_out": self.copy_out,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            "take_turn": lambda group: self.turns[group].sync(),
+            "pass_turn": lambda group: self.turns[(group + 1) % count].arrive(),
+            "declare_growth": lambda _: None,
+            "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
+            "as_word": as_word,
+            "has_grown": lambda group: self.grown[group],
+            "declare_weights": lambda _: None,
+            "keep_weights": lambda weights, group: self.kept.update({group: weights}),
+            "kept_weights": lambda group: self.kept[group],
+            "rounded": lambda weights: weights,
+        }
+
+    def language(self) -> SimpleNamespace:
+        def where(test: Any, yes: Any, no: Any) -> Any:
+            if isinstance(test, Tensor):
+                return Tensor(np.where(test.values, plain(yes), plain(no)))
+            return yes if test else no
+
+        def of_two(function: Any) -> Callable[[Any, Any], Any]:
+            return lambda one, other: (
+                Tensor(function(plain(one), plain(other)))
+                if isinstance(one, Tensor) or isinstance(other, Tensor)
+                else int(function(one, other))
+            )
+
+        def of_one(function: Any) -> Callable[..., Tensor]:
+            def apply(value: Tensor, *axis: int) -> Tensor:
+                with np.errstate(all="ignore"):
+                    return Tensor(function(value.values, *axis))
+
+            return apply
+
+        return SimpleNamespace(
+            constexpr=lambda value: value,
+            bfloat16="bf16",
+            float16="fp16",
+            float8e4nv="e4m3",
+            float32="fp32",
+            int32="i32",
+            int64="i64",
+            program_id=lambda _: self.number,
+            num_programs=lambda _: self.programs,
+            arange=lambda start, end, _: Tensor(np.arange(start, plain(end))),
+            zeros=lambda shape, *_: Tensor(np.zeros([plain(side) for side in shape])),
+            full=lambda shape, value, *_: Tensor(np.full([plain(side) for side in shape], value)),
+            where=where,
+            minimum=of_two(np.minimum),
+            maximum=of_two(np.maximum),
+            max=of_one(np.max),
+            sum=of_one(np.sum),
+            exp2=of_one(np.exp2),
+            abs=of_one(np.abs),
+            log2=of_one(np.log2),
+            load=lambda pointer, mask=True, other=0: pointer.memory[pointer.offset].item() if mask else other,
+            store=lambda pointer, value, mask: pointer.write(value, mask),
+            static_range=range,
+            inline_asm_elementwise=lambda asm, operands, given, *_: play_ptx(asm, operands, given),
+            convert_layout=lambda value, _: value,
+            SliceLayout=lambda *_: None,
+            NVMMADistributedLayout=lambda *_: None,
+            NVMMASharedLayout=lambda *_: None,
+            allocate_shared_memory=self.allocate,
+            warp_specialize=self.play_roles,
+        )
+
+    def allocate(self, dtype: str, shape: list[int], layout: object) -> Any:
+        sides = [plain(side) for side in shape]
+        if dtype == "i64":
+            barriers = [Barrier(self.clock) for _ in range(sides[0])]
+            return SimpleNamespace(index=lambda slot: barriers[int(slot)])
+        return Shared(np.full(sides, np.nan))
+
+    def init_barrier(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = int(plain(count))
+
+    def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
+        if pred:
+            barrier.wait(parity)
+
+    def multiply(self, a: Any, b: Any, c: Tensor, use_acc: bool = True, is_async: bool = True) -> Tensor:
+        # The last scores of a program are of memory that may hold anything.
+        with np.errstate(all="ignore"):
+            return Tensor(a.values @ b.values + (c.values if use_acc else 0.0))
+
+    def copy_in(self, descriptor: Descriptor, coordinates: list[Any], full: Barrier, tile: Shared) -> None:
+        offsets, inside = descriptor.places(coordinates)
+        loaded = np.where(inside, descriptor.memory[offsets], 0.0)
+        tile.values[...] = loaded.reshape(tile.values.shape)
+        full.change(0, -descriptor.size * loaded.size)
+
+    def copy_out(self, descriptor: Descriptor, coordinates: list[Any], tile: Shared) -> None:
+        offsets, inside = descriptor.places(coordinates)
+        descriptor.memory[offsets[inside]] = tile.values.reshape(inside.shape)[inside]
+
+    def play_roles(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
+        with ThreadPoolExecutor(len(roles)) as threads:
+            playing = [threads.submit(role, *arguments) for role, arguments in roles]
+        for one in playing:
+            one.result()
+
+
+@contextmanager
+def small_steps() -> Iterator[None]:
+    """Threads take turns often, so that roles meet in many orders."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def play(
+    kernel: Kernel,
+    tensors: tuple[Any, ...],
+    memory: tuple[Array, ...],
+    beside: tuple[Array, ...],
+    lse: Array,
+    scale: float,
+    programs: int,
+    workspaces: tuple[Array, ...] = (),
+    numbers: tuple[float, ...] = (),
+) -> None:
+    """Runs a kernel on arrays.
+
+    Args:
+        kernel: A Hopper kernel.
+        tensors: q, k, v and out as the copy engine is told of them: shapes and strides count.
+        memory: Flat arrays in their place; the last is written.
+        beside: Side tensors as arrays.
+        lse: Flat; written.
+        scale: Of the scores.
+        programs: How many there are.
+        workspaces: Flat; written.
+        numbers: What is passed by value behind the scale.
+    """
+    module = load_module(kernel)
+    made = module.descriptors(*tensors)
+    descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
+    # Nothing is planned by scales.
+    planned = () if tensors[0].dtype is E4M3 else beside
+    starts = [torch.empty(one.shape, device="meta") for one in planned]
+    integers = module.launch_plan(*tensors, *starts)[2]
+    source = counted(kernel)
+    with small_steps():
+        for number in range(programs):
+            program = Program(number, programs, module)
+            names = program.names()
+            exec(compile(source, kernel.entry, "exec"), names)
+            pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
+            names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
+
+
+def counted(kernel: Kernel) -> ast.Module:
+    """The functions of a kernel's roles. Integers have no width here: none is asked of them, but of words."""
+
+    class Widths(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            self.generic_visit(node)
+            if not isinstance(node.func, ast.Attribute):
+                return node
+            # What is read of a workspace are words already.
+            if ast.unparse(node).endswith((".to(gl.uint32)", ".to(gl.uint32, bitcast=True)")):
+                return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
+            return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
+
+    functions = [node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)]
+    played = ROLES | {kernel.entry}
+    roles: list[ast.stmt] = [node for node in functions if node.name in played]
+    module = ast.Module(roles, [])
+    Widths().visit(module)
+    return ast.fix_missing_locations(module)

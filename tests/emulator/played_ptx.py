@@ -1,0 +1,57 @@
+"""PTX as kernels write it in line, played on arrays: what drops weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.emulator.played_parts import Tensor, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.emulator.played_parts import Array
+
+LOW = 0xFFFFFFFF
+OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add.u32": lambda a, b: a + b & LOW,
+    "xor.b32": np.bitwise_xor,
+    "mul.lo.u32": lambda a, b: a * b & LOW,
+    "mul.wide.u32": np.multiply,
+    "setp.ge.u32": np.greater_equal,
+    "selp.f32": lambda a, b, chosen: np.where(chosen, a, b),
+    "neg.f32": np.negative,
+}
+
+
+def play_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
+    """The one tensor that instructions without branches return; `given` are broadcast together.
+
+    Words are kept in 64 bits without a sign, in which products of two of them have room.
+    """
+    kinds = operands.split(",")[1:]
+    assert len(kinds) == len(given)
+    values: dict[str, Array] = {}
+    for place, (kind, one) in enumerate(zip(kinds, given, strict=True), start=1):
+        array = np.asarray(plain(one))
+        values[f"${place}"] = array.astype(np.uint64) if kind == "r" else array.astype(np.float64)
+
+    def value(name: str) -> Array:
+        if name.startswith("0f"):
+            return np.asarray(np.uint32(int(name[2:], 16)).view(np.float32), np.float64)
+        return np.asarray(int(name, 16), np.uint64) if name.startswith("0x") else values[name]
+
+    for line in (part.strip(" {}") for part in re.sub(r"\{(\w+), (\w+)\}", r"\1|\2", asm).split(";")):
+        if not line or line.startswith(".reg"):
+            continue
+        name, _, rest = line.partition(" ")
+        target, *sources = rest.split(", ")
+        if name == "mov.b64":
+            low, high = target.split("|")
+            whole = value(sources[0])
+            values[low], values[high] = whole & LOW, whole >> np.uint64(32)
+        else:
+            values[target] = OPERATIONS[name](*map(value, sources))
+    return Tensor(values["$0"])

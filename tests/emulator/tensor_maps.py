@@ -1,0 +1,80 @@
+"""A GPU's driver that only notes: which tensor maps it fills, and what it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtune.launch.tma_descriptors import DescriptorArguments
+
+NOTES = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+
+
+class Map(NamedTuple):
+    """What the driver would encode."""
+
+    address: int
+    block_size: list[int]
+    shape: list[int]
+    strides: list[int]
+
+
+class Driver:
+    """A GPU's driver that notes which tensor maps it fills and what it launches."""
+
+    def __init__(self) -> None:
+        self.filled: list[Map] = []
+        self.utils = SimpleNamespace(
+            fill_tma_descriptor=self._fill, fill_tma_descriptor_tiled=self._fill, launch=None
+        )
+
+    def _fill(
+        self,
+        address: int,
+        swizzle: int,
+        size: int,
+        kind: int,
+        block: Any,
+        shape: Any,
+        strides: Any,
+        padding: int,
+    ) -> Map:
+        assert padding == 0
+        self.filled.append(Map(address, list(block), list(shape), list(strides)))
+        return self.filled[-1]
+
+    def get_current_stream(self, device: int) -> int:
+        return 70 + device
+
+
+def pattern(tensor: Tensor, width: int = 64) -> TensorDescriptor:
+    size = tensor.element_size()
+    layout = NVMMASharedLayout(min(128, width * size), 8 * size, 4)
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()[:3], 1], [1, 1, 64, width], layout)
+
+
+def found(arguments: DescriptorArguments, *tensors: Tensor) -> list[Any]:
+    """The arguments for some tensors, as launches find them."""
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    return arguments.at(addresses) or arguments.made(addresses, tensors.__getitem__)
+
+
+def a_tensor(*shape: int) -> Tensor:
+    return torch.empty(shape or (2, 4, 128, 96), dtype=torch.bfloat16)
+
+
+class Noted:
+    """A queue that notes what it was made of and given."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+        self.values: list[tuple[Any, ...]] = []
+
+    def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
+        self.values.append((*described, *values))

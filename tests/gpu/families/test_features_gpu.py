@@ -1,0 +1,148 @@
+"""Serving features on a GPU: random problems over all of them and their pairs, and the search's full proof.
+
+`FLASHTUNE_SAMPLES` says how many random problems (120), `FLASHTUNE_SEED` which ones (1).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import click
+import pytest
+import torch
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.target import device_target
+from flashtune.launch.forward import compile_binary
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import families
+from flashtune.templates.rendering import render
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_rendered
+from flashtune.verification.inputs.prepared import prepare
+from flashtune.verification.passes import planned_cases
+from flashtune.verification.reference import masks
+from tests.gpu.random.random_checks import check_all
+from tests.gpu.random.random_problems import trials
+
+pytestmark = pytest.mark.gpu
+
+SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
+SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
+# What a self-check may take beyond compiling, with torch's own kernels loaded.
+QUICK_SECONDS = 0.3
+TUNED: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 1024},
+    "window, cap, sinks": {"window_left": 127, "softcap": True, "sinks": True},
+    "chunk": {"chunk": 1000},
+    "alibi and prefix": {"alibi": True, "prefix": True},
+    "additive": {"bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "packed": {"packed": 9000, "batch": 12},
+    "packed pages": {"packed": 4000, "page_size": 16, "batch": 12},
+    "decode": {"seqlen_q": 1, "seqlen_kv": 4096, "batch": 9},
+    "decode pages": {"seqlen_q": 1, "seqlen_kv": 8192, "page_size": 64, "batch": 9},
+    "decode scaled": {
+        "seqlen_q": 2,
+        "seqlen_kv": 4096,
+        "page_size": 16,
+        "kv_dtype": KvDtype.E4M3,
+        "kv_scale": KvScale.PAGE,
+    },
+    "decode window": {
+        "seqlen_q": 1,
+        "seqlen_kv": 8192,
+        "page_size": 16,
+        "batch": 16,
+        "head_dim": 256,
+        "value_head_dim": 256,
+        "window_left": 4095,
+        "softcap": True,
+    },
+    "latent": {
+        "seqlen_q": 1,
+        "seqlen_kv": 4096,
+        "page_size": 64,
+        "latent": True,
+        "head_dim": 576,
+        "value_head_dim": 512,
+        "heads": 16,
+        "kv_heads": 1,
+    },
+}
+
+
+def tuned(name: str) -> Problem:
+    plain: dict[str, Any] = {
+        "dtype": Dtype.BF16,
+        "head_dim": 128,
+        "value_head_dim": 128,
+        "heads": 8,
+        "kv_heads": 2,
+        "batch": 2,
+        "seqlen_q": 2048,
+        "seqlen_kv": 2048,
+        "causal": Causal.BOTTOM_RIGHT,
+    }
+    return Problem(**{**plain, **TUNED[name]})
+
+
+@pytest.mark.alone
+def test_random_problems_are_right() -> None:
+    target = device_target()
+    summary = check_all(list(trials(SAMPLES, SEED, target)), target, SEED, click.echo)
+    assert not summary.wrong, summary.wrong
+    assert summary.problems >= 0.9 * SAMPLES, (summary.refused, summary.unfit)
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_defaults_pass_in_full(name: str) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    specialization = Specialization(lse=True)
+    able = [one for one in families() if why_not(one, problem, target, specialization) is None]
+    assert able
+    for family in able:
+        config = family.default(problem, target)
+        kernel = render(family, problem, config, specialization)
+        verdict = check_rendered(kernel, problem, config, target, device, Level.FULL)
+        assert verdict.passed, f"{family.name}: {verdict.failed}"
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_masks_are_the_same_wherever_pairs_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    family = next(one for one in families() if why_not(one, problem, target, Specialization()) is None)
+    config = family.default(problem, target)
+    kernel = render(family, problem, config, Specialization())
+    for case, seed in planned_cases(kernel, problem, config, Level.QUICK, 1):
+        made = []
+        for most in (0, 2**40):
+            monkeypatch.setattr(masks, "FEW_COMPARISONS", most)
+            made.append(prepare(case, Alignment.SIXTEEN, device, seed))
+        one, other = made
+        assert torch.equal(one.q.bits, other.q.bits), case.label
+        assert torch.equal(one.k.bits, other.k.bits), case.label
+        assert torch.equal(one.expected.out, other.expected.out), case.label
+        assert torch.equal(one.expected.allowed, other.expected.allowed), case.label
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", TUNED)
+def test_self_checks_are_short(name: str) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    specialization = Specialization(lse=True)
+    able = [one for one in families() if why_not(one, problem, target, specialization) is None]
+    assert able
+    for family in able:
+        config = family.default(problem, target)
+        kernel = render(family, problem, config, specialization)
+        binary = compile_binary(kernel, target)
+        given = (kernel, problem, config, target, device)
+        check_rendered(*given, Level.QUICK, compiled=binary)
+        start = time.perf_counter()
+        assert check_rendered(*given, Level.QUICK, compiled=binary).passed
+        seconds = time.perf_counter() - start
+        assert seconds < QUICK_SECONDS, f"{family.name}: its self-check took {seconds:.2f} s"

@@ -1,0 +1,135 @@
+"""Gradients on a GPU against float64: types, widths, lengths, layouts, dropout; the same bits in all runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.request.dropout import draw_seed, kept_weights
+from flashtune.request.options import CausalOption
+from tests.gpu.calls import tensors
+from tests.gpu.families.gradient_calls import (
+    DEVICE,
+    DROPOUT,
+    attend,
+    check,
+    close,
+    gradients,
+    leaves,
+    plainly,
+)
+from tests.gpu.marks import SERVED
+
+pytestmark = SERVED
+
+REPEATS = 1000
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("lengths", "causal"),
+    [
+        ((256, 256), True),
+        ((256, 256), False),
+        ((300, 417), True),
+        ((417, 300), True),
+        ((129, 65), "top_left"),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_against_float64(
+    head_dim: int, lengths: tuple[int, int], causal: CausalOption, deterministic: bool
+) -> None:
+    check(leaves(*lengths, head_dim=head_dim), causal, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 40)],
+)
+def test_other_types_and_widths(dtype: torch.dtype, head_dim: int) -> None:
+    check(leaves(200, 330, dtype=dtype, head_dim=head_dim), True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+def test_heads_that_share_keys(kv_heads: int) -> None:
+    check(leaves(300, 300, kv_heads=kv_heads), True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("way", ["layout", "views", "of_one_tensor", "expanded"])
+def test_layouts(way: str, head_dim: int) -> None:
+    q, k, v = tensors(320, 320, head_dim=head_dim, kv_heads=8)
+    dout = torch.randn_like(q)
+    exact, plain = (plainly((q, k, v), dout, True, dtype) for dtype in (torch.float64, q.dtype))
+    moved = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+    if way == "layout":
+        inputs = [tensor.requires_grad_() for tensor in moved]
+        found = torch.autograd.grad(attend(*inputs, layout="bshd"), inputs, dout.transpose(1, 2).contiguous())
+        assert all(one.is_contiguous() for one in found)
+        close([one.transpose(1, 2) for one in found], exact, plain)
+    elif way == "views":
+        views = [tensor.transpose(1, 2).requires_grad_() for tensor in moved]
+        found = torch.autograd.grad(attend(*views), views, dout)
+        assert [one.stride() for one in found] == [view.stride() for view in views]
+        close(found, exact, plain)
+    elif way == "of_one_tensor":
+        joined = torch.stack(moved, 2).requires_grad_()
+        out = attend(*joined.unbind(2), layout="bshd")
+        (together,) = torch.autograd.grad(out, (joined,), dout.transpose(1, 2))
+        close([one.transpose(1, 2) for one in together.unbind(2)], exact, plain)
+    else:
+        q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+        even = torch.full((), 0.5, dtype=q.dtype, device=DEVICE).expand(q.shape)
+        exact, plain = (plainly((q, k, v), even, True, dtype) for dtype in (torch.float64, q.dtype))
+        close(gradients(q, k, v, even), exact, plain)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"window": (70, 0)}, {"dropout_p": DROPOUT}], ids=str)
+def test_reproducible_gradients_are_the_same_bits(options: dict[str, Any], head_dim: int) -> None:
+    q, k, v = leaves(200, 260, head_dim=head_dim)
+    dout = torch.randn_like(q)
+
+    def once() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        return gradients(q, k, v, dout, deterministic=True, **options)
+
+    first = once()
+    differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS):
+        for one, other in zip(first, once(), strict=True):
+            differing += (one != other).sum()
+    assert all(one.isfinite().all() for one in first)
+    assert int(differing) == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(2048, 2048), (700, 5000)])
+def test_many_programs_add_up_to_the_same_bits(head_dim: int, causal: bool, lengths: tuple[int, int]) -> None:
+    """More programs than run at once; those of other heads and of other calls are beside them."""
+    q, k, v = leaves(*lengths, head_dim=head_dim)
+    dout = torch.randn_like(q)
+    first, *others = (gradients(q, k, v, dout, causal=causal, deterministic=True) for _ in range(50))
+    for other in others:
+        assert all(torch.equal(one, again) for one, again in zip(first, other, strict=True))
+    close(first, *(plainly((q, k, v), dout, causal, dtype) for dtype in (torch.float64, q.dtype)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [(256, 256), (130, 301)])
+def test_dropout_against_float64(lengths: tuple[int, int], head_dim: int) -> None:
+    q, k, v = leaves(*lengths, head_dim=head_dim)
+    dout = torch.randn_like(q)
+    torch.manual_seed(11)
+    found = gradients(q, k, v, dout, dropout_p=DROPOUT)
+    torch.manual_seed(11)
+    numbers, rows = (torch.arange(count, device=DEVICE) for count in (q.shape[0] * q.shape[1], q.shape[2]))
+    stay = kept_weights(draw_seed(q.device), numbers, rows, k.shape[2], DROPOUT)
+    factors = stay.view(*q.shape[:3], k.shape[2]) / (1 - DROPOUT)
+    exact, plain = (plainly((q, k, v), dout, True, dtype, factors) for dtype in (torch.float64, q.dtype))
+    close(found, exact, plain)

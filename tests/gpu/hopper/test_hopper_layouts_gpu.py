@@ -1,0 +1,128 @@
+"""How tensors may lie in memory on a Hopper GPU: which family serves them, and that all are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.errors import ProblemError
+from flashtune.request.quantization import quantize
+from tests.gpu.hopper.hopper_calls import (
+    BATCH,
+    HEADS,
+    NATIVE,
+    PORTABLE,
+    Triple,
+    assert_right,
+    attention,
+    tensors,
+)
+from tests.gpu.marks import ON_HOPPER, SERVED
+
+pytestmark = [
+    *SERVED,
+    # Nothing interrupts a thread that waits for the GPU: a hang ends the whole run, and says where it was.
+    pytest.mark.timeout(300, method="thread"),
+    ON_HOPPER,
+]
+
+
+def family_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    told = flashtune.explain(q, k, v, causal=True, prefer="generated")
+    assert told.selection is not None
+    return told.selection.record.family
+
+
+def off_border(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+def odd_rows(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(*tensor.shape[:3], tensor.shape[3] + 3)[..., : tensor.shape[3]].copy_(tensor)
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    return tensor[:, :, :1].expand(-1, -1, tensor.shape[2], -1)
+
+
+@pytest.mark.parametrize("place", [off_border, odd_rows, one_row])
+@pytest.mark.parametrize("position", range(3), ids="qkv")
+def test_one_tensor_that_cannot_be_copied_in_tiles_is_enough_for_the_portable_family(
+    place: Callable[[Tensor], Tensor], position: int
+) -> None:
+    given = list(tensors())
+    assert family_of(*given) == NATIVE
+    given[position] = place(given[position])
+    assert family_of(*given) == PORTABLE
+    assert_right(attention(*given), *given)
+
+
+def of_a_fused_projection(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    """Rows of one matrix that hold the heads of all three side by side."""
+    heads = [tensor.shape[1] for tensor in (q, k, v)]
+    fused = torch.cat([tensor.transpose(1, 2) for tensor in (q, k, v)], dim=2).contiguous()
+    one, two, three = (part.transpose(1, 2) for part in fused.split(heads, dim=2))
+    return one, two, three
+
+
+def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    one, two, three = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    return one, two, three
+
+
+def every_other_head(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    one, two, three = (tensor.repeat_interleave(2, 1)[:, ::2] for tensor in (q, k, v))
+    return one, two, three
+
+
+def shared_over_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    return q, k[:1].expand(BATCH, -1, -1, -1), v[:1].expand(BATCH, -1, -1, -1)
+
+
+def queries_alike(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    return q[:, :1].expand(-1, HEADS, -1, -1), k, v
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "place",
+    [of_a_fused_projection, positions_first, every_other_head, shared_over_the_batch, queries_alike],
+)
+def test_strided_tensors_are_right(place: Callable[..., Triple], head_dim: int) -> None:
+    given = place(*tensors(head_dim))
+    assert_right(attention(*given), *given)
+    if all(all(tensor.stride()) for tensor in given):
+        assert family_of(*given) == NATIVE
+
+
+@pytest.mark.parametrize("shown", [2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_key_head_that_is_shown_several_times_is_right(head_dim: int, shown: int) -> None:
+    """Keys and values expanded over their heads, with a stride of zero, whoever serves them."""
+    q, k, v = tensors(head_dim, kv_heads=1)
+    expanded = q, k.expand(-1, shown, -1, -1), v.expand(-1, shown, -1, -1)
+    assert expanded[1].stride(1) == 0
+    assert_right(attention(*expanded), q, k, v)
+    planned = flashtune.plan(*expanded, causal=True, prefer="generated")
+    assert_right(planned(*expanded), q, k, v)
+
+
+def test_quantised_tensors_may_be_expanded_and_must_lie_on_borders() -> None:
+    q, k, v = tensors(kv_heads=1)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize(tensor) for tensor in (q, k, v))
+
+    def scaled(k: Tensor, v: Tensor, heads: int) -> Tensor:
+        of_k, of_v = k_scale.expand(-1, heads), v_scale.expand(-1, heads)
+        return flashtune.attention(q8, k, v, causal=True, q_scale=q_scale, k_scale=of_k, v_scale=of_v)
+
+    plain = scaled(k8, v8, 1)
+    shown = scaled(k8.expand(-1, 4, -1, -1), v8.expand(-1, 4, -1, -1), 4)
+    assert torch.equal(plain, shown)
+    # Eight elements of one byte are half of what the copy engine's strides are counted in.
+    half = torch.empty(*k8.shape[:3], 136, dtype=k8.dtype, device="cuda")[..., :128].copy_(k8)
+    with pytest.raises(ProblemError, match="cannot address"):
+        scaled(half, v8, 1)

@@ -1,0 +1,99 @@
+"""A random problem for a kernel: lengths near what has borders, any sharing of heads, any probe that fits."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Causal, Problem
+from flashtune.verification.cases import SCALES, Case, splits_of, tile_of
+from flashtune.verification.inputs.guarded_tensors import Layout
+from flashtune.verification.lengths import Lengths, is_ragged
+from flashtune.verification.probes import Probe
+
+LONGEST = 1400
+MOST_PAIRS = 2**26
+PROBES = (Probe.RANDOM, Probe.RANDOM, Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.RISING, Probe.EDGE)
+DECODED = (1, 1, 1, 2, 3, 4, 5, 8, 16)
+HEADS = (1, 2, 3, 4, 5, 8)
+
+
+def random_case(chance: random.Random, problem: Problem, config: Config) -> Case:
+    """A case that a kernel of this problem and config can be launched on, whatever its family may say."""
+    kv_heads = 1 if problem.latent else chance.choice((1, 1, 2, 3))
+    group = chance.choice((*HEADS, 16, 32) if problem.latent else HEADS)
+    batch = chance.choice((1, 2, 3, 5, 8)) if is_ragged(problem) else chance.choice((1, 1, 2, 3))
+    drawn = _lengths(chance, problem, config, batch)
+    longest_q, longest_kv = max(1, *drawn.queries), max(1, *drawn.keys)
+    if problem.page_size:
+        longest_kv = (-(-longest_kv // problem.page_size) + chance.choice((0, 0, 1, 3))) * problem.page_size
+    elif problem.lengths:
+        longest_kv += chance.choice((0, 0, 1, 40))
+    # Masks and biases of all pairs at once are what a check holds in memory.
+    group = min(group, max(1, MOST_PAIRS // (batch * kv_heads * longest_q * longest_kv)))
+    _, block = tile_of(config)
+    return Case(
+        problem=msgspec.structs.replace(
+            problem,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            batch=batch,
+            seqlen_q=longest_q,
+            seqlen_kv=longest_kv,
+            packed=drawn.total_q if problem.packed else 0,
+        ),
+        probe=_probe(chance, problem),
+        block=block,
+        scale=chance.choice(SCALES) * problem.head_dim**-0.5,
+        layout=chance.choice(tuple(Layout)),
+        repeats=2,
+        lengths=drawn if is_ragged(problem) else msgspec.UNSET,
+    )
+
+
+def _probe(chance: random.Random, problem: Problem) -> Probe:
+    more: tuple[Probe, ...] = (Probe.SINK, Probe.SINK) if problem.sinks else ()
+    masked = problem.features or problem.causal is not Causal.NONE
+    more += (Probe.EDGE, Probe.EDGE) if masked else ()
+    return chance.choice((*PROBES, *more))
+
+
+def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int) -> Lengths:
+    """Of each sequence; where they may differ, some have no key, a single one, or no query."""
+
+    def queries() -> int:
+        if splits_of(config):
+            return chance.choice(DECODED)
+        return _length(chance, [tile_of(config)[0] // int(getattr(config, "pack", 1)) or 1])
+
+    def keys() -> int:
+        return _length(chance, _borders(problem, config))
+
+    if not is_ragged(problem):
+        one, other = queries(), keys()
+        if not splits_of(config) and chance.random() < 0.2:
+            one = other
+        return Lengths((one,) * batch, (other,) * batch)
+    some = [0 if chance.random() < 0.15 else 1 if chance.random() < 0.1 else keys() for _ in range(batch)]
+    if not problem.packed:
+        return Lengths((queries(),) * batch, tuple(some))
+    rows = [0 if chance.random() < 0.15 else queries() for _ in range(batch)]
+    if not any(rows):
+        rows[chance.randrange(batch)] = queries()
+    return Lengths(tuple(rows), tuple(some))
+
+
+def _borders(problem: Problem, config: Config) -> list[int]:
+    """Sides at whose multiples something begins."""
+    block = tile_of(config)[1]
+    sides = [block, block, block * max(1, splits_of(config))]
+    sides += [one for one in (problem.window_left, problem.chunk, problem.page_size) if one]
+    return sides
+
+
+def _length(chance: random.Random, sides: list[int]) -> int:
+    side = chance.choice(sides)
+    near = side * chance.randint(1, 4) + chance.choice((-1, 0, 1))
+    return min(LONGEST, max(1, chance.choice((1, near, near, chance.randint(1, 3 * side)))))

@@ -1,0 +1,147 @@
+"""The fused backward family, run on the CPU: against autograd's float64, and by the proof."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Problem
+from flashtune.launch.compilation import load_module
+from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.verification import check as proof
+from flashtune.verification.cases import Level
+from tests.problems import backward_calls
+from tests.problems.backward_calls import FEATURES, SCALE, TARGET, a_problem, make_call
+
+FAMILY = find_family("backward_fused")
+CPU = torch.device("cpu")
+check = functools.partial(backward_calls.check_gradients, FAMILY)
+combined = functools.partial(backward_calls.combined, FAMILY)
+
+
+def a_config(seed: str, **changes: Any) -> FusedConfig:
+    """Small tiles in any order."""
+    pick = random.Random(seed)
+    config = FusedConfig(
+        block_m=pick.choice((16, 32)),
+        block_n=pick.choice((16, 32)),
+        num_warps=4,
+        num_stages=1,
+        reduction=pick.choice(tuple(Reduction)),
+        two_phases=pick.choice((True, False)),
+        turned=pick.choice((False, True)),
+        decomposed=pick.choice((False, True)),
+        heads_inner=pick.choice((False, True)),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("lengths", [(35, 53), (53, 35), (1, 40)], ids=str)
+def test_lengths(causal: Causal, lengths: tuple[int, int]) -> None:
+    problem = a_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
+    check(problem, a_config(f"{causal} {lengths}"), make_call(problem))
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 64, 32), (3, 3, 10, 80), (2, 1, 160, 96)], ids=str)
+def test_heads_and_their_widths(shape: tuple[int, int, int, int]) -> None:
+    heads, kv_heads, head_dim, value_head_dim = shape
+    problem = a_problem(heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
+    check(problem, a_config(str(shape)), make_call(problem, with_dlse=True), 64)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(name: str) -> None:
+    pick = random.Random(name)
+    problem = combined(name, causal=pick.choice(list(Causal)), head_dim=16)
+    assert problem is not None
+    check(problem, a_config(name), make_call(problem))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("packed", "lengths", "alibi", "window"),
+        ("additive", "chunk", "softcap", "lengths"),
+        ("prefix", "first_tokens", "boolean", "sinks"),
+        ("packed", "dropout", "alibi", "window_right"),
+    ],
+    ids="-".join,
+)
+def test_features_together(names: tuple[str, ...]) -> None:
+    problem = combined(*names, head_dim=16, causal=Causal.BOTTOM_RIGHT)
+    assert problem is not None
+    check(problem, a_config("-".join(names)), make_call(problem, with_dlse=True), 64)
+
+
+def test_nobody_gets_what_missing_keys_would_add() -> None:
+    # A log-sum-exp far below zero: the weight of a score of zero is infinite.
+    problem = a_problem(seqlen_kv=37)
+    call = make_call(problem)
+    q, k = call.tensors.q, call.tensors.k
+    q[..., 0], k[..., 0] = 18.5, -18.5
+    followed = backward_calls.differentiate(problem, (q, k, call.tensors.v), call.side, with_dlse=False)
+    assert followed.tensors.lse.max() < -89
+    for two_phases in (True, False):
+        tensors = {name: torch.full_like(one, torch.nan) for name, one in _written(followed)}
+        again = followed._replace(tensors=followed.tensors._replace(**tensors))
+        check(problem, a_config("missing", block_m=16, block_n=32, two_phases=two_phases), again, 32, 1e-3)
+
+
+def _written(call: backward_calls.Call) -> list[tuple[str, torch.Tensor]]:
+    return [(name, getattr(call.tensors, name)) for name in call.expected]
+
+
+def _proven(problem: Problem, config: FusedConfig, kernel: Kernel) -> bool:
+    return proof.check_rendered(kernel, problem, config, TARGET, CPU, Level.QUICK, seed=5).passed
+
+
+@pytest.mark.parametrize("broken", ["", "dq_tile = tl.dot", "nothing = tl.zeros", "+ start // BLOCK_M"])
+def test_the_proof_lets_right_kernels_pass_and_no_others(broken: str) -> None:
+    problem = a_problem(seqlen_q=40, seqlen_kv=40, causal=Causal.BOTTOM_RIGHT)
+    config = a_config("proof", block_m=16, block_n=16, turned=False, reduction=Reduction.ATOMICS)
+    kernel = render(FAMILY, problem, config, Specialization())
+    instead = {
+        "dq_tile = tl.dot": "dq_tile = 0.99 * tl.dot",
+        "nothing = tl.zeros": "nothing = 1e-2 + tl.zeros",
+        "+ start // BLOCK_M": "",
+    }
+    source = kernel.source.replace(broken, instead[broken]) if broken else kernel.source
+    kernel = msgspec.structs.replace(kernel, source=source)
+    assert _proven(problem, config, kernel) == (not broken)
+
+
+def test_reproducible_gradients_are_for_others() -> None:
+    asked = a_problem(deterministic=True)
+    assert why_not(FAMILY, asked, TARGET, Specialization()) == "backward_fused has no deterministic"
+
+
+def test_products_of_halves() -> None:
+    problem = a_problem(head_dim=16, batch=1)
+    check(problem, a_config("halves", products=Products.TF32X3), make_call(problem))
+
+
+@pytest.mark.tritons
+def test_a_kernel_stands_alone() -> None:
+    problem = a_problem(head_dim=16, kv_heads=2, alibi=True, dropout=True)
+    call = make_call(problem)
+    q, k, v, out, lse, dout, *_ = call.tensors
+    kernel = render(FAMILY, problem, a_config("alone"), Specialization())
+    module = load_module(kernel)
+    backward = functools.partial(
+        module.attention_backward, **{name: getattr(call.side, name) for name in kernel.all_side}
+    )
+    found = backward(q, k, v, out, lse, dout, SCALE)
+    for gradient, right in zip(found, call.expected.values(), strict=True):
+        torch.testing.assert_close(gradient.double(), right.double(), atol=1e-4, rtol=1e-4)
+    nothing = backward(q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0], dout[:, :, :0])
+    assert not nothing[1].any()

@@ -1,0 +1,176 @@
+"""The steps around Hopper's backward kernel on the CPU: what it begins with, what is made of its sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import load_module
+from flashtune.request.dropout import row_states
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+FAMILY = find_family("backward_hopper")
+TARGET = find_target("h200")
+SCALE = 0.3
+WIDTHS = pytest.mark.parametrize(
+    ("head_dim", "value_head_dim"), [(64, 64), (40, 56), (128, 128), (72, 120), (256, 256), (136, 136)]
+)
+
+
+def kernel_of(
+    head_dim: int,
+    value_head_dim: int,
+    *,
+    lse: bool = False,
+    deterministic: bool = False,
+    dropout: bool = False,
+    **changes: Any,
+) -> Kernel:
+    problem = Problem(
+        dtype=Dtype.FP16,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        heads=3,
+        kv_heads=1,
+        batch=2,
+        seqlen_q=150,
+        seqlen_kv=70,
+        direction=Direction.BACKWARD,
+        deterministic=deterministic,
+        dropout=dropout,
+    )
+    config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
+    return render(FAMILY, problem, config, Specialization(lse=lse))
+
+
+def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
+    """q, k, v, out, dout, dq, dk, dv as models lay them: heads beside one another."""
+    torch.manual_seed(0)
+
+    def made(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(2, length, heads, width, dtype=torch.float16).transpose(1, 2)
+
+    q, k, v = made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
+    out, dout = made(3, 150, value_head_dim), made(3, 150, value_head_dim)
+    return q, k, v, out, dout, made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
+
+
+@WIDTHS
+@pytest.mark.parametrize("init", [False, True])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_products_begin_at_what_softmax_takes_off(
+    head_dim: int, value_head_dim: int, init: bool, with_dlse: bool
+) -> None:
+    kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init=init)
+    module = load_module(kernel)
+    tensors = tensors_of(head_dim, value_head_dim)
+    out, dout = tensors[3:5]
+    lse, dlse = torch.randn(2, 3, 150), torch.randn(2, 3, 150)
+    lse[1, 2, 140:] = -math.inf
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (out, dout, lse, *((dlse,) if with_dlse else ()), stats, sums, *((SCALE,) if init else ()))
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    assert torch.equal(sums, torch.zeros_like(sums))
+    rows = stats.reshape(2, 3, 2, -1)
+    # What is not there, like what sees nothing, has no weight, whatever its product is.
+    expected = torch.full(rows.shape[:2] + rows.shape[3:], -math.inf)
+    expected[..., :150] = -lse / SCALE if init else -lse * math.log2(math.e)
+    expected[expected == math.inf] = -math.inf
+    torch.testing.assert_close(rows[:, :, 0], expected)
+    delta = (out.double() * dout.double()).sum(-1).float() - (dlse if with_dlse else 0)
+    torch.testing.assert_close(rows[:, :, 1, :150], -delta, atol=1e-4, rtol=1e-5)
+    assert torch.equal(rows[:, :, 1, 150:], torch.zeros_like(rows[:, :, 1, 150:]))
+
+
+@pytest.mark.tritons
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
+    kernel = kernel_of(head_dim, head_dim, deterministic=True)
+    module = load_module(kernel)
+    tensors = tensors_of(head_dim, head_dim)
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums, counters = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (*tensors[3:5], torch.randn(2, 3, 150), stats, sums, counters, SCALE)
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    assert not counters.view(torch.int32).any()
+    assert torch.equal(sums, torch.zeros_like(sums))
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_rows_of_dropped_weights_are_made_for_weights_that_are_all_divided(init: bool) -> None:
+    kernel = kernel_of(64, 64, dropout=True, init=init)
+    module = load_module(kernel)
+    seed, dropout = torch.tensor([2**62 + 12345]), 0.375
+    tensors = (*tensors_of(64, 64), seed)
+    out, dout = tensors[3:5]
+    lse = torch.randn(2, 3, 150)
+    _, shapes, _ = module.launch_plan(*tensors)
+    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*tensors)
+    given = (out, dout, lse, stats, sums, seed, *((SCALE,) if init else ()), dropout)
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    rows = stats.reshape(6, 4, -1)
+    larger = lse.reshape(6, 150) + math.log(1 - dropout)
+    torch.testing.assert_close(rows[:, 0, :150], -larger / SCALE if init else -larger * math.log2(math.e))
+    assert (rows[:, 0, 150:] == -math.inf).all()
+    delta = (out.double() * dout.double()).sum(-1).float().reshape(6, 150)
+    torch.testing.assert_close(rows[:, 1, :150], -delta * (1 - dropout), atol=1e-4, rtol=1e-5)
+    states = row_states(seed, torch.arange(6)[:, None], torch.arange(rows.shape[2]))
+    for row, words in enumerate(states, start=2):
+        # Bits, whatever number in float32 they would be.
+        assert torch.equal(rows[:, row].contiguous().view(torch.int32).long() & 0xFFFFFFFF, words)
+
+
+def place_of(row: int, column: int) -> int:
+    """Where the matrix instruction keeps a number of a tile of 64 rows, as `red` adds registers to memory.
+
+    Warp w of four has rows 16 w and on. Of eight columns, lane l has columns 2 (l % 4) and the next one, of
+    rows l // 4 and l // 4 + 8: four registers, 16 bytes, which lanes, then warps leave side by side.
+    """
+    warp, rest = divmod(row, 16)
+    lower, line = divmod(rest, 8)
+    eight, within = divmod(column, 8)
+    pair, second = divmod(within, 2)
+    thread = 32 * warp + 4 * line + pair
+    return 512 * eight + 4 * thread + 2 * lower + second
+
+
+@WIDTHS
+def test_sums_lie_as_registers_do(head_dim: int, value_head_dim: int) -> None:
+    module = load_module(kernel_of(head_dim, value_head_dim))
+    tensors = tensors_of(head_dim, value_head_dim)
+    dq = tensors[5].fill_(math.nan)
+    _, (_, shape), _ = module.launch_plan(*tensors)
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
+    block_m = 128 if width == 64 else 64
+    half_columns = max(64, width // 2)
+    right = torch.randn(6, shape[1] * block_m, width)
+    sums = torch.full(shape, math.nan)
+    places = torch.tensor([[place_of(row, column) for column in range(half_columns)] for row in range(64)])
+    for head in range(6):
+        for tile in range(shape[1]):
+            block = right[head, tile * block_m : (tile + 1) * block_m]
+            for half in range(2):
+                # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
+                own = slice(half_columns * half, half_columns * (half + 1))
+                part = block[own].T if width == 64 else block[:, own]
+                sums[head, tile, 64 * half_columns * half + places] = part
+    grid, integers = module.epilogue_plan(*tensors)
+    module.finish[grid](sums, dq, SCALE, *integers)
+    expected = (right.reshape(2, 3, -1, width)[:, :, :150, :head_dim] * SCALE).half()
+    torch.testing.assert_close(dq, expected)

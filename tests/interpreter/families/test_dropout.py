@@ -1,0 +1,189 @@
+"""Dropout from call to kernel and back on the CPU: which weights fall, and when they are the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flashtune
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import specialization_of
+from flashtune.core.notices import forget_told
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.forward import bind
+from flashtune.request.dropout import kept_weights
+from flashtune.runtime.call_cache import forget_servers
+from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+TARGET = find_target("h200")
+FAMILY = find_family("forward_masked")
+BATCH, HEADS, QUERIES, KEYS = 2, 4, 21, 32
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    forget_servers()
+    forget_told()
+    torch._dynamo.reset()
+    yield
+    forget_servers()
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> Triple:
+    torch.manual_seed(3)
+    q = torch.randn(BATCH, HEADS, QUERIES, 16).to(dtype)
+    k, v = (torch.randn(BATCH, HEADS // 2, KEYS, 16).to(dtype) for _ in range(2))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.3, **options: Any) -> Tensor:
+    torch.manual_seed(17)
+    out: Tensor = flashtune.attention(q, k, v, causal=True, dropout_p=dropout_p, **options)
+    return out
+
+
+def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: float) -> Tensor:
+    """Which of equal weights a kernel keeps, [batch, heads, queries, keys]: values are unit vectors."""
+    problem = Problem(
+        dtype=Dtype.FP32, head_dim=16, value_head_dim=KEYS, heads=HEADS, kv_heads=1, batch=BATCH,
+        seqlen_q=QUERIES, seqlen_kv=KEYS, causal=causal, dropout=True,
+    )  # fmt: skip
+    q, k = torch.zeros(BATCH, HEADS, QUERIES, 16), torch.zeros(BATCH, 1, KEYS, 16)
+    v = torch.eye(KEYS).expand(BATCH, 1, KEYS, KEYS).contiguous()
+    out = torch.empty(BATCH, HEADS, QUERIES, KEYS)
+    side = Side(seed=seed, dropout=dropout)
+    kernel = render(FAMILY, problem, config, specialization_of((q, k, v, out), False))
+    bind(kernel, TARGET, q, k, v, out, side)(q, k, v, out, None, 1.0, side)
+    return out > 0
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.97])
+def test_configs_drop_the_same_weights(dropout: float) -> None:
+    for seed, causal in ((7, Causal.NONE), (-(2**40) - 5, Causal.BOTTOM_RIGHT)):
+        drawn = torch.tensor([seed])
+        numbers = torch.arange(BATCH * HEADS)
+        stay = kept_weights(drawn, numbers, torch.arange(QUERIES), KEYS, dropout)
+        expected = stay.view(BATCH, HEADS, QUERIES, KEYS)
+        if causal is not Causal.NONE:
+            expected = expected.tril(KEYS - QUERIES)
+        for sides in ((16, 16), (32, 16), (16, 32)):
+            config = MaskedConfig(block_m=sides[0], block_n=sides[1], num_warps=4, num_stages=1)
+            assert torch.equal(shown_mask(config, causal, drawn, dropout), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "bshd"}, {"window": (9, 0), "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: bool) -> None:
+    """The double path works out the same weights of the same seed, and autograd goes back through it."""
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        given = tensors(dtype)
+        laid = [one.transpose(1, 2) if "layout" in options else one for one in given]
+        prefer = "generated" if dtype is torch.float32 else "fastest"
+        out = attend(*laid, deterministic=deterministic, prefer=prefer, **options)
+        gradients.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
+
+
+def test_packed_sequences_go_back_too() -> None:
+    starts = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(21, HEADS, 16).to(dtype).requires_grad_() for _ in range(3))
+        torch.manual_seed(2)
+        out = flashtune.attention_varlen(q, k, v, starts, starts, 16, 16, causal=True, dropout_p=0.4)
+        gradients.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
+
+
+def test_the_generator_decides() -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        one, same = attend(q, k, v), attend(q, k, v)
+        other = flashtune.attention(q, k, v, causal=True, dropout_p=0.3)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(attend(q, k, v), one)
+
+
+def test_checkpoints_draw_the_same_weights_again() -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtune.attention(q, k, v, dropout_p=0.3)
+
+    inputs = tensors()
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(block(*inputs).square().sum(), inputs)
+    torch.manual_seed(5)
+    out = checkpoint(block, *inputs, use_reentrant=False)
+    # What is drawn in between is not what is drawn again.
+    torch.rand(3)
+    saved = torch.autograd.grad(out.square().sum(), inputs)
+    for found, right in zip(saved, plain, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_compiled_calls_draw_as_well() -> None:
+    inputs = tensors()
+    compiled = torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True)
+    ways = []
+    for call in (flashtune.attention, compiled):
+        torch.manual_seed(5)
+        out = call(*inputs, dropout_p=0.3)
+        again = call(*inputs, dropout_p=0.3)
+        assert not torch.equal(out, again)
+        ways.append((out, again, *torch.autograd.grad(out.square().sum(), inputs)))
+    for found, right in zip(*ways, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_plans_draw_a_seed_for_each_call() -> None:
+    q, k, v = (tensor.detach() for tensor in tensors())
+    plan = flashtune.plan(q, k, v, causal=True, dropout_p=0.3)
+    torch.manual_seed(17)
+    first, second = plan(q, k, v), plan(q, k, v)
+    assert torch.equal(first, attend(q, k, v))
+    assert not torch.equal(first, second)
+
+
+def test_the_mean_over_seeds_is_what_comes_of_no_dropout() -> None:
+    q, k, v = (tensor.detach()[:1, :2, :9] for tensor in tensors())
+    v = v[:, :1]
+    k = k[:, :1]
+    repeats, dropout = 100, 0.4
+    plain = flashtune.attention(q, k, v)
+    drawn = torch.stack([flashtune.attention(q, k, v, dropout_p=dropout) for _ in range(repeats)])
+    weights = (q @ k.mT / 4).softmax(-1)
+    # Each weight is independent of the others: what the output varies by follows.
+    spread = (weights.square() @ v.square() * dropout / (1 - dropout) / repeats).sqrt()
+    assert ((drawn.mean(0) - plain) / spread).abs().max() < 4.5
+
+
+def test_no_dropout_and_nearly_all() -> None:
+    q, k, v = tensors()
+    assert torch.equal(attend(q, k, v, dropout_p=0.0), flashtune.attention(q, k, v, causal=True))
+    out = attend(q, k, v, dropout_p=1.0 - 2.0**-24)
+    assert not out.any()
+    # The log-sum-exp is of all weights.
+    _, lse = flashtune.attention(q, k, v, dropout_p=0.999, return_lse=True)
+    torch.testing.assert_close(lse, flashtune.attention(q, k, v, return_lse=True)[1])
+
+
+@pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan"), "0.1", 1.0 - 2.0**-30])
+def test_what_is_no_share(wrong: Any) -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match="dropout_p cannot be"):
+        flashtune.attention(q, k, v, dropout_p=wrong)

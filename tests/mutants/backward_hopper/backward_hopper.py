@@ -1,0 +1,80 @@
+"""The kernels of Hopper's backward family that mutants break, and the parts of their text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.registry import find_family
+from tests.mutants.core import Part, Subject
+
+FAMILY = "backward_hopper"
+PRODUCER = Part("def produce(", "def issue_query_grads(")
+DQ = Part("def issue_query_grads(", "def consume(")
+CONSUMER = Part("def consume(", f"def {FAMILY}(")
+BEFORE_STEPS = Part("def consume(", "for step in range(steps):\n        q_tile")
+STEPS = Part("for step in range(steps):\n        q_tile", "# This group's v is not needed")
+KEEPER = Part("def keep_order(", "def issue_query_grads(")
+PREPARE = Part("def prepare(", "def finish(")
+FINISH = Part("def finish(", "def descriptors(")
+FIRST_PLAN = Part("def prologue_plan(", "def launch_plan(")
+PLAN = Part("def launch_plan(", "def epilogue_plan(")
+LAST_PLAN = Part("def epilogue_plan(", "def attention_backward(")
+
+WEIGHTS = "weights = gl.exp2(scores * scale_log2)"
+ROWS_OF_HEAD = "stat = (batch * kv_heads * group_size + head) * 2"
+TAKE_DQ = "dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)"
+ADD_DQ = "add_sums(last_address, dq)"
+
+
+def _problem(head_dim: int, causal: Causal = Causal.NONE, **changes: Any) -> Problem:
+    """Fewer programs than an H200 has multiprocessors."""
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=4,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        causal=causal,
+        direction=Direction.BACKWARD,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def _subject(problem: Problem, *, dlse: bool = False, **changes: Any) -> Subject:
+    """The family's default config with changes."""
+    family = find_family(FAMILY)
+    config = msgspec.structs.replace(family.default(problem, find_target("h200")), **changes)
+    return Subject(FAMILY, problem, config, Specialization(lse=dlse))
+
+
+_CAUSAL = _problem(128, Causal.BOTTOM_RIGHT)
+# Groups take turns at dq, as they do by default at up to 128 columns.
+CAUSAL = _subject(_CAUSAL)
+TOP_LEFT = _subject(_problem(128, Causal.TOP_LEFT, seqlen_kv=300))
+FULL = _subject(_problem(128))
+TOLD = _subject(_CAUSAL, dlse=True)
+# Columns that fill no tile.
+PADDED = _subject(_problem(96, value_head_dim=80))
+# Tiles of 64 columns are made transposed, of halves of queries where there are no turns.
+NARROW = _subject(_problem(64))
+NARROW_HALVES = _subject(_problem(64), turns=False)
+# Each group makes half of dq, at once or a step late.
+HALVES = _subject(_CAUSAL, turns=False, delay=False, eager=False, init=False, product_first=False)
+LATE = _subject(_problem(128), turns=False)
+# Groups divide the products.
+WIDE = _subject(_problem(256, Causal.BOTTOM_RIGHT))
+WIDE_FULL = _subject(_problem(256))
+# Sums of dq in the order of blocks of keys.
+ORDERED = _subject(_problem(128, Causal.BOTTOM_RIGHT, deterministic=True))
+ORDERED_FULL = _subject(_problem(128, deterministic=True))
+ORDERED_HALVES = _subject(_problem(64, deterministic=True), turns=False)
+ORDERED_WIDE = _subject(_problem(256, deterministic=True))
+DROPPING = _subject(_problem(128, Causal.BOTTOM_RIGHT, dropout=True))

@@ -1,0 +1,146 @@
+"""Mutants of Hopper's backward kernels that wait too little, give back too early or never, or lose count."""
+
+from __future__ import annotations
+
+from tests.mutants.backward_hopper.backward_hopper import (
+    BEFORE_STEPS,
+    CAUSAL,
+    CONSUMER,
+    DQ,
+    FULL,
+    HALVES,
+    LATE,
+    NARROW,
+    PRODUCER,
+    STEPS,
+    WIDE,
+)
+from tests.mutants.backward_hopper.backward_hopper_figures import OF_DK
+from tests.mutants.backward_hopper.backward_hopper_places import COPY_DK
+from tests.mutants.core import Mutant, Patch, mutants_of
+from tests.mutants.forward_hopper.hopper import only
+
+WAIT_Q = "mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)"
+WAIT_DOUT = "mbarrier.wait(do_full.index(do_stage), do_phase)"
+GIVE_Q, GIVE_DOUT = "mbarrier.arrive(q_empty.index(q_stage))", "mbarrier.arrive(do_empty.index(do_stage))"
+STORE_DS = "ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)"
+TELL_DS = "mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))"
+ROOM_FOR_DS = "mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)"
+FENCE = "fence_async_shared()"
+
+
+def waits() -> tuple[Mutant, ...]:
+    """A tile is used before it has arrived."""
+    zeros = "ds_tiles.index({}).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))"
+    return mutants_of((
+        ("first queries not waited for",
+         "A program's first scores are of whatever lies in the queries' room.",
+         CAUSAL, only("mbarrier.wait(q_full.index(0), 0)", "pass")),
+        ("dout not waited for", "The output's gradients are used whether they have arrived or not.", CAUSAL,
+         only(WAIT_DOUT, "pass", times=2)),
+        ("nothing waited for before the first scores", "They are of whatever lies where tiles will be.",
+         CAUSAL, (*only("mbarrier.wait(kv_full.index(2 * GROUP), 0)", "pass"),
+                  *only("mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)", "pass"),
+                  *only("mbarrier.wait(q_full.index(0), 0)", "pass"))),
+        ("neither values nor dout waited for", "Products are of whatever lies where both will be.",
+         CAUSAL, (*only("mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)", "pass"),
+                  Patch(WAIT_DOUT, "pass", times=2))),
+        ("halves: the other group's dS not waited for",
+         "What the other group has not stored yet counts in dq.", HALVES,
+         only("mbarrier.wait(ds_full.index(slot), ds_phase)",
+              "mbarrier.wait(ds_full.index(slot), ds_phase, pred=turn == 0)", DQ)),
+        ("room for dS not waited for", "A group may overwrite dS while dq is made of it.", CAUSAL,
+         only(ROOM_FOR_DS, "pass")),
+        ("halves: room for dS not waited for",
+         "A group may overwrite dS while the other makes dq of it.", LATE,
+         only(ROOM_FOR_DS, "pass")),
+        ("halves: no zeros before the first step",
+         "The first dq that is added is of whatever lies there.", LATE,
+         only(zeros.format("GROUP * DS_STAGES"), "pass")),
+        ("divided: no zeros before the first step",
+         "The first dq that is added is of whatever lies there.", WIDE,
+         only(zeros.format(0), "pass")),
+        ("divided: weights not waited for",
+         "Weights that the other group has not stored yet count in dS.", WIDE,
+         only("mbarrier.wait(p_full.index(p_stage), p_phase)", "pass")),
+        ("divided: the other group not waited for",
+         "Keys that the other group may read are overwritten by dk.", WIDE,
+         only("mbarrier.wait(done.index(0), 0)", "pass")),
+        ("statistics' bytes forgotten", "The barrier of a tile of queries does not know of its row.", CAUSAL,
+         only("mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)",
+              "mbarrier.expect(q_full.index(q_stage), KEY_BYTES)")),
+        ("no fence behind dS", "What shared memory does not have yet may count in dq.", CAUSAL,
+         only(FENCE, "pass", STEPS)),
+        ("no fence before dk leaves", "The copy engine may read dk before it is in shared memory.", CAUSAL,
+         only(f"{FENCE}\n{COPY_DK}", COPY_DK)),
+    ), racy=True)  # fmt: skip
+
+
+def releases() -> tuple[Mutant, ...]:
+    """Room is given back too early."""
+    return mutants_of((
+        ("queries given back before they are read",
+         "Queries may be overwritten while dk is made of them.", CAUSAL,
+         (*only(GIVE_Q, "pass", STEPS), *only(OF_DK, f"{GIVE_Q}\n{OF_DK}"))),
+        ("dout given back before it is read",
+         "It may be overwritten while dP and dv are made of it.", NARROW,
+         (Patch(GIVE_DOUT, "pass", STEPS),
+          *only("v_tile = v_tiles.index(hidden(GROUP))",
+                f"{GIVE_DOUT}\nv_tile = v_tiles.index(hidden(GROUP))"))),
+        ("queries given back by one group for both",
+         "One group's word frees room that the other still reads.",
+         CAUSAL, only("(q_empty.index(slot), count=2)", "(q_empty.index(slot), count=1)")),
+        ("dout given back by one group for both", "One group's word frees room that the other still reads.",
+         CAUSAL, only("(do_empty.index(slot), count=2)", "(do_empty.index(slot), count=1)")),
+        ("halves: dS given back by one group for both",
+         "One group's word frees dS that the other still reads.",
+         LATE, only("(ds_empty.index(slot), count=2)", "(ds_empty.index(slot), count=1)")),
+        ("dS told before it is stored", "What lay there before counts in dq.", HALVES,
+         only(f"{STORE_DS}\n{FENCE}\n{TELL_DS}", f"{TELL_DS}\n{STORE_DS}\n{FENCE}")),
+        ("dS of another slot given back", "Room is free whose dS is still to be read.", CAUSAL,
+         only("mbarrier.arrive(ds_empty.index(last_stage))", "mbarrier.arrive(ds_empty.index(ds_stage))")),
+        ("divided: weights given back before they are read",
+         "Weights may be overwritten while they are read.",
+         WIDE, only("weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)\n"
+                    "mbarrier.arrive(p_empty.index(p_stage))",
+                    "mbarrier.arrive(p_empty.index(p_stage))\n"
+                    "weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)")),
+        ("dv overwritten before it is stored",
+         "Gradients of keys are put where those of values are being copied from.", CAUSAL,
+         only("low_dk = (dk * scale).to(gl.bfloat16)\ntma.store_wait(0)",
+              "low_dk = (dk * scale).to(gl.bfloat16)")),
+        ("phases never flip", "A barrier counts as complete from its second round on.", FULL,
+         only("gl.where(wraps, phase ^ 1, phase)", "phase")),
+        ("consumers a phase ahead for dout", "The first dout counts as arrived from the start.", CAUSAL,
+         only("do_stage, do_phase = 0, 0", "do_stage, do_phase = 0, 1", BEFORE_STEPS)),
+        ("consumers a phase ahead for queries",
+         "A block's queries count as arrived when the block before has.",
+         CAUSAL, only("q_stage, q_phase = 0, 0", "q_stage, q_phase = 0, 1", BEFORE_STEPS)),
+    ), racy=True)  # fmt: skip
+
+
+def endless() -> tuple[Mutant, ...]:
+    """What waits for something that does not come."""
+    return mutants_of((
+        ("queries of a block that does not come",
+         "Behind its last block a program waits for another.", CAUSAL,
+         only(WAIT_Q, "mbarrier.wait(q_full.index(q_stage), q_phase)")),
+        ("queries never given back",
+         "A program's blocks run out of room.", CAUSAL, only(GIVE_Q, "pass", STEPS)),
+        ("dS never given back", "Groups run out of room for gradients of scores.", CAUSAL,
+         only("mbarrier.arrive(ds_empty.index(last_stage))", "pass", CONSUMER)),
+        ("more bytes awaited than come", "The barrier of a tile of dout is told of bytes that nobody copies.",
+         CAUSAL, only("mbarrier.expect(do_full.index(do_stage), QUERY_BYTES)",
+                      "mbarrier.expect(do_full.index(do_stage), QUERY_BYTES + 16)")),
+        ("slots never advance", "Every tile is looked for in the first slot.", CAUSAL,
+         only("gl.where(wraps, 0, stage + 1)", "gl.where(wraps, 0, stage)")),
+        ("phases flip one slot early", "The last slot of a ring is waited for with the next round's phase.",
+         CAUSAL, only("gl.where(wraps, phase ^ 1, phase)", "gl.where(wraps, phase, phase ^ 1)")),
+        ("producer waits for what is free", "The producer takes empty slots for full ones.", CAUSAL,
+         only("q_stage, q_phase = 0, 1", "q_stage, q_phase = 0, 0", PRODUCER)),
+        ("divided: weights in the slot of gradients", "Groups count slots of weights and of dS alike.", WIDE,
+         only("ds_stage, ds_phase = next_slot(p_stage, p_phase, DS_STAGES)",
+              "ds_stage, ds_phase = p_stage, p_phase")),
+        ("divided: steps of groups differ", "One group takes a step less than the other.", WIDE,
+         only("for step in range(steps):", "for step in range(steps - GROUP):", CONSUMER)),
+    ), hangs=True)  # fmt: skip

@@ -1,0 +1,58 @@
+"""The kernels of the Hopper family that mutants break, and the parts of their text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.templates.forward_hopper.space import HopperConfig
+from tests.mutants.core import Part, Patch, Subject
+from tests.problems.hopper import FAMILY, a_config
+
+BLOCKS = " in range(block - 1, -1, -1):"
+PRODUCER = Part("def produce(", "def consume(")
+CONSUMER = Part("def consume(", "def forward_hopper(")
+FIRST_BLOCK = Part("# The first block stands alone", BLOCKS)
+LATER_BLOCKS = Part(BLOCKS, "mbarrier.arrive(q_empty")
+END_OF_TILE = Part("# What comes next is worked out", "def forward_hopper(")
+LAST_PRODUCT = Part("mbarrier.arrive(q_empty", "# What comes next is worked out")
+
+
+def a_small_problem(head_dim: int = 128, causal: Causal = Causal.NONE, **changes: Any) -> Problem:
+    """Fewer tiles than an H200 has multiprocessors: no program gets a second one at this shape."""
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=8,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=512,
+        seqlen_kv=512,
+        causal=causal,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def subject(problem: Problem, *, lse: bool = False, **fields: Any) -> Subject:
+    """The family's default config with changes."""
+    config: HopperConfig = a_config(problem, **fields)
+    return Subject(FAMILY.name, problem, config, Specialization(lse=lse))
+
+
+def only(old: str, new: str, part: Part | None = None, times: int = 1) -> tuple[Patch, ...]:
+    """A single patch."""
+    return (Patch(old, new, part, times),)
+
+
+_CAUSAL, _FULL = a_small_problem(causal=Causal.BOTTOM_RIGHT), a_small_problem()
+CAUSAL = subject(_CAUSAL, late_wait=False, lazy_rescale=True)
+CAUSAL_LSE = subject(_CAUSAL, lse=True)
+FULL = subject(_FULL, late_wait=False, lazy_rescale=True)
+# Every rescaling is done at once, and no group waits for its turn.
+EAGER = subject(_FULL, late_wait=False, lazy_rescale=False, ping_pong=False)
+# As little in flight as there can be.
+SHORT_RINGS = subject(_CAUSAL, q_stages=1, num_stages=2, late_wait=False, ping_pong=False)

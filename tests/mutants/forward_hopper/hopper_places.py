@@ -1,0 +1,235 @@
+"""Mutants of Hopper kernels that read or write in the wrong place, or take the wrong tile."""
+
+from __future__ import annotations
+
+from flashtune.core.problem import Causal
+from tests.mutants.core import Mutant, Patch
+from tests.mutants.forward_hopper.hopper import CAUSAL, CAUSAL_LSE, FULL, a_small_problem, only, subject
+
+COPY_OUT = "copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 0], o_tiles.index(GROUP))"
+PACKED = subject(
+    a_small_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16, heads=6), pack=4, lse=True, section=0
+)
+HALVED = subject(a_small_problem(256), halved=True, late_wait=False)
+IN_PARTS = subject(a_small_problem(96), decomposed=True, late_wait=False)
+LSE_ROWS = "(all_before + row_heads).to(gl.int64) * seqlen_q + positions"
+
+
+def heads() -> tuple[Mutant, ...]:
+    """Which head's tensors meet which."""
+    return (
+        Mutant(
+            "keys of the first KV head",
+            "All query heads meet the keys of one KV head.",
+            FULL,
+            only("copy_in(k_desc, [this_batch, this_kv_head,", "copy_in(k_desc, [this_batch, 0,"),
+        ),
+        Mutant(
+            "values of the first KV head",
+            "All query heads meet the values of one KV head.",
+            FULL,
+            only("copy_in(v_desc, [this_batch, this_kv_head,", "copy_in(v_desc, [this_batch, 0,"),
+        ),
+        Mutant(
+            "keys of the first sequence",
+            "All sequences meet the keys of one.",
+            FULL,
+            only("copy_in(k_desc, [this_batch,", "copy_in(k_desc, [0,"),
+        ),
+        Mutant(
+            "values of the tile that comes next",
+            "Values are those of the next tile's head, once a program has several tiles.",
+            FULL,
+            only("copy_in(v_desc, [this_batch, this_kv_head,", "copy_in(v_desc, [batch, kv_head,"),
+        ),
+        Mutant(
+            "queries of a group's first head",
+            "The query heads of a KV head are one.",
+            FULL,
+            only("copy_in(q_desc, [batch, kv_head, head,", "copy_in(q_desc, [batch, kv_head, 0,"),
+        ),
+        Mutant(
+            "KV heads in turn",
+            "Query heads take the KV heads in turn, not in groups.",
+            FULL,
+            only("pack % packs // packs_per_kv", "pack % packs % (packs // packs_per_kv)"),
+        ),
+        Mutant(
+            "heads of a pack one apart",
+            "Packs of heads overlap.",
+            PACKED,
+            only("pack % packs % packs_per_kv * PACK", "pack % packs % packs_per_kv"),
+        ),
+        Mutant(
+            "heads that fill no pack left out",
+            "What is left of a group after whole packs is not computed.",
+            PACKED,
+            only(
+                "packs_per_kv = (group_size + PACK - 1) // PACK",
+                "packs_per_kv = gl.maximum(group_size // PACK, 1)",
+            ),
+        ),
+        Mutant(
+            "positions of a pack run on",
+            "Rows of a pack's later heads are masked as if they were later positions.",
+            PACKED,
+            only("row_offsets % POSITIONS", "row_offsets"),
+        ),
+        Mutant(
+            "lse beyond a group's heads",
+            "Rows of a pack that stand for no head write the next group's log-sum-exp.",
+            PACKED,
+            only("(positions < seqlen_q) & (row_heads < group_size)", "positions < seqlen_q"),
+        ),
+    )
+
+
+def tiles() -> tuple[Mutant, ...]:
+    """Which tiles are worked on, and where they lie."""
+    last_key = "(last_key + BLOCK_N - 1) // BLOCK_N"
+    return (
+        Mutant(
+            "last block skipped",
+            "A last block of keys that is not whole is left out.",
+            FULL,
+            only(last_key, "last_key // BLOCK_N"),
+        ),
+        Mutant(
+            "blocks behind the diagonal's last skipped",
+            "The last key of a tile's last row does not count.",
+            CAUSAL,
+            only("gl.minimum(first + positions + seqlen_kv", "gl.minimum(first + positions - 1 + seqlen_kv"),
+        ),
+        Mutant(
+            "queries of the first group for all",
+            "Every group computes the tile's first rows.",
+            FULL,
+            only("position = tile * TILE + group * POSITIONS", "position = tile * TILE"),
+        ),
+        Mutant(
+            "output of the last tile not written",
+            "The last tile of a launch is computed and not stored.",
+            FULL,
+            only(COPY_OUT, f"if index != total - 1:\n    {COPY_OUT}"),
+        ),
+        Mutant(
+            "output written to the next tile",
+            "Outputs go where the program's next tile lies.",
+            FULL,
+            only(COPY_OUT, COPY_OUT.replace("this_first", "first")),
+        ),
+        Mutant(
+            "output of the group's first head",
+            "Outputs of all query heads of a KV head are written to one.",
+            FULL,
+            only(COPY_OUT, COPY_OUT.replace("this_head", "0")),
+        ),
+        Mutant(
+            "a section's width taken as whole",
+            "Where heads do not fill the last section, some tiles are done twice and some never.",
+            FULL,
+            only("width = gl.minimum(section, all_packs - first_pack)", "width = section"),
+        ),
+        Mutant(
+            "tiles of a section one too few",
+            "Sections overlap by a tile.",
+            FULL,
+            only(
+                "index // (section * tiles) * section",
+                "index // gl.maximum(section * tiles - 1, 1) * section",
+            ),
+        ),
+        Mutant(
+            "longest tile past the end",
+            "Counting down from the last tile starts one too late.",
+            CAUSAL,
+            only("tile = tiles - 1 - tile", "tile = tiles - tile"),
+        ),
+        Mutant(
+            "backward rounds off by one",
+            "Rounds that run backwards take a tile of the next round and leave out one.",
+            CAUSAL,
+            only("(2 * turn + 1) * workers - 1 - index", "(2 * turn + 1) * workers - index"),
+        ),
+        Mutant(
+            "the last round runs backwards though it is not full",
+            "Tiles of a last round that has fewer of them than programs are not found.",
+            CAUSAL,
+            only("(turn % 2 == 1) & ((turn + 1) * workers <= total)", "turn % 2 == 1"),
+        ),
+        Mutant(
+            "one round of tiles",
+            "A program computes one tile and no more, and waits for the keys of the next.",
+            FULL,
+            only(
+                "for index in range(gl.program_id(0), total, workers):",
+                "for index in range(gl.program_id(0), gl.minimum(total, workers), workers):",
+                times=2,
+            ),
+            hangs=True,
+        ),
+    )
+
+
+def columns() -> tuple[Mutant, ...]:
+    """Parts of a head dim, and halves of an output."""
+    again = "scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)"
+    return (
+        Mutant(
+            "second part of the head dim left out",
+            "Scores are those of the first 64 columns.",
+            IN_PARTS,
+            only(again, "pass", times=3),
+        ),
+        Mutant(
+            "first columns of V twice",
+            "The second part of V holds columns of the first.",
+            IN_PARTS,
+            only(
+                "copy_in(v_desc_1, [this_batch, this_kv_head, key, 64]",
+                "copy_in(v_desc_1, [this_batch, this_kv_head, key, 0]",
+            ),
+        ),
+        Mutant(
+            "second part of the output over the first",
+            "Both parts of the output are written to the first columns.",
+            IN_PARTS,
+            only("this_first, 64], o_tiles_1", "this_first, 0], o_tiles_1"),
+        ),
+        Mutant(
+            "left half twice",
+            "The right half of the output is the left one.",
+            HALVED,
+            only("gl.convert_layout(right, HALF)", "gl.convert_layout(left, HALF)"),
+        ),
+    )
+
+
+def rows_of_lse() -> tuple[Mutant, ...]:
+    """Where the log-sum-exp is written."""
+    return (
+        Mutant(
+            "lse at the first group's rows",
+            "All groups write their log-sum-exp to the tile's first rows.",
+            CAUSAL_LSE,
+            only(LSE_ROWS, f"{LSE_ROWS} - GROUP * POSITIONS"),
+        ),
+        Mutant(
+            "lse at the next tile's rows",
+            "The log-sum-exp goes where the program's next tile lies.",
+            CAUSAL_LSE,
+            only(LSE_ROWS, f"{LSE_ROWS} - this_first + first"),
+        ),
+        Mutant(
+            "lse of another head",
+            "The log-sum-exp of all query heads of a KV head is written to one.",
+            CAUSAL_LSE,
+            only(LSE_ROWS, LSE_ROWS.replace("row_heads", "row_heads // group_size")),
+        ),
+        Mutant(
+            "lse past the last row",
+            "Rows of the last tile that do not exist have a log-sum-exp too.",
+            CAUSAL_LSE,
+            (Patch("(positions < seqlen_q) & (row_heads < group_size)", "row_heads < group_size"),),
+        ),
+    )

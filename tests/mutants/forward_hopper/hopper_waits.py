@@ -1,0 +1,229 @@
+"""Mutants of Hopper kernels that wait too little, or give back too early or never."""
+
+from __future__ import annotations
+
+from tests.mutants.core import Mutant, Part, Patch
+from tests.mutants.forward_hopper.hopper import (
+    CONSUMER,
+    EAGER,
+    END_OF_TILE,
+    FULL,
+    LAST_PRODUCT,
+    LATER_BLOCKS,
+    SHORT_RINGS,
+    only,
+)
+from tests.mutants.forward_hopper.hopper_places import HALVED, IN_PARTS
+
+WAIT_K = "mbarrier.wait(k_full.index(k_stage), k_phase)"
+WAIT_V = "mbarrier.wait(v_full.index(v_stage), v_phase)"
+ARRIVE_K = "mbarrier.arrive(k_empty.index(k_stage))"
+ARRIVE_V = "mbarrier.arrive(v_empty.index(v_stage))"
+ARRIVE_Q = "mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))"
+SCORES_DONE = "scores = warpgroup_mma_wait(1, deps=[scores])"
+OUTPUT_DONE = "accumulator = warpgroup_mma_wait(0, deps=[accumulator])"
+WEIGHTED = "accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)"
+BEFORE_TILES = Part("def consume(", "this_first, this_batch")
+FIRST_HALF = Part("# In two halves", "[this_batch, this_kv_head, this_head, this_first, 128]")
+
+
+def waits() -> tuple[Mutant, ...]:
+    """A tile is used before it has arrived, or a result before it is there."""
+    return (
+        Mutant(
+            "first keys not waited for",
+            "A tile's first scores are of whatever lies where its keys will be.",
+            FULL,
+            (
+                Patch(WAIT_K, "pass", BEFORE_TILES),
+                Patch("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", "pass"),
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "later keys not waited for",
+            "Scores of all blocks but the first may be of keys that have not arrived.",
+            FULL,
+            only(WAIT_K, "pass", LATER_BLOCKS),
+            racy=True,
+        ),
+        Mutant(
+            "values not waited for",
+            "Weights of all blocks but the last may meet values that have not arrived.",
+            FULL,
+            only(WAIT_V, "pass", LATER_BLOCKS),
+            racy=True,
+        ),
+        Mutant(
+            "last values not waited for",
+            "Weights of a tile's last block may meet values that have not arrived.",
+            FULL,
+            only(WAIT_V, "pass", LAST_PRODUCT),
+            racy=True,
+        ),
+        Mutant(
+            "queries not waited for",
+            "A tile's first scores may be of queries that have not arrived.",
+            FULL,
+            (
+                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)", "pass"),
+                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)", "pass"),
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "nothing waited for",
+            "Keys, values and queries are used whether they have arrived or not.",
+            EAGER,
+            (
+                Patch(WAIT_K, "pass", CONSUMER, 2),
+                Patch(WAIT_V, "pass", CONSUMER, 2),
+                Patch("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", "pass"),
+                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)", "pass"),
+                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)", "pass"),
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "scores read before they are done",
+            "The product of queries and keys is not waited for.",
+            FULL,
+            only(SCORES_DONE, "scores = warpgroup_mma_wait(2, deps=[scores])"),
+            racy=True,
+        ),
+        Mutant(
+            "outputs read before they are done",
+            "The last product of weights and values is not waited for.",
+            FULL,
+            only(OUTPUT_DONE, "accumulator = warpgroup_mma_wait(1, deps=[accumulator])", END_OF_TILE),
+            racy=True,
+        ),
+        Mutant(
+            "half a tile counts as a whole",
+            "The barrier of a tile of keys is told of half of its bytes.",
+            FULL,
+            only(
+                "mbarrier.expect(k_full.index(k_stage), 32768)",
+                "mbarrier.expect(k_full.index(k_stage), 16384)",
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "more bytes awaited than come",
+            "The barrier of a tile of values is told of bytes that nobody copies.",
+            FULL,
+            only(
+                "mbarrier.expect(v_full.index(v_stage), 32768)",
+                "mbarrier.expect(v_full.index(v_stage), 32784)",
+            ),
+            hangs=True,
+        ),
+        Mutant(
+            "keys of a tile that does not come",
+            "After a program's last tile the keys of another are waited for.",
+            FULL,
+            only("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", WAIT_K),
+            hangs=True,
+        ),
+    )
+
+
+def releases() -> tuple[Mutant, ...]:
+    """A slot is given back too early, too often or never."""
+    return (
+        Mutant(
+            "keys given back before they are read",
+            "Keys may be overwritten while scores are made of them.",
+            EAGER,
+            only(f"{SCORES_DONE}\n{ARRIVE_K}", f"{ARRIVE_K}\n{SCORES_DONE}", LATER_BLOCKS),
+            racy=True,
+        ),
+        Mutant(
+            "values given back before they are read",
+            "Values may be overwritten while weights meet them.",
+            EAGER,
+            (
+                Patch(WEIGHTED, f"{WEIGHTED}\n{ARRIVE_V}", LATER_BLOCKS),
+                Patch(f"{OUTPUT_DONE}\n{ARRIVE_V}", OUTPUT_DONE, LATER_BLOCKS),
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "queries given back before they are read",
+            "Queries of the next tile overwrite those that are still in use.",
+            SHORT_RINGS,
+            (Patch(ARRIVE_Q, "pass"), Patch("for earlier in range(", f"{ARRIVE_Q}\nfor earlier in range(")),
+        ),
+        Mutant(
+            "keys given back by one group for both",
+            "One group's word frees a slot that the other still reads.",
+            FULL,
+            only(
+                "mbarrier.init(k_empty.index(slot), count=GROUPS)",
+                "mbarrier.init(k_empty.index(slot), count=GROUPS - 1)",
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "values given back by one group for both",
+            "One group's word frees a slot that the other still reads.",
+            FULL,
+            only(
+                "mbarrier.init(v_empty.index(slot), count=GROUPS)",
+                "mbarrier.init(v_empty.index(slot), count=GROUPS - 1)",
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "queries never given back",
+            "A program's tiles run out of room for queries.",
+            FULL,
+            only(ARRIVE_Q, "pass"),
+            hangs=True,
+        ),
+        Mutant(
+            "keys never given back",
+            "A tile of keys is never overwritten.",
+            FULL,
+            only(ARRIVE_K, "pass", LATER_BLOCKS),
+            hangs=True,
+        ),
+        Mutant(
+            "last values never given back",
+            "The last values of each tile are never overwritten.",
+            FULL,
+            only(ARRIVE_V, "pass", END_OF_TILE),
+            hangs=True,
+        ),
+        Mutant(
+            "output overwritten before it is stored",
+            "The second half of an output is put where the first is being copied from.",
+            HALVED,
+            only("tma.store_wait(0)", "pass", FIRST_HALF, 2),
+            racy=True,
+        ),
+        Mutant(
+            "output not waited for at the end",
+            "A program may end before its last output is stored.",
+            FULL,
+            only(
+                "warpgroup_mma_wait(0, deps=[scores])\ntma.store_wait(0)",
+                "warpgroup_mma_wait(0, deps=[scores])",
+            ),
+            racy=True,
+        ),
+        Mutant(
+            "no fence before the store",
+            "The copy engine may read an output before it is in shared memory.",
+            FULL,
+            only("fence_async_shared()", "pass", END_OF_TILE),
+            racy=True,
+        ),
+        Mutant(
+            "no fence before a store in parts",
+            "The copy engine may read a part of an output before it is in shared memory.",
+            IN_PARTS,
+            only("fence_async_shared()", "pass", END_OF_TILE, 2),
+            racy=True,
+        ),
+    )

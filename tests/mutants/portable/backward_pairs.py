@@ -1,0 +1,167 @@
+"""Mutants of the split backward family: which pairs of a query and a key count."""
+
+from __future__ import annotations
+
+from flashtune.core.problem import Causal
+from tests.mutants.core import Mutant, Patch
+from tests.mutants.portable.backward_size import (
+    DIAGONAL,
+    HIDE,
+    KEYS,
+    LOOPS,
+    LOW_SCORES,
+    LOW_WEIGHTS,
+    QUERIES,
+    ROW_END,
+    Size,
+)
+
+
+def masks(size: Size) -> tuple[Mutant, ...]:
+    """Which keys a query sees, in either kernel."""
+    causal, full = size.subject(), size.subject(Causal.NONE)
+    both = (("keys", KEYS), ("queries", QUERIES))
+    of_either = (
+        ("diagonal one key too far", "Every query sees the key after its last one", ROW_END, "places + 2"),
+        ("diagonal one key too short", "No query sees its last key", ROW_END, "places"),
+    )
+    return (
+        *(
+            Mutant(
+                f"{kernel}: {name}",
+                f"{breaks}, in the kernel of {kernel}.",
+                causal,
+                (Patch(old, old.replace("places + 1", new), part),),
+            )
+            for name, breaks, old, new in of_either
+            for kernel, part in both
+        ),
+        *(
+            Mutant(
+                f"{kernel}: diagonal aligned to the other corner",
+                f"The mask starts at the first key where it should end at the last, for {kernel}.",
+                causal,
+                (Patch(DIAGONAL, "diagonal = 0", part),),
+            )
+            for kernel, part in both
+        ),
+        *(
+            Mutant(
+                f"{kernel}: diagonal off",
+                f"No block is masked in the kernel of {kernel}.",
+                causal,
+                (Patch(HIDE, "pass", part),),
+            )
+            for kernel, part in both
+        ),
+        Mutant(
+            "tail of keys unmasked",
+            "Padding behind the last key has a weight, which overflows where scores are far below zero.",
+            full,
+            (Patch(HIDE, "pass", QUERIES),),
+        ),
+    )
+
+
+def blocks(size: Size) -> tuple[Mutant, ...]:
+    """Which blocks a program walks."""
+    causal, full = size.subject(), size.subject(Causal.NONE)
+    return (
+        Mutant(
+            "queries of the diagonal's block skipped",
+            "Keys do not meet the block of queries in which they are seen first.",
+            causal,
+            (Patch("band_begin // BLOCK_M * BLOCK_M", "tl.cdiv(band_begin, BLOCK_M) * BLOCK_M", KEYS),),
+        ),
+        Mutant(
+            "open blocks of queries one too many",
+            "A block of queries of which some see no more than a part is taken without a mask.",
+            causal,
+            (
+                Patch(
+                    "open_begin = tl.cdiv(open_begin, BLOCK_M)", "open_begin = (open_begin // BLOCK_M)", KEYS
+                ),
+            ),
+        ),
+        Mutant(
+            "open blocks of keys one too many",
+            "A block of keys that only some rows see whole is taken without a mask.",
+            causal,
+            (Patch("open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(last_end, 0)", QUERIES),),
+        ),
+        Mutant(
+            "last block of keys skipped",
+            "A tile of queries meets no more keys than its first query sees.",
+            causal,
+            (Patch("band_stop = last_end", "band_stop = first_end", QUERIES),),
+        ),
+        Mutant(
+            "tail of queries skipped",
+            "Keys do not meet the last block of queries where it is not whole.",
+            full,
+            (Patch("band_stop = seqlen_q", "band_stop = seqlen_q // BLOCK_M * BLOCK_M", KEYS),),
+        ),
+        Mutant(
+            "tail of keys skipped",
+            "Queries do not meet the last block of keys where it is not whole.",
+            full,
+            (Patch("band_stop = seqlen_kv", "band_stop = seqlen_kv // BLOCK_N * BLOCK_N", QUERIES),),
+        ),
+        Mutant(
+            "first block of keys skipped",
+            "Queries do not meet the first block of keys where they see it whole.",
+            causal,
+            (Patch("tl.range(0, open_stop, BLOCK_N)", "tl.range(BLOCK_N, open_stop, BLOCK_N)", QUERIES),),
+        ),
+        Mutant(
+            "last open block of a group skipped",
+            "The last head of a group misses one of the blocks that no mask touches.",
+            full,
+            (
+                Patch(
+                    "tl.range(0, group_size * open_blocks)", "tl.range(0, group_size * open_blocks - 1)", KEYS
+                ),
+            ),
+        ),
+    )
+
+
+def forgotten(size: Size) -> tuple[Mutant, ...]:
+    """Pairs of a query and a key that one gradient misses."""
+    causal = size.subject()
+    some_rows = "(queries % 8 == 3)[:, None] & (start == BLOCK_N)"
+    some_keys = "(keys % 8 == 3)[:, None] & (query_offsets == 5)[None, :]"
+    return (
+        Mutant(
+            "dq: a block of keys forgotten in some rows",
+            "One row of eight misses the second block of keys.",
+            causal,
+            (
+                Patch(
+                    LOW_SCORES,
+                    f"dscores = tl.where({some_rows}, 0.0, dscores)\n{LOW_SCORES}",
+                    QUERIES,
+                    LOOPS,
+                ),
+            ),
+        ),
+        Mutant(
+            "dk: one query at some keys forgotten",
+            "One key of eight misses the sixth query of each block.",
+            causal,
+            (Patch(LOW_SCORES, f"dscores = tl.where({some_keys}, 0.0, dscores)\n{LOW_SCORES}", KEYS, LOOPS),),
+        ),
+        Mutant(
+            "dv: one query at some keys forgotten",
+            "One key of eight misses the sixth query of each block.",
+            causal,
+            (
+                Patch(
+                    LOW_WEIGHTS,
+                    f"low_weights = tl.where({some_keys}, 0.0, weights).to(q.dtype.element_ty)",
+                    KEYS,
+                    LOOPS,
+                ),
+            ),
+        ),
+    )

@@ -1,0 +1,146 @@
+"""Mutants of the masked family: which keys a query sees, and which blocks of keys its tile reads."""
+
+from __future__ import annotations
+
+from flashtune.core.problem import Causal
+from tests.mutants.core import Mutant
+from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
+
+START = "row_start = tl.maximum(places - WINDOW_LEFT, 0)"
+LIFTED = "row_lifted = tl.minimum(row_end, FIRST_TOKENS)"
+LIFTED_STOP = "lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)"
+OPEN_BEGIN = "open_begin = tl.cdiv(last_start, BLOCK_N)"
+LEFT_BLOCKS = "tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)"
+RIGHT_BLOCKS = "tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)"
+RIGHT_END = "tl.minimum(places + WINDOW_RIGHT + 1, seqlen_kv)"
+PREFIX = "tl.minimum(tl.load(prefix + sequence), seqlen_kv)"
+CHUNK_START = "row_start = tl.maximum(places, 0) // CHUNK * CHUNK"
+CHUNK_END = "tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK)"
+
+
+def borders(size: Size) -> tuple[Mutant, ...]:
+    """All of them."""
+    return (*windows(size), *blocks(size), *right_sides(size), *prefixes(size), *chunks(size))
+
+
+def windows(size: Size) -> tuple[Mutant, ...]:
+    """A causal window that leaves the first tokens visible: what rows see."""
+    subject = size.masked(window_left=size.near, first_tokens=FIRST_TOKENS)
+    changes = (
+        change("window one key too far", "Every query sees the key before its window.",
+               START, START.replace("LEFT", "LEFT - 1")),
+        change("window one key too short", "No query sees the first key of its window.",
+               START, START.replace("LEFT", "LEFT + 1")),
+        change("window of the tile's first row", "All rows of a tile see back as far as the first.",
+               START, START.replace("places", "places * 0 + first_place")),
+        change("window without a band", "Keys before a window are seen.", START, "row_start = places * 0"),
+        change("diagonal one key too far", "Every query sees the key after its last one.",
+               "row_end = tl.minimum(places + 1,", "row_end = tl.minimum(places + 2,"),
+        change("diagonal one key too short", "No query sees its last key.",
+               "row_end = tl.minimum(places + 1,", "row_end = tl.minimum(places,"),
+        change("rows stand where their number says", "Masks are aligned to the other corner.",
+               "places = queries + diagonal", "places = queries"),
+        change("first tokens one too many", "The key behind the first tokens stays visible too.",
+               LIFTED, LIFTED.replace("TOKENS", "TOKENS + 1")),
+        change("first tokens one too few", "The last of the first tokens is hidden by windows.",
+               LIFTED, LIFTED.replace("TOKENS", "TOKENS - 1")),
+        change("first tokens beyond the diagonal", "The first queries see all of the first tokens.",
+               LIFTED, LIFTED.replace("row_end", "row_end * 0 + seqlen_kv")),
+        change("first tokens hidden", "Windows hide the start of the sequence.",
+               "seen |= keys[None, :] < row_lifted[:, None]", "pass"),
+    )  # fmt: skip
+    return mutants_of(subject, changes)
+
+
+def blocks(size: Size) -> tuple[Mutant, ...]:
+    """A longer one: which blocks tiles read, and which of them without a mask."""
+    subject = size.masked(window_left=size.window, first_tokens=FIRST_TOKENS)
+    changes = (
+        change("first block of the window skipped",
+               "A block that only some rows see is left out on the left.",
+               "band_begin = first_start // BLOCK_N", "band_begin = tl.cdiv(first_start, BLOCK_N)"),
+        change("open blocks of the first row",
+               "Blocks that later rows no longer see are taken without a mask.",
+               OPEN_BEGIN, OPEN_BEGIN.replace("last", "first")),
+        change("open blocks of the last row", "Blocks that earlier rows do not see are taken without a mask.",
+               "open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(last_end, 0)"),
+        change("open blocks one too many", "A block that the first row sees in part is taken without a mask.",
+               "open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(first_end + BLOCK_N - 1, 0)"),
+        change("blocks left of the open ones forgotten",
+               "What some rows see of a window's start is left out.",
+               f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
+        change("blocks right of the open ones forgotten", "Blocks on the diagonal are left out.",
+               f"right_blocks = left_blocks + {RIGHT_BLOCKS}", "right_blocks = left_blocks"),
+        change("open blocks taken twice", "Blocks that all rows see come once more with a mask.",
+               "right_begin = tl.maximum(open_begin, open_stop)", "right_begin = open_begin"),
+        change("last block skipped", "A last block that is not whole is left out.",
+               RIGHT_BLOCKS, "tl.maximum(band_stop - right_begin, 0) // BLOCK_N"),
+        change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
+               LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
+        change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
+               LIFTED_STOP, "lifted_stop = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+        change("blocks of the band from the start",
+               "Behind the first tokens comes the sequence's start again.",
+               "band_begin + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
+    )  # fmt: skip
+    return mutants_of(subject, changes)
+
+
+def right_sides(size: Size) -> tuple[Mutant, ...]:
+    """A window on both sides, without a causal mask."""
+    subject = size.masked(causal=Causal.NONE, window_left=size.near, window_right=size.block_n // 2 - 2)
+    changes = (
+        change("right border one key too far", "Every query sees the key behind its window.",
+               RIGHT_END, RIGHT_END.replace("+ 1", "+ 2")),
+        change("right border one key too short", "No query sees the last key of its window.",
+               RIGHT_END, RIGHT_END.replace(" + 1", "")),
+        change("right border beyond the keys", "Padding behind the last key takes part in the softmax.",
+               RIGHT_END, "places + WINDOW_RIGHT + 1"),
+        change("blocks up to the first row's border", "What only later rows of a tile see is left out.",
+               "last_end = tl.minimum(last_place", "last_end = tl.minimum(first_place"),
+    )  # fmt: skip
+    return mutants_of(subject, changes)
+
+
+def prefixes(size: Size) -> tuple[Mutant, ...]:
+    """A causal mask with a prefix that all queries see, over sequences of unlike lengths."""
+    subject = size.masked(prefix=True, lengths=True)
+    changes = (
+        change("prefix one key too long", "All queries see the key behind the prefix.",
+               PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
+        change("prefix one key too short", "The prefix's last key is hidden from early queries.",
+               PREFIX, PREFIX.replace("sequence)", "sequence) - 1")),
+        change("prefix of the first sequence", "All sequences have the prefix of one.",
+               PREFIX, PREFIX.replace(" + sequence", "")),
+        change("prefix beyond the keys", "A prefix longer than its sequence shows padding.",
+               PREFIX, "tl.load(prefix + sequence)"),
+        change("prefix without its blocks", "Blocks of a prefix behind the diagonal are not read.",
+               "last_end = tl.maximum(last_end, prefix_end)", "pass"),
+        change("prefix hides the rest", "Queries see the prefix alone.",
+               "row_end = tl.maximum(row_end, prefix_end)", "row_end = row_end * 0 + prefix_end"),
+    )  # fmt: skip
+    return mutants_of(subject, changes)
+
+
+def chunks(size: Size) -> tuple[Mutant, ...]:
+    """Chunks under a causal mask, and without one."""
+    behind = (
+        change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
+               CHUNK_START, CHUNK_START.replace("places, 0)", "places, 0) + 1)").replace("= ", "= (", 1)),
+        change("chunk one query late", "The first query of a chunk sees the chunk before.",
+               CHUNK_START, CHUNK_START.replace("places,", "places - 1,")),
+        change("chunk without its first key", "No query sees the first key of its chunk.",
+               CHUNK_START, f"{CHUNK_START} + 1"),
+        change("blocks of the last row's chunk", "Blocks of the first row's chunk are left out.",
+               "first_start = tl.maximum(first_place,", "first_start = tl.maximum(last_place,"),
+    )  # fmt: skip
+    whole = (
+        change("chunk's end one key too far", "Queries see the first key of the next chunk.",
+               CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK + 1)")),
+        change("chunk's end one key too short", "No query sees the last key of its chunk.",
+               CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK - 1)")),
+        change("queries before the first key have a chunk", "They see keys, and should see none.",
+               CHUNK_END, "tl.maximum(places, 0) // CHUNK * CHUNK + CHUNK"),
+    )  # fmt: skip
+    full = size.masked(causal=Causal.NONE, chunk=size.chunk)
+    return (*mutants_of(size.masked(chunk=size.chunk), behind), *mutants_of(full, whole))

@@ -1,0 +1,41 @@
+"""Problems and kernels of the latent Hopper family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.decode_latent_hopper.space import LatentConfig
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+FAMILY = find_family("decode_latent_hopper")
+H200 = find_target("h200")
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=576,
+        value_head_dim=512,
+        heads=128,
+        kv_heads=1,
+        batch=64,
+        seqlen_q=1,
+        seqlen_kv=4096,
+        causal=Causal.BOTTOM_RIGHT,
+        latent=True,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def kernel_of(problem: Problem, lse: bool = False, **changes: Any) -> Kernel:
+    return render(FAMILY, problem, a_config(**changes), Specialization(lse=lse))
+
+
+def a_config(**changes: Any) -> LatentConfig:
+    return LatentConfig(**{"num_warps": 4, "num_stages": 2, **changes})

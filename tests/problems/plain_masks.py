@@ -1,0 +1,160 @@
+"""What every feature of a problem means, in plain float64 over one sequence at a time.
+
+Tensors and side inputs are as kernels are given them: dense, packed, or in pages. Nothing here is fast, and
+nothing here knows of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.extra_inputs import Side
+from flashtune.core.problem import Bias, Causal, KvScale, Problem
+from flashtune.request.dropout import kept_weights
+
+
+class Sequence(NamedTuple):
+    """One sequence of a call, in float64.
+
+    Attributes:
+        number: Which of the call it is.
+        batch: Where its rows are in q and out, along the first dimension.
+        first_row: Likewise along the third.
+        q: [heads, queries, head_dim].
+        k: [kv_heads, keys, head_dim], what stored keys stand for.
+        v: [kv_heads, keys, value_head_dim], likewise.
+    """
+
+    number: int
+    batch: int
+    first_row: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def plain_attention(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, in float64 and in the shapes of a kernel's.
+
+    Rows of packed tensors that no sequence has are NaN.
+
+    Args:
+        problem: What is computed.
+        q: [batch, heads, seqlen_q, head_dim], or [1, heads, all queries, head_dim] of packed sequences.
+        k: [batch, kv_heads, seqlen_kv, head_dim], [1, kv_heads, all keys, head_dim] of packed sequences, or
+            [pages, kv_heads, page_size, head_dim].
+        v: Likewise, of value_head_dim.
+        side: The side inputs that the problem names.
+        scale: Factor of the products of q and k.
+    """
+    out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=torch.float64)
+    lse = torch.full(q.shape[:3], torch.nan, dtype=torch.float64)
+    for one in sequences(problem, q, k, v, side):
+        rows = slice(one.first_row, one.first_row + one.q.shape[1])
+        out[one.batch, :, rows], lse[one.batch, :, rows] = _attend(problem, one, side, scale)
+    return out, lse
+
+
+def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tensor:
+    """Which of a sequence's keys each of its queries sees, of what no bias hides: bool [queries, keys]."""
+    diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
+    place = torch.arange(queries)[:, None] + diagonal
+    key = torch.arange(keys)[None, :]
+    causal = problem.causal is not Causal.NONE
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    near = seen.clone()
+    if causal:
+        seen &= key <= place
+    if problem.window_right is not None:
+        seen &= key <= place + problem.window_right
+    if problem.window_left is not None:
+        near &= key >= place - problem.window_left
+    if problem.chunk:
+        of_place, of_key = (torch.div(one, problem.chunk, rounding_mode="floor") for one in (place, key))
+        near &= of_key >= of_place if causal else of_key == of_place
+    return seen & (near | (key < problem.first_tokens)) | (key < prefix)
+
+
+def sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[Sequence]:
+    """The sequences of a call, each cut out of its tensors."""
+    for index in range(_count(q, side)):
+        batch, first_row, queries = index, 0, q.shape[2]
+        if side.cu_seqlens_q is not None:
+            batch, first_row = 0, int(side.cu_seqlens_q[index])
+            queries = int(side.cu_seqlens_q[index + 1]) - first_row
+        own = q[batch, :, first_row : first_row + queries].double()
+        own_k = _keys(problem, k, index, side, side.k_scale)
+        own_v = _keys(problem, v, index, side, side.v_scale)
+        yield Sequence(index, batch, first_row, own, own_k, own_v)
+
+
+def _count(q: Tensor, side: Side) -> int:
+    return q.shape[0] if side.cu_seqlens_q is None else len(side.cu_seqlens_q) - 1
+
+
+def _keys(problem: Problem, stored: Tensor, index: int, side: Side, scale: Tensor | None) -> Tensor:
+    """The keys or values of one sequence: [kv_heads, keys, width]."""
+    if side.block_table is not None:
+        assert side.seqlens_kv is not None
+        length, size = int(side.seqlens_kv[index]), stored.shape[2]
+        used = [int(page) for page in side.block_table[index, : -(-length // size)]]
+        pages = [_scaled(problem, stored[page], page, scale) for page in used]
+        empty = torch.empty(stored.shape[1], 0, stored.shape[3], dtype=torch.float64)
+        return torch.cat([empty, *pages], 1)[:, :length]
+    batch, first, length = index, 0, stored.shape[2]
+    if side.cu_seqlens_kv is not None:
+        batch, first = 0, int(side.cu_seqlens_kv[index])
+        length = int(side.cu_seqlens_kv[index + 1]) - first
+    if side.seqlens_kv is not None:
+        length = int(side.seqlens_kv[index])
+    return _scaled(problem, stored[batch, :, first : first + length], index, scale)
+
+
+def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) -> Tensor:
+    """What [kv_heads, keys, width] of a cache stand for; `index` is of the page, or of the sequence."""
+    values = stored.to(torch.float64)
+    if scale is None:
+        return values
+    shared = problem.kv_scale is not KvScale.PAGE and scale.stride(0) == 0
+    return values * scale[0 if shared else index].double()[:, None, None]
+
+
+def _attend(problem: Problem, one: Sequence, side: Side, scale: float) -> tuple[Tensor, Tensor]:
+    heads, queries, _ = one.q.shape
+    keys = one.k.shape[1]
+    group = heads // one.k.shape[0]
+    k, v = (tensor.repeat_interleave(group, 0) for tensor in (one.k, one.v))
+    prefix = 0 if side.prefix is None else int(side.prefix[one.number])
+    seen = visible(problem, queries, keys, prefix).expand(heads, queries, keys)
+    scores = scale * one.q @ k.mT
+    if problem.softcap:
+        assert side.softcap is not None
+        scores = side.softcap * torch.tanh(scores / side.softcap)
+    if side.slopes is not None:
+        diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
+        distance = torch.arange(queries)[:, None] + diagonal - torch.arange(keys)[None, :]
+        scores = scores - side.slopes[one.number].double()[:, None, None] * distance.abs()
+    if side.bias is not None:
+        laid = side.bias[one.number, :, :queries, :keys]
+        if problem.bias is Bias.BOOLEAN:
+            seen = seen & laid
+        else:
+            scores = scores + laid.double()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = torch.full((heads,), -torch.inf) if side.sinks is None else side.sinks
+    sink = sinks.double()[:, None, None].expand(heads, queries, 1)
+    lse = torch.logsumexp(torch.cat([scores, sink], -1), -1)
+    weights = torch.nan_to_num(torch.exp(scores - lse[..., None]))
+    if side.seed is not None:
+        assert side.dropout is not None
+        number = one.batch * heads + torch.arange(heads)
+        rows = one.first_row + torch.arange(queries)
+        stay = kept_weights(side.seed, number, rows, keys, side.dropout)
+        weights = weights * stay / (1.0 - side.dropout)
+    return weights @ v, lse

@@ -1,0 +1,108 @@
+"""SDPA serves with flashtune's meaning of masks, empty rows, groups and scales."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.dlpack import from_dlpack
+
+from flashtune.core.problem import Causal
+from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.request.request import read_request
+
+LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
+
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> Triple:
+    torch.manual_seed(seqlen_q * 100 + seqlen_kv)
+    q = torch.randn(2, 4, seqlen_q, 16, dtype=torch.float64)
+    k = torch.randn(2, kv_heads, seqlen_kv, 16, dtype=torch.float64)
+    v = torch.randn(2, kv_heads, seqlen_kv, 24, dtype=torch.float64)
+    return q, k, v
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0])
+def test_masks_groups_and_scales(
+    lengths: tuple[int, int], causal: Causal, kv_heads: int, scale: float
+) -> None:
+    q, k, v = tensors(*lengths, kv_heads)
+    torch.testing.assert_close(sdpa_attention(q, k, v, scale, causal), _by_rows(q, k, v, scale, causal))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", list(Causal))
+def test_gradients_are_finite_and_right(lengths: tuple[int, int], causal: Causal) -> None:
+    q, k, v = leaves = tensors(*lengths)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = sdpa_attention(q, k, v, 0.25, causal)
+    weights = torch.randn_like(out)
+    # The expected rows are written one by one, so that they share no mask with what they check.
+    got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
+    rows = _by_rows(q, k, v, 0.25, causal)
+    expected = torch.autograd.grad((rows * weights).sum(), leaves, allow_unused=True)
+    for one, other, leaf in zip(got, expected, leaves, strict=True):
+        zeros = torch.zeros_like(leaf)
+        torch.testing.assert_close(zeros if one is None else one, zeros if other is None else other)
+
+
+def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: Causal) -> torch.Tensor:
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
+    rows = []
+    for row in range(seqlen_q):
+        seen = seqlen_kv if causal is Causal.NONE else max(0, min(row + diagonal + 1, seqlen_kv))
+        weights = (scale * q[:, :, row : row + 1] @ k[:, :, :seen].mT).softmax(-1)
+        rows.append(weights @ v[:, :, :seen] + 0 * q[:, :, row : row + 1].sum(-1, keepdim=True))
+    return torch.cat(rows, 2)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
+    def made(shape: tuple[int, ...], moved: bool) -> Tensor:
+        count = math.prod(shape)
+        return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
+
+    q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
+    problem = read_request(q, k, v, False, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k, v, problem, bias) is None
+    assert (usual_backend(q, k, v, problem) is None) == (index < 3)
+    assert usual_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
+
+
+def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
+    base = torch.randn(2 * 16 * 16 + 1, dtype=torch.bfloat16)
+    q = from_dlpack(base[1:]).view(1, 2, 16, 16)
+    k = q.clone()
+    problem = read_request(q, k, k, False, "bhsd", False, "fastest").problem
+    assert q.storage_offset() == 0
+    assert usual_backend(q, k, k, problem) is None
+    assert usual_backend(k, k, k, problem) is not None
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_without_memory_are_not_asked_for_their_addresses() -> None:
+    with FakeTensorMode():
+        q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
+        problem = read_request(q, q, q, False, "bhsd", False, "fastest").problem
+        assert usual_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
+
+
+def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:
+    q = k = v = torch.randn(1, 2, 8, 16)
+    square = read_request(q, k, v, True, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
+    lopsided = read_request(q, k[:, :, :5], v[:, :, :5], True, "bhsd", False, "fastest").problem
+    assert usual_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None

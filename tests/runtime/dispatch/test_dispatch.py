@@ -1,0 +1,209 @@
+"""Which record serves: the lookup order, standing, and when a baseline is handed the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.record import Outcome, Provenance, Record, Selection, Standing, Verdict
+from flashtune.core.target import Target, find_target
+from flashtune.db.eligibility import by_problem
+from flashtune.dispatch.faster_peers import faster_peer
+from flashtune.dispatch.lookup import default_selection, proven_by
+from flashtune.dispatch.lookup import select as select_for
+from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
+from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
+
+TARGET = find_target("h200")
+Make = Callable[..., Record]
+
+
+def tables(database: tuple[Record, ...] = (), shipped: tuple[Record, ...] = ()) -> Tables:
+    return Tables(by_problem(filter(_may_serve, database)), by_problem(filter(_may_serve, shipped)))
+
+
+def select(problem: Problem, target: Target, tuned: Tables, *, generated: bool) -> Selection:
+    return select_for(problem, target, tuned, Specialization(), generated=generated)
+
+
+def measured(record: Record) -> Selection:
+    """A selection of the very shape that a record was measured at."""
+    return Selection(record=record, standing=Standing.TIMED)
+
+
+def resized(problem: Problem, **changes: object) -> Problem:
+    return msgspec.structs.replace(problem, **changes)
+
+
+def test_the_users_record_comes_before_the_shipped_one(problem: Problem, make_record: Make) -> None:
+    mine, shipped = make_record(problem, ms=2.0), make_record(problem, ms=1.0)
+    selection = select(problem, TARGET, tables((mine,), (shipped,)), generated=True)
+    assert (selection.record, selection.source, selection.standing) == (mine, "database", Standing.TIMED)
+    selection = select(problem, TARGET, tables(shipped=(shipped,)), generated=True)
+    assert (selection.record, selection.source) == (shipped, "shipped")
+
+
+def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make) -> None:
+    near, far = (
+        make_record(resized(problem, seqlen_q=1024, seqlen_kv=1024)),
+        make_record(resized(problem, seqlen_q=8192, seqlen_kv=8192)),
+    )
+    selection = select(problem, TARGET, tables((far,), (near,)), generated=True)
+    assert (selection.record, selection.source, selection.standing) == (near, "nearest", Standing.VERIFIED)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": Dtype.FP16}, {"head_dim": 128}, {"value_head_dim": 32}, {"causal": Causal.NONE}]
+)
+def test_other_static_features_are_no_neighbours(
+    problem: Problem, make_record: Make, change: dict[str, object]
+) -> None:
+    selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
+    assert (selection.source, selection.standing) == ("default", Standing.UNPROVEN)
+    assert selection.record.family == "forward_hopper"
+    assert selection.record.kernel is None
+
+
+def test_predictions_and_failures_never_serve(problem: Problem, make_record: Make) -> None:
+    predicted = make_record(problem, provenance=Provenance.PREDICTED)
+    failed = make_record(problem, outcome=Outcome.WRONG_RESULT)
+    for record in (predicted, failed):
+        assert select(problem, TARGET, tables((record,)), generated=True).source == "default"
+
+
+@pytest.mark.parametrize("field", ["triton", "template", "driver", "ptxas"])
+def test_other_makers_leave_a_record_unproven(problem: Problem, make_record: Make, field: str) -> None:
+    record = make_record(problem)
+    other = msgspec.structs.replace(record.versions, **{field: "other"})
+    old = msgspec.structs.replace(record, versions=other)
+    assert select(problem, TARGET, tables((old,)), generated=True).standing is Standing.UNPROVEN
+
+
+def test_a_record_without_a_passed_verdict_is_unproven(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem, verdict=None)
+    assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
+
+
+@pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000"])
+def test_a_receipt_of_another_gpu_leaves_a_record_unproven(
+    problem: Problem, make_record: Make, device: str
+) -> None:
+    verdict = Verdict(True, 0.4, 100, "", device)
+    record = make_record(problem, verdict=verdict)
+    assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
+
+
+def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    selection = select(problem, TARGET, tables((record,)), generated=True)
+    assert record.kernel is not None
+    assert proven_by(selection, record.kernel)
+    assert not proven_by(selection, "0" * 32)
+
+
+def test_masks_that_draw_the_same_diagonal_share_records(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    top_left = resized(problem, causal=Causal.TOP_LEFT)
+    assert select(top_left, TARGET, tables((record,)), generated=True).record is record
+    lopsided = resized(top_left, seqlen_kv=600)
+    assert select(lopsided, TARGET, tables((record,)), generated=True).source == "default"
+    decode = resized(problem, seqlen_q=1)
+    unmasked = make_record(resized(decode, causal=Causal.NONE))
+    assert select(decode, TARGET, tables((unmasked,)), generated=True).record is unmasked
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3])
+@pytest.mark.parametrize("seqlen_kv", [1, 2, 3])
+@pytest.mark.parametrize("causal", list(Causal))
+def test_the_same_computation_sees_the_same_keys(
+    problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
+) -> None:
+    def seen(one: Problem) -> list[int]:
+        if one.causal is Causal.NONE:
+            return [seqlen_kv] * seqlen_q
+        return [max(0, min(row + one.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
+
+    posed = resized(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
+    same = same_computation(posed)
+    assert same[0] == posed
+    assert all(seen(other) == seen(posed) for other in same)
+
+
+def test_nearness_is_in_octaves_and_ties_are_settled_by_key(problem: Problem, make_record: Make) -> None:
+    half, double = (resized(problem, seqlen_q=size, seqlen_kv=size) for size in (256, 1024))
+    assert distance(problem, half) == distance(problem, double) > 0
+    records = [make_record(half), make_record(double)]
+    chosen = nearest_record(problem, records)
+    assert chosen is not None
+    assert chosen == nearest_record(problem, reversed(records))
+    assert not is_far(problem, double)
+    assert is_far(problem, resized(problem, seqlen_q=8192, seqlen_kv=8192))
+    assert nearest_record(problem, []) is None
+
+
+def test_sdpa_serves_unless_the_kernel_won_beyond_noise(problem: Problem, make_record: Make) -> None:
+    def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
+        return faster_peer(measured(make_record(problem, ms=1.0, peers={name: ms})), problem, usual)
+
+    assert peer(0.9) == "sdpa-cudnn"
+    assert peer(0.985) == peer(1.005) == "sdpa-cudnn"
+    assert peer(1.015) is None
+    assert peer(0.5, "sdpa-flash") is None, "SDPA by itself would take another backend here"
+    assert peer(0.5, usual=None) is None
+    assert peer(0.5, "standard", None) == "standard"
+    assert peer(0.995, "standard", None) is None, "scores in memory must be worth it"
+    assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
+
+
+def test_scores_of_a_long_problem_are_not_held_because_a_short_one_was_fast(
+    problem: Problem, make_record: Make
+) -> None:
+    record = measured(make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9}))
+    longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
+    assert faster_peer(record, problem, "sdpa-cudnn") == "standard"
+    assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
+    assert faster_peer(record, longer, None) is None
+
+
+def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_record: Make) -> None:
+    baseline = make_record(problem, family="sdpa", config=None, kernel=None)
+    tuned = tables((baseline,))
+    assert select(problem, TARGET, tuned, generated=False).record is baseline
+    assert faster_peer(measured(baseline), problem, None) == "sdpa"
+    assert select(problem, TARGET, tuned, generated=True).source == "default"
+
+
+def test_the_default_fits_small_gpus(problem: Problem) -> None:
+    for name in ("l4", "mi300x", "b200"):
+        selection = default_selection(
+            resized(problem, head_dim=256, value_head_dim=256), find_target(name), Specialization()
+        )
+        assert selection.record.config is not None
+
+
+def test_the_table_hash_covers_what_dispatch_uses(problem: Problem, make_record: Make) -> None:
+    from flashtune.db.store import open_store
+
+    empty = table_hash("nobodys-gpu")
+    assert len(empty) == 32
+    with open_store() as store:
+        store.pin(store.add(make_record(problem, target="nobodys-gpu")))
+    assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
+    tuned_records.cache_clear()
+    tuned = table_hash("nobodys-gpu")
+    assert tuned != empty
+    assert tuned_records("nobodys-gpu").find(problem.key) is not None
+
+
+def test_a_damaged_database_leaves_the_shipped_tables(own_database: object) -> None:
+    from pathlib import Path
+
+    from flashtune.core.notices import FlashtuneWarning
+
+    Path(str(own_database)).write_bytes(b"no database at all, but long enough to be read as one" * 40)
+    with pytest.warns(FlashtuneWarning, match="dispatch uses the shipped tables alone"):
+        assert tuned_records("nobodys-gpu").effective() == ()

@@ -1,0 +1,319 @@
+"""Masks that heads, sequences or rows share: their classification, and the times that choose a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.record import PeerTime, Record, Selection, SharedTime, Standing
+from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
+from flashtune.dispatch.tables import Tables
+from flashtune.runtime import prepare
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from tests.runtime.conftest import TARGET
+from tests.support.machine import Machine, tuned
+
+Make = Callable[..., Record]
+HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS = MaskSharing
+CUDNN, STANDARD = "sdpa-cudnn", "standard"
+
+
+@pytest.fixture
+def biased(problem: Problem) -> Problem:
+    """Of two sequences, eight heads and 512 queries and keys."""
+    return msgspec.structs.replace(problem, causal=Causal.NONE, bias=Bias.BOOLEAN)
+
+
+# Ways of sharing
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, [HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS]),
+        ({"batch": 1}, [HEADS, HEADS_AND_ROWS]),
+        ({"seqlen_q": 1}, [HEADS, BATCH, BATCH_AND_HEADS]),
+        ({"heads": 1, "kv_heads": 1}, [BATCH]),
+        ({"heads": 1, "kv_heads": 1, "batch": 1}, []),
+    ],
+)
+def test_ways_that_equal_others_at_the_extents_are_left_out(
+    biased: Problem, changes: dict[str, int], ways: list[MaskSharing]
+) -> None:
+    problem = msgspec.structs.replace(biased, **changes)
+    assert list(distinct_ways(problem)) == ways
+    assert list(timed_ways(problem)) == ways
+
+
+def test_only_problems_that_sdpa_serves_by_a_mask_are_timed_with_shared_ones(biased: Problem) -> None:
+    for changes in (
+        {"bias": Bias.NONE},
+        {"softcap": True},
+        {"direction": Direction.BACKWARD},
+        {"dtype": Dtype.E4M3},
+    ):
+        assert timed_ways(msgspec.structs.replace(biased, **changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((2, 8, 512, 512), None),
+        ((8, 512, 512), BATCH),
+        ((2, 1, 512, 512), HEADS),
+        ((1, 8, 512, 512), BATCH),
+        ((2, 1, 1, 512), HEADS_AND_ROWS),
+        ((2, 8, 1, 512), HEADS_AND_ROWS),
+        ((1, 1, 1, 512), HEADS_AND_ROWS),
+        ((1, 1, 512, 512), BATCH_AND_HEADS),
+        ((512, 512), BATCH_AND_HEADS),
+        ((512,), HEADS_AND_ROWS),
+    ],
+)
+def test_masks_are_classified_by_extents_and_by_strides(
+    biased: Problem, shape: tuple[int, ...], way: MaskSharing | None
+) -> None:
+    bias = torch.empty(shape, dtype=torch.bool)
+    assert sharing_of(biased, bias) is way
+    assert sharing_of(biased, bias.expand(2, 8, 512, 512)) is way
+
+
+def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
+    single = msgspec.structs.replace(biased, batch=1, seqlen_q=1)
+    assert sharing_of(single, torch.empty(1, 8, 1, 512)) is None
+    assert sharing_of(single, torch.empty(1, 512)) is HEADS
+    assert nearest_way(single, BATCH_AND_HEADS.dimensions) is HEADS
+    assert nearest_way(single, BATCH.dimensions) is None
+
+
+@pytest.mark.parametrize("way", list(MaskSharing))
+def test_a_narrowed_bias_is_contiguous_and_of_that_way(biased: Problem, way: MaskSharing) -> None:
+    small = msgspec.structs.replace(biased, seqlen_q=6, seqlen_kv=5)
+    bias = torch.arange(2 * 8 * 6 * 5).view(2, 8, 6, 5)
+    found = narrowed(bias, way)
+    assert found.is_contiguous()
+    assert torch.equal(found.flatten()[:5], torch.arange(5))
+    assert sharing_of(small, found) is way
+    assert found.expand_as(bias).shape == bias.shape
+
+
+# The choice by times
+
+
+def record_of(
+    make_record: Make,
+    problem: Problem,
+    peers: dict[str, float],
+    shared: Iterable[tuple[MaskSharing, float, dict[str, float]]] = (),
+) -> Record:
+    """A record of a bias problem of 1 ms, and its times with shared masks."""
+    family = find_family("forward_masked")
+    config = family.default(problem, TARGET)
+    record = make_record(
+        problem,
+        peers=peers,
+        family=family.name,
+        config=config,
+        kernel=render(family, problem, config, Specialization()).digest,
+    )
+    assert record.measurement is not None
+    times = tuple(
+        SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in found.items()))
+        for way, ms, found in shared
+    )
+    measurement = msgspec.structs.replace(record.measurement, shared=times or msgspec.UNSET)
+    return msgspec.structs.replace(record, measurement=measurement)
+
+
+@pytest.mark.parametrize(("peer", "expected"), [(0.9, CUDNN), (0.92, None)])
+def test_times_of_the_way_of_sharing_decide_at_a_tuned_shape(
+    biased: Problem, make_record: Make, peer: float, expected: str | None
+) -> None:
+    shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
+    record = record_of(make_record, biased, {CUDNN: 1.4}, shared)
+    selection = Selection(record=record, standing=Standing.TIMED)
+    assert faster_peer(selection, biased, CUDNN, HEADS) == expected
+    assert faster_peer(selection, biased, CUDNN, BATCH) is None
+    assert faster_peer(selection, biased, CUDNN) is None
+    # Of this way there are no times, and those with an unshared mask decide.
+    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) is None
+    unshared = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
+    selection = Selection(record=unshared, standing=Standing.TIMED)
+    assert faster_peer(selection, biased, CUDNN, HEADS) is None
+    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) == CUDNN
+    assert faster_peer(selection, biased, CUDNN) == CUDNN
+
+
+def test_a_backend_that_was_not_timed_with_the_shared_mask_does_not_serve_it(
+    biased: Problem, make_record: Make
+) -> None:
+    record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
+    selection = Selection(record=record, standing=Standing.TIMED)
+    assert faster_peer(selection, biased, CUDNN, HEADS) is None
+    assert faster_peer(selection, biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
+
+
+def test_the_standard_computation_counts_with_its_time_for_unshared_masks(
+    biased: Problem, make_record: Make
+) -> None:
+    record = record_of(make_record, biased, {STANDARD: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
+    selection = Selection(record=record, standing=Standing.TIMED)
+    assert faster_peer(selection, biased, None, HEADS) == STANDARD
+    assert faster_peer(selection, biased, None, BATCH) is None
+
+
+def test_forecasts_change_by_the_ratio_that_sharing_made_at_the_nearest_shape(
+    biased: Problem, make_record: Make
+) -> None:
+    other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
+
+    def served(
+        sharing: MaskSharing | None, *shared: tuple[MaskSharing, float, dict[str, float]]
+    ) -> str | None:
+        record = record_of(make_record, biased, {CUDNN: 1.2}, shared)
+        tables = Tables({biased.key: (record,)}, {})
+        selection = select(other, TARGET, tables, Specialization(), generated=True)
+        assert selection.forecast is not None
+        return faster_peer(selection, other, CUDNN, sharing)
+
+    halved = (HEADS, 1.0, {CUDNN: 0.6})
+    assert served(HEADS) is None, "without times with shared masks"
+    assert served(HEADS, halved) == CUDNN
+    assert served(BATCH, halved) is None
+    assert served(None, halved) is None
+    assert served(HEADS, (HEADS, 0.5, {CUDNN: 0.6})) is None, "the kernel gains as much"
+
+
+def test_a_measured_and_a_forecast_pass_are_compared_as_forecasts(biased: Problem, make_record: Make) -> None:
+    other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
+
+    def pair(peer: float) -> str | None:
+        record = record_of(make_record, biased, {CUDNN: peer})
+        tables = Tables({biased.key: (record,)}, {})
+        measured, expected = (
+            select(problem, TARGET, tables, Specialization(), generated=True) for problem in (biased, other)
+        )
+        assert (measured.forecast is None, expected.forecast is None) == (True, False)
+        return faster_peer_of_pair(measured, expected, biased, CUDNN)
+
+    assert pair(1.0) is None, "equal times are no reason where one is expected"
+    assert pair(0.9) == CUDNN
+
+
+def test_the_nearest_shape_stands_for_ways_that_equal_others_there(
+    biased: Problem, make_record: Make
+) -> None:
+    near = msgspec.structs.replace(biased, batch=1)
+    record = record_of(make_record, near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
+    tables = Tables({near.key: (record,)}, {})
+    selection = select(biased, TARGET, tables, Specialization(), generated=True)
+    assert faster_peer(selection, biased, CUDNN, BATCH_AND_HEADS) == CUDNN
+    assert faster_peer(selection, biased, CUDNN, BATCH) is None
+
+
+# Calls
+
+
+@pytest.fixture
+def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Families whose kernels were launched; they write ones."""
+    found: list[str] = []
+
+    def bind(kernel: Kernel, target: object, *tensors: Tensor, compiled: object) -> Callable[..., None]:
+        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: object) -> None:
+            found.append(kernel.family)
+            out.fill_(1.0)
+
+        return launch
+
+    monkeypatch.setattr(prepare, "bind", bind)
+    return found
+
+
+@pytest.fixture
+def call(machine: Machine, biased: Problem, make_record: Make) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of a shape where SDPA is faster with a mask that heads share alone."""
+    tuned(machine, record_of(make_record, biased, {CUDNN: 1.4}, [(HEADS, 0.9, {CUDNN: 0.5})]))
+    torch.manual_seed(3)
+    q = torch.randn(2, 8, 512, 64, dtype=torch.bfloat16)
+    k = torch.randn(2, 2, 512, 64, dtype=torch.bfloat16)
+    return q, k, k.flip(2)
+
+
+def masks() -> dict[str, tuple[Tensor, bool]]:
+    """Masks of one call, and whether SDPA is faster: an expanded one has the extents of an unshared one."""
+    own, shared = torch.rand(2, 8, 512, 512) < 0.7, torch.rand(2, 1, 512, 512) < 0.7
+    return {
+        "own": (own, False),
+        "shared": (shared, True),
+        "expanded": (shared.expand(2, 8, 512, 512), True),
+        "batch": (own[:1], False),
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_calls_and_plans_choose_for_each_way_of_sharing_anew(
+    call: tuple[Tensor, Tensor, Tensor], launches: list[str], *, reverse: bool
+) -> None:
+    given = masks()
+    order = [*given, *given]
+    for name in reversed(order) if reverse else order:
+        mask, by_sdpa = given[name]
+        launches.clear()
+        flashtune.attention(*call, attn_mask=mask)
+        assert (launches == []) == by_sdpa, name
+        launches.clear()
+        flashtune.plan(*call, attn_mask=mask)(*call, attn_mask=mask)
+        assert (launches == []) == by_sdpa, name
+        told = flashtune.explain(*call, attn_mask=mask)
+        assert (told.server == "sdpa") == by_sdpa, name
+
+
+def test_a_plan_of_one_way_refuses_masks_of_another(
+    call: tuple[Tensor, Tensor, Tensor], launches: list[str]
+) -> None:
+    given = {name: mask for name, (mask, _) in masks().items()}
+    for name, mask in given.items():
+        plan = flashtune.plan(*call, attn_mask=mask)
+        for other in given.keys() - {name}:
+            with pytest.raises(flashtune.FlashtuneError, match="differ from the planned ones"):
+                plan(*call, attn_mask=given[other])
+
+
+def test_compiled_calls_choose_for_each_way_of_sharing_anew(
+    call: tuple[Tensor, Tensor, Tensor], launches: list[str]
+) -> None:
+    def attend(mask: Tensor) -> Any:
+        return flashtune.attention(*call, attn_mask=mask)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    given = masks()
+    for name in ("own", "shared", "expanded", "own", "shared"):
+        mask, by_sdpa = given[name]
+        launches.clear()
+        compiled(mask)
+        assert (launches == []) == by_sdpa, name
+
+
+def test_the_reason_names_the_way_of_sharing_whose_times_decided(
+    machine: Machine, call: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    shared = masks()["shared"][0]
+    told = flashtune.explain(*call, attn_mask=shared)
+    assert told.reason == "sdpa-cudnn was measured as fast or faster with a mask shared over heads"
+    assert "  with a mask shared over heads: 0.9 ms, sdpa-cudnn 0.5 ms" in str(told).splitlines()
+    q, k, v = (one[:, :, :300] for one in call)
+    told = flashtune.explain(q, k, v, attn_mask=shared[:, :, :300, :300])
+    assert told.reason == "sdpa-cudnn is expected to be faster with a mask shared over heads"

@@ -1,0 +1,444 @@
+"""SDPA serves calls with a bias or a mask where it is faster, with flashtune's meaning of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashtune
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.record import Record
+from flashtune.dispatch import masked_sdpa
+from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
+from flashtune.request.request import read_request
+from flashtune.runtime import prepare
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from tests.runtime.conftest import TARGET
+from tests.support.machine import Machine, tuned
+
+Make = Callable[..., Record]
+LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6)]
+# Shapes of a bias over [2, 4, seqlen_q, seqlen_kv]; 0 stands for the whole extent.
+SHAPES = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 0), (0, 0), (1, 0), (0, 0, 0)]
+
+
+def drawn(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seqlen_q * 100 + seqlen_kv)
+    q = torch.randn(2, 4, seqlen_q, 16, dtype=torch.float64)
+    k = torch.randn(2, kv_heads, seqlen_kv, 16, dtype=torch.float64)
+    return q, k, torch.randn(2, kv_heads, seqlen_kv, 24, dtype=torch.float64)
+
+
+def by_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal) -> Tensor:
+    """Attention row by row: zeros where a row sees no key."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    full = bias.expand(*q.shape[:3], seqlen_kv)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        batch, head, row = place
+        last = row + (seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0)
+        scores = scale * k[batch, head] @ q[batch, head, row]
+        own = full[batch, head, row]
+        scores = torch.where(own, scores, -torch.inf) if own.dtype is torch.bool else scores + own
+        if causal is not Causal.NONE:
+            scores[max(0, last + 1) :] = -torch.inf
+        if bool((scores > -torch.inf).any()):
+            out[batch, head, row] = scores.softmax(0) @ v[batch, head]
+    return out
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("boolean", [False, True])
+def test_masks_mean_what_they_do_to_kernels(
+    lengths: tuple[int, int], causal: Causal, shape: tuple[int, ...], boolean: bool
+) -> None:
+    q, k, v = drawn(*lengths)
+    whole = (2, 4, *lengths)[4 - len(shape) :]
+    size = tuple(full if one == 0 else one for one, full in zip(shape, whole, strict=True))
+    bias = torch.randn(size, dtype=torch.float64)
+    # A row that sees no key, wherever the shape has more than one.
+    bias = (bias > -0.5) if boolean else bias
+    bias[..., 0, :] = False if boolean else -torch.inf
+    for given in (bias, bias.expand(2, 4, *lengths)):
+        out = masked_attention(q, k, v, given, 0.3, causal)
+        torch.testing.assert_close(out, by_rows(q, k, v, bias, 0.3, causal))
+    assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
+
+
+def test_a_mask_is_no_larger_than_it_was_given() -> None:
+    q, k, _ = drawn(7, 9)
+    bias = torch.randn(7, 9, dtype=torch.float64)
+    mask = additive_mask(q, k, bias.expand(2, 4, 7, 9), Causal.NONE)
+    assert (mask.shape, mask.data_ptr()) == ((1, 1, 7, 9), bias.data_ptr())
+    padding = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    assert additive_mask(q, k, padding.expand(2, 4, 7, 9), Causal.NONE).shape == (2, 1, 1, 9)
+    assert additive_mask(q, k, padding, Causal.TOP_LEFT).shape == (2, 1, 7, 9)
+
+
+def test_no_causal_mask_is_made_for_a_single_query_at_the_last_key() -> None:
+    q, k, _ = drawn(1, 9)
+    bias = torch.randn(1, 9, dtype=torch.float64)
+    assert additive_mask(q, k, bias, Causal.BOTTOM_RIGHT).data_ptr() == bias.data_ptr()
+    assert additive_mask(q, k, bias, Causal.TOP_LEFT)[..., 1:].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_hidden_key_that_is_not_finite_makes_rows_of_sdpa_nan(value: float) -> None:
+    q, k, v = drawn(7, 9)
+    mask = torch.ones(7, 9, dtype=torch.bool)
+    mask[:, 4] = False
+    k[:, :, 4] = value
+    assert masked_attention(q, k, v, mask, 0.3, Causal.NONE).isnan().all()
+
+
+# The runtime's choice
+
+
+@pytest.fixture
+def biased(problem: Problem) -> Problem:
+    return msgspec.structs.replace(problem, causal=Causal.NONE, bias=Bias.BOOLEAN)
+
+
+@pytest.fixture
+def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Families whose kernels were launched; they write ones."""
+    found: list[str] = []
+
+    def bind(kernel: Kernel, target: object, *tensors: Tensor, compiled: object) -> Callable[..., None]:
+        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: object) -> None:
+            found.append(kernel.family)
+            out.fill_(1.0)
+
+        return launch
+
+    monkeypatch.setattr(prepare, "bind", bind)
+    return found
+
+
+def masked_record(make_record: Make, problem: Problem, **peers: float) -> Record:
+    """A record of a bias problem, with times of peers in ms beside its own 1 ms."""
+    family = find_family("forward_masked")
+    config = family.default(problem, TARGET)
+    return make_record(
+        problem,
+        peers={name.replace("_", "-"): ms for name, ms in peers.items()},
+        family=family.name,
+        config=config,
+        kernel=render(family, problem, config, Specialization()).digest,
+    )
+
+
+def call_of(problem: Problem, **changes: Any) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Inputs and the mask of a call; its first query sees no key."""
+    torch.manual_seed(3)
+    dtype = torch.float16 if problem.dtype is Dtype.FP16 else torch.bfloat16
+    q = torch.randn(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim, dtype=dtype)
+    k = torch.randn(problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim, dtype=dtype)
+    mask = torch.rand(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv) < 0.7
+    mask[:, :, 0] = False
+    if problem.bias is Bias.BOOLEAN:
+        return (q, k, k.flip(2)), {"attn_mask": mask, **changes}
+    bias = torch.randn(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return (q, k, k.flip(2)), {"attn_bias": bias, **changes}
+
+
+@pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_sdpa_serves_masks_where_it_was_measured_as_faster(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, causal: str
+) -> None:
+    problem = msgspec.structs.replace(biased, bias=kind, causal=Causal(causal))
+    tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3, sdpa_efficient=0.7))
+    given, options = call_of(problem, causal=causal)
+    told = flashtune.explain(*given, **options)
+    assert (told.server, told.reason) == ("sdpa", "sdpa-cudnn was measured as fast or faster")
+    assert "sdpa-cudnn 0.3 ms" in str(told)
+    out = flashtune.attention(*given, **options)
+    assert launches == []
+    (bias,) = mask_alone(options).values()
+    wide = bias if bias.dtype is torch.bool else bias.double()
+    q, k, v = (one.double() for one in given)
+    expected = masked_attention(q, k, v, wide, 0.125, Causal(causal))
+    assert (out[:, :, 0] == 0).all(), "the first query sees no key"
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    negated = flashtune.attention(-given[0], *given[1:], scale=-0.125, **options)
+    torch.testing.assert_close(negated, out)
+    turned = [one.transpose(1, 2) for one in given]
+    torch.testing.assert_close(flashtune.attention(*turned, layout="bshd", **options).transpose(1, 2), out)
+    torch.testing.assert_close(flashtune.plan(*given, **options)(*given, **mask_alone(options)), out)
+
+
+def mask_alone(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name.startswith("attn")}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prefer": "generated"},
+        {"return_lse": True},
+        {"window": (100, 0)},
+        {"softcap": 20.0},
+        {"dropout_p": 0.1},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+def test_generated_kernels_serve_masks_with_more_than_sdpa_has(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, asked: dict[str, Any]
+) -> None:
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased, **asked)
+    assert flashtune.explain(*given, **options).server == "generated"
+    flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+
+
+def test_gradients_with_a_mask_are_not_left_to_sdpa(
+    machine: Machine, biased: Problem, make_record: Make
+) -> None:
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    (q, k, v), options = call_of(biased)
+    assert flashtune.explain(q.requires_grad_(), k, v, **options).server == "generated"
+    additive = msgspec.structs.replace(biased, bias=Bias.ADDITIVE)
+    tuned(machine, masked_record(make_record, additive, sdpa_cudnn=0.3))
+    given, options = call_of(additive)
+    options["attn_bias"].requires_grad_()
+    assert flashtune.explain(*given, **options).server == "generated"
+
+
+@pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 1.02)])
+def test_only_the_backend_that_sdpa_picks_counts(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    usual: str | None,
+    peers: float,
+) -> None:
+    machine.usual = usual
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peers, sdpa_efficient=1.5))
+    given, options = call_of(biased)
+    assert flashtune.explain(*given, **options).server == "generated"
+
+
+@pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (1.2, "generated")])
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+def test_untuned_masks_choose_by_what_is_expected(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    peer: float,
+    server: str,
+    dtype: Dtype,
+) -> None:
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peer))
+    given, options = call_of(msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700, dtype=dtype))
+    told = flashtune.explain(*given, **options)
+    assert told.server == server
+    assert ("is expected to be faster" in told.reason) == (server == "sdpa")
+    flashtune.attention(*given, **options)
+    assert launches == [] if server == "sdpa" else ["forward_masked"]
+
+
+def finite_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
+    """SDPA as its cuDNN backend is where boolean masks add a finite number."""
+    lowest = mask.clamp(min=-65504.0)
+    return scaled_dot_product_attention(q, k, v, lowest, scale=scale, enable_gqa=enable_gqa)
+
+
+def no_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
+    out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+    return out.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
+
+
+def no_plan(q: Tensor, *rest: object, **options: object) -> Tensor:
+    raise RuntimeError("No valid execution plans built.\nTraceback")
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        (finite_masks, "gives no zeros for rows that see no key"),
+        (no_mask, "does not add the mask to the scores"),
+        (no_plan, "refuses masks (RuntimeError: No valid execution plans built.)"),
+    ],
+)
+def test_sdpa_is_tried_before_it_serves_a_mask(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[..., Tensor],
+    why: str,
+) -> None:
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", backend)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    assert flashtune.explain(*given, **options).server == "sdpa", "nothing was tried so far"
+    with pytest.warns(FlashtuneWarning) as warned:
+        flashtune.attention(*given, **options)
+    assert [str(one.message) for one in warned] == [
+        f"torch's SDPA {why}, so another kernel serves {biased.key}"
+    ]
+    assert launches == ["forward_masked"]
+    assert flashtune.explain(*given, **options).server == "generated"
+    flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"] * 2
+
+
+def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses_these(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == biased.seqlen_q:
+            raise RuntimeError("misaligned strides")
+        return scaled_dot_product_attention(q, *rest, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_these)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
+        flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+    assert flashtune.explain(*given, **options).server == "generated"
+
+
+def test_a_kernel_with_the_mask_serves_where_sdpa_has_no_memory_for_it(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == biased.seqlen_q:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return scaled_dot_product_attention(q, *rest, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", without_memory)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
+        flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+
+
+@pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
+@pytest.mark.parametrize("first", [0, 1])
+def test_unaligned_biases_never_reach_sdpa(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, first: int
+) -> None:
+    problem = msgspec.structs.replace(biased, bias=kind)
+    tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3))
+    given, options = call_of(problem)
+    ((name, bias),) = options.items()
+    moved = torch.empty(bias.numel() + 1, dtype=bias.dtype)[1:].view_as(bias).copy_(bias)
+    both = [bias, moved]
+    served = {}
+    for index in (first, 1 - first, first):
+        before = len(launches)
+        flashtune.attention(*given, **{name: both[index]})
+        served[index] = "generated" if len(launches) > before else "sdpa"
+        assert flashtune.explain(*given, **{name: both[index]}).server == served[index]
+    # A boolean mask is made additive in memory of its own.
+    assert served == {0: "sdpa", 1: "sdpa" if kind is Bias.BOOLEAN else "generated"}
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+def test_a_refusal_holds_for_the_same_strides_alone(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses_gaps(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == biased.seqlen_q and not q.is_contiguous():
+            raise RuntimeError("no such strides")
+        return scaled_dot_product_attention(q, *rest, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_gaps)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    (q, k, v), options = call_of(biased)
+    apart = torch.cat([q, q], -1)[..., : q.shape[-1]]
+    flashtune.attention(apart, k, v, **options)
+    assert launches == ["forward_masked"]
+    flashtune.attention(q, k, v, **options)
+    assert launches == ["forward_masked"]
+
+
+def test_the_trial_must_run_on_the_backend_that_serves(
+    machine: Machine,
+    launches: list[str],
+    biased: Problem,
+    make_record: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masked_sdpa, "chosen_backend", lambda *_: "sdpa-efficient")
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    with pytest.warns(FlashtuneWarning, match="picks sdpa-efficient for the trial .* in place of sdpa-cudnn"):
+        flashtune.attention(*given, **options)
+    assert launches == ["forward_masked"]
+
+
+def test_another_backend_than_the_tried_one_does_not_serve(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        calls.append(machine.usual)
+        return scaled_dot_product_attention(*given, **options)
+
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", counted)
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
+    given, options = call_of(biased)
+    expected = flashtune.attention(*given, **options)
+    machine.usual = "sdpa-efficient"
+    torch.testing.assert_close(flashtune.attention(*given, **options), expected, atol=2e-2, rtol=2e-2)
+    assert set(calls) == {"sdpa-cudnn"}
+    assert launches == []
+
+
+def test_a_kept_choice_serves_masks_of_other_strides(
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make
+) -> None:
+    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=3.0))
+    (q, k, v), options = call_of(biased)
+    flashtune.attention(q, k, v, **options)
+    steps = len(machine.steps)
+    flashtune.attention(torch.cat([q, q], -1)[..., : q.shape[-1]], k, v, **options)
+    assert launches == ["forward_masked"] * 2
+    assert len(machine.steps) == steps
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sdpa_on_the_cpu_passes_its_trial(seqlen_q: int, kv_heads: int, dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, seqlen_q, 32, dtype=dtype)
+    k = torch.randn(2, kv_heads, 90, 32, dtype=dtype)
+    request = read_request(q, k, k, False, "bhsd", False, "fastest")
+    bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
+    backend = chosen_backend(q, k, k, bias, False)
+    assert refusal(request, backend, q, k, k, bias) is None

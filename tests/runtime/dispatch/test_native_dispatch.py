@@ -1,0 +1,182 @@
+"""Dispatch with a family of one GPU that cannot address every tensor beside the portable ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.errors import KernelError, ProblemError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Record, Selection, Standing
+from flashtune.core.target import Target, find_target
+from flashtune.db.eligibility import by_problem
+from flashtune.dispatch import decision
+from flashtune.dispatch.decision import Decision, Server, decide
+from flashtune.dispatch.lookup import default_selection, default_selections, select
+from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.versions import current_versions
+from flashtune.request.request import Request, read_request
+from flashtune.runtime import prepare
+from flashtune.templates.family import Family
+
+H200 = find_target("h200")
+ALIGNED, MISALIGNED = Specialization(), Specialization(Alignment.ANY)
+Make = Callable[..., Record]
+
+
+def tables(*shipped: Record, database: tuple[Record, ...] = ()) -> Tables:
+    return Tables(by_problem(database), by_problem(shipped))
+
+
+def native_record(make: Make, native: Family, problem: Problem, ms: float = 0.5) -> Record:
+    return make(
+        problem,
+        ms=ms,
+        family=native.name,
+        config=native.default(problem, H200),
+        versions=current_versions(native.name),
+    )
+
+
+def resized(problem: Problem, length: int, **changes: object) -> Problem:
+    return msgspec.structs.replace(problem, seqlen_q=length, seqlen_kv=length, **changes)
+
+
+def chosen(problem: Problem, tuned: Tables, needed: Specialization) -> Selection:
+    return select(problem, H200, tuned, needed, generated=True)
+
+
+def test_tensors_that_the_selection_cannot_address_get_the_second_record(
+    native: Family, problem: Problem, make_record: Make
+) -> None:
+    selected, portable = native_record(make_record, native, problem), make_record(problem, ms=1.0)
+    for tuned in (tables(selected, portable), tables(portable, selected)):
+        assert chosen(problem, tuned, ALIGNED).record is selected
+        found = chosen(problem, tuned, MISALIGNED)
+        assert (found.record, found.source, found.standing) == (portable, "shipped", Standing.TIMED)
+
+
+def test_the_shipped_second_record_serves_where_the_users_selection_cannot(
+    native: Family, problem: Problem, make_record: Make
+) -> None:
+    mine, shipped = native_record(make_record, native, problem), make_record(problem)
+    tuned = tables(shipped, database=(mine,))
+    assert chosen(problem, tuned, ALIGNED).source == "database"
+    assert chosen(problem, tuned, MISALIGNED).source == "shipped"
+    assert tuned.effective() == (mine, shipped)
+    assert tables(mine, database=(shipped,)).effective() == (shipped,), "what is never reached is not in use"
+
+
+def test_without_a_second_record_the_nearest_that_can_serves_then_the_portable_default(
+    native: Family, problem: Problem, make_record: Make
+) -> None:
+    selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
+    found = chosen(problem, tables(selected, far), MISALIGNED)
+    assert (found.record, found.source) == (far, "nearest")
+    found = chosen(problem, tables(selected), MISALIGNED)
+    assert (found.record.family, found.source) == ("forward_q_outer", "default")
+
+
+def test_nearest_takes_the_selection_before_the_second_record(
+    native: Family, problem: Problem, make_record: Make
+) -> None:
+    selected, portable = native_record(make_record, native, problem), make_record(problem)
+    for tuned in (tables(selected, portable), tables(portable, selected)):
+        assert chosen(resized(problem, 700), tuned, ALIGNED).record is selected
+        assert chosen(resized(problem, 700), tuned, MISALIGNED).record is portable
+
+
+def test_a_family_that_does_not_support_a_problem_is_no_neighbour(
+    native: Family, problem: Problem, make_record: Make
+) -> None:
+    near, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
+    many_heads = msgspec.structs.replace(problem, heads=128)
+    assert native.supports(many_heads, H200)
+    assert chosen(many_heads, tables(near, far), ALIGNED).record is far
+    assert chosen(many_heads, tables(near), ALIGNED).record.family == "forward_q_outer"
+
+
+def test_the_native_default_comes_first_where_it_can_serve(native: Family, problem: Problem) -> None:
+    def family_of(problem: Problem, target: Target, needed: Specialization) -> str:
+        return default_selection(problem, target, needed).record.family
+
+    assert family_of(problem, H200, ALIGNED) == native.name
+    assert family_of(problem, H200, MISALIGNED) == "forward_q_outer"
+    assert family_of(problem, find_target("a100"), ALIGNED) == "forward_q_outer"
+    wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
+    assert family_of(wide, H200, ALIGNED) == "forward_q_outer"
+    names = [selection.record.family for selection in default_selections(problem, H200, ALIGNED)]
+    assert names == [native.name, "forward_q_outer", "forward_kv_outer"]
+
+
+def test_who_computes_nothing_says_why(native: Family, problem: Problem) -> None:
+    huge = msgspec.structs.replace(problem, head_dim=512, value_head_dim=512)
+    with pytest.raises(
+        ProblemError, match=r"forward_native takes head dims.*forward_q_outer takes head dims"
+    ):
+        default_selection(huge, H200, ALIGNED)
+
+
+def test_the_interpreter_is_given_no_gluon(
+    native: Family, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashtune.dispatch.lookup.interpreting", lambda: True)
+    assert default_selection(problem, H200, ALIGNED).record.family == "forward_q_outer"
+
+
+def tensors(length: int, misaligned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values on no device; misaligned ones have rows of one element more."""
+    width = 65 if misaligned else 64
+    q, k, v = (
+        torch.empty(2, heads, length, width, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2)
+    )
+    return q[..., :64], k[..., :64], v[..., :64]
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool) -> tuple[Request, Decision]:
+    q, k, v = tensors(512, misaligned)
+    monkeypatch.setattr(decision, "device_target", lambda index: H200)
+    monkeypatch.setattr(decision, "tuned_records", lambda name: tuned)
+    monkeypatch.setattr(decision, "check_device", lambda request: None)
+    request = read_request(q, k, v, True, "bhsd", False, "generated")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return request, decide(request, q, k, v)
+
+
+def test_explanations_name_who_was_passed_over(
+    native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tables(native_record(make_record, native, problem), make_record(problem))
+    _, aligned = decided(monkeypatch, tuned, misaligned=False)
+    assert aligned.reason == "it is selected in the table that ships for this GPU"
+    _, misaligned = decided(monkeypatch, tuned, misaligned=True)
+    assert misaligned.selection is not None
+    assert misaligned.selection.record.family == "forward_q_outer"
+    assert misaligned.reason.startswith("forward_native would serve but cannot address tensors")
+
+
+def test_a_kernel_that_fails_gives_way_to_another_familys_default(
+    native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def refuse_native(selection: Selection, *_: object) -> object:
+        tried.append(f"{selection.record.family} {selection.source}")
+        if selection.record.family == native.name:
+            raise KernelError("AttributeError: this Triton calls it otherwise")
+        return None
+
+    monkeypatch.setattr(prepare, "chosen", refuse_native)
+    monkeypatch.setattr(prepare, "bound_forward", lambda *_: "served")
+    tuned = tables(native_record(make_record, native, problem), make_record(problem))
+    request, decided_for = decided(monkeypatch, tuned, misaligned=False)
+    assert decided_for.server is Server.GENERATED
+    with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
+        served: object = prepare._generated_or_baseline(decided_for, request, *tensors(512, False))
+    assert served == "served"
+    assert tried == ["forward_native shipped", "forward_native default", "forward_q_outer default"]

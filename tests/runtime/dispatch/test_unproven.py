@@ -1,0 +1,152 @@
+"""What is proven serves at once; what is not is checked before, and what fails never serves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.notices import FlashtuneWarning, search_command
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.runtime import call_cache
+from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.machine import Machine, expected, inputs, tuned
+
+Make = Callable[..., Record]
+
+
+def test_a_timed_kernel_serves_without_check_or_word(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    record = make_record(problem, peers={"sdpa-cudnn": 2.0})
+    tuned(machine, record)
+    q, k, v = inputs(problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = flashtune.attention(q, k, v, causal=True)
+        again = flashtune.attention(q, k, v, causal=True)
+    torch.testing.assert_close(out, expected(q, k, v))
+    assert torch.equal(out, again)
+    assert [kernel.digest for kernel in machine.kernels] == [record.kernel]
+    assert (machine.checked, machine.launches) == ([], 2)
+    assert machine.steps == ["compile"]
+
+
+def test_a_check_is_rehearsed_while_an_unproven_kernel_is_compiled(
+    machine: Machine, problem: Problem
+) -> None:
+    q, k, v = inputs(problem)
+    with pytest.warns(FlashtuneWarning):
+        flashtune.attention(q, k, v, causal=True)
+    assert machine.steps == ["rehearse", "compile", "end", "check"]
+
+
+def test_untuned_shapes_say_so_once_with_the_command(machine: Machine, problem: Problem) -> None:
+    q, k, v = inputs(problem)
+    with pytest.warns(FlashtuneWarning) as told:
+        flashtune.attention(q, k, v, causal=True)
+    shape = "heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2"
+    assert str(told[0].message).endswith(f'run flashtune search --shape "{shape}"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashtune.attention(q[:, :, :100], k, v, causal=True)
+    assert len(machine.checked) == 2
+
+
+def test_the_command_names_the_very_problem(problem: Problem) -> None:
+    for changes in ({}, {"causal": "top_left"}, {"causal": "none", "seqlen_kv": 700}, {"value_head_dim": 32}):
+        fields = msgspec.to_builtins(problem) | changes
+        posed = msgspec.convert(fields, Problem)
+        shape = search_command(posed).split('"')[1]
+        assert parse_shape(shape) == (posed,)
+
+
+def test_a_wrong_kernel_never_serves(machine: Machine, problem: Problem) -> None:
+    machine.right = False
+    q, k, v = inputs(problem)
+    with pytest.warns(FlashtuneWarning, match="failed its self-check on nvidia-h200, so torch's SDPA serves"):
+        out = flashtune.attention(q, k, v, causal=True)
+    torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
+    with pytest.raises(VerificationError, match="failed its self-check"):
+        flashtune.attention(q, k[:, :, :100], v[:, :, :100], causal=True, prefer="generated")
+    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
+    assert lse.shape == q.shape[:3]
+    assert machine.launches == 0
+
+
+def test_a_process_is_told_of_a_failure_once(machine: Machine, problem: Problem) -> None:
+    machine.right = False
+    q, k, v = inputs(problem)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        outs = [flashtune.attention(q[:, :, :length], k, v, causal=True) for length in (512, 500, 300)]
+    for out in outs:
+        reference = expected(q[:, :, : out.shape[2]], k, v)
+        torch.testing.assert_close(out, reference, atol=2e-2, rtol=2e-2)
+    ours = [str(one.message) for one in told if one.category is FlashtuneWarning]
+    assert len(ours) == 1
+    assert "self-check" in ours[0]
+
+
+def test_nothing_is_checked_during_a_capture(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(problem)
+    capturing = [False]
+
+    def refuse(_: Tensor) -> None:
+        if capturing[0]:
+            raise KernelError("a CUDA graph is being captured: call flashtune.plan(...) before")
+
+    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned = flashtune.plan(q, k, v, causal=True)
+    checked = len(machine.checked)
+    assert checked == 1, "the plan has checked before"
+    capturing[0] = True
+    torch.testing.assert_close(planned(q, k, v), expected(q, k, v))
+    for prefer in ("fastest", "generated"):
+        with pytest.raises(KernelError, match=r"flashtune\.plan"):
+            flashtune.attention(q[:, :, :99], k, v, causal=True, prefer=prefer)
+    assert len(machine.checked) == checked
+    capturing[0] = False
+    flashtune.attention(q[:, :, :99], k, v, causal=True)
+    assert len(machine.checked) == checked + 1
+
+
+def test_a_kernel_that_does_not_compile_gives_way(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem))
+    machine.compiles = False
+    q, k, v = inputs(problem)
+    with pytest.warns(FlashtuneWarning, match=r"out of registers, so torch's SDPA serves: run flash"):
+        out = flashtune.attention(q, k, v, causal=True)
+    torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
+    with pytest.raises(KernelError, match="out of registers"):
+        flashtune.attention(q, k[:, :, :511], v[:, :, :511], causal=True, prefer="generated")
+
+
+def test_nothing_new_is_prepared_during_a_capture(
+    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(machine, make_record(problem))
+    q, k, v = inputs(problem)
+
+    def refuse(_: Tensor) -> None:
+        raise KernelError("capturing")
+
+    planned = flashtune.plan(q, k, v, causal=True)
+    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
+    planned(q, k, v)
+    flashtune.attention(q, k, v, causal=True)
+    with pytest.raises(KernelError, match="capturing"):
+        flashtune.attention(q, k, v, causal=False)

@@ -1,0 +1,159 @@
+"""`PagedKVCache` on the CPU: where rows lie, what tables and slots say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune import PagedKVCache
+from flashtune.core.errors import CacheFullError, FlashtuneError, ProblemError, UsageError
+from tests.runtime.kv_cache.kv_caches import E4M3, HEADS, LAYERS, VALUE_WIDTH, WIDTH, make, read, rows
+
+
+def test_the_name_is_exported() -> None:
+    assert flashtune.PagedKVCache is PagedKVCache
+    assert issubclass(CacheFullError, FlashtuneError)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+def test_where_rows_lie(layout: str, page_size: int) -> None:
+    cache = make(4, page_size, dtype=torch.float32, layout=layout)
+    page = (page_size, HEADS) if layout == "nhd" else (HEADS, page_size)
+    assert cache.keys.shape == (LAYERS, 4, *page, WIDTH)
+    assert cache.values.shape == (LAYERS, 4, *page, VALUE_WIDTH)
+    first, second = cache.add(), cache.add()
+    cache.extend(first, 1)
+    slots = cache.extend([second, first], [page_size + 1, 2])
+    assert slots.dtype is torch.int64
+    assert slots.tolist() == [*range(page_size, 2 * page_size), 2 * page_size, 1, 2]
+    k, v = rows(page_size + 3, WIDTH, torch.float32), rows(page_size + 3, VALUE_WIDTH, torch.float32)
+    cache.append(k, v, slots, layer=1)
+    keys, values = cache.layer(1)
+    assert keys.shape == (4, HEADS, page_size, WIDTH)
+    assert values.shape == (4, HEADS, page_size, VALUE_WIDTH)
+    assert keys.data_ptr() == cache.keys[1].data_ptr()
+    assert torch.equal(keys[1].transpose(0, 1), k[:page_size])
+    assert torch.equal(values[2, :, 0], v[page_size])
+    assert torch.equal(keys[0, :, 1:3].transpose(0, 1), k[page_size + 1 :])
+    assert not cache.keys[0].any()
+
+
+def test_tables_lengths_and_slots_fill_buffers_that_a_graph_reads() -> None:
+    cache = make(dtype=torch.float32)
+    one, two, empty = cache.add(), cache.add(), cache.add()
+    cache.extend([one, two], [33, 5])
+    assert cache.block_table([two, one, empty]).tolist() == [[3, 0, 0], [0, 1, 2], [0, 0, 0]]
+    assert cache.block_table([empty]).shape == (1, 1)
+    table = torch.full((4, 5), 9, dtype=torch.int32)
+    lengths, slots = torch.full((4,), 9, dtype=torch.int32), torch.full((4,), 9)
+    assert cache.block_table([one, two], out=table) is table
+    assert table.tolist() == [[0, 1, 2, 0, 0], [3, 0, 0, 0, 0], [0] * 5, [0] * 5]
+    assert cache.lengths([one, two], out=lengths).tolist() == [33, 5, 0, 0]
+    assert cache.extend([two, one], 1, out=slots) is slots
+    assert slots.tolist() == [3 * 16 + 5, 2 * 16 + 1, -1, -1]
+    k, v = rows(4, WIDTH, torch.float32), rows(4, VALUE_WIDTH, torch.float32)
+    cache.append(k, v, slots)
+    assert torch.equal(read(cache, two, 0)[0][5], k[0])
+    assert torch.equal(read(cache, one, 0)[1][33], v[1])
+    assert int(cache.keys.count_nonzero()) == 2 * HEADS * WIDTH, "rows of negative slots go nowhere"
+    assert cache.slots(one, 2).tolist() == [32, 33]
+
+
+def test_buffers_that_do_not_fit_are_refused_before_anything_changes() -> None:
+    cache = make(dtype=torch.float32)
+    one = cache.add()
+    for out in (torch.zeros(2), torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(UsageError, match=r"out (is|of shape)"):
+            cache.extend(one, 3, out=out)
+    assert (cache.length(one), cache.pages_used) == (0, 0)
+    cache.extend(one, 17)
+    with pytest.raises(UsageError, match=r"out of shape \[1, 1\] is too small: \[1, 2\] are needed"):
+        cache.block_table([one], out=torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(UsageError, match=r"pass torch.int32 of 1 on cpu"):
+        cache.lengths([one], out=torch.zeros(1, dtype=torch.int64))
+
+
+def test_how_full_it_is() -> None:
+    cache = make(dtype=torch.float32)
+    token = LAYERS * HEADS * (WIDTH + VALUE_WIDTH) * 4
+    assert (cache.token_bytes, cache.utilisation, cache.bytes_used) == (token, 1.0, 0)
+    parent = cache.add()
+    cache.extend(parent, 24)
+    fork = cache.fork(parent)
+    assert (cache.pages_used, cache.pages_free) == (2, 10)
+    assert cache.utilisation == 24 / 32
+    cache.extend(fork, 4)
+    assert cache.pages_used == 3
+    assert cache.utilisation == (16 + 8 + 12) / 48
+    assert cache.bytes_used == 48 * token
+    assert cache.contiguous_bytes(100) == 200 * token
+    assert PagedKVCache(1, 16, 1, 8, dtype=torch.int8, device="cpu").token_bytes == 16
+
+
+def test_values_that_are_columns_of_the_keys() -> None:
+    cache = make(dtype=torch.float32, value_head_dim=0)
+    one = cache.add()
+    k = rows(20, WIDTH, torch.float32)
+    cache.append(k, None, cache.extend(one, 20))
+    assert torch.equal(read(cache, one, 0)[0], k)
+    assert cache.values.numel() == 0
+
+
+def test_gradients_do_not_reach_the_cache() -> None:
+    cache = make(dtype=torch.float32)
+    k = rows(1, WIDTH, torch.float32).requires_grad_()
+    cache.append(k, rows(1, VALUE_WIDTH, torch.float32), cache.extend(cache.add(), 1))
+    assert not cache.keys.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 48}, "pages of 48 tokens are not supported: make them one of 16, 32"),
+        ({"pages": 0}, "pages cannot be 0: pass a number of pages from 1 to"),
+        ({"layers": 0}, "layers cannot be 0"),
+        ({"value_head_dim": 2000}, "value_head_dim cannot be 2000: pass from 1 to 1024, or 0"),
+        ({"dtype": torch.float64}, "a cache of torch.float64 is not supported: make it one of bfloat16"),
+        ({"layout": "hdn"}, "layout cannot be 'hdn'"),
+        ({"k_scale": 1.0}, "scales belong to caches of float8_e4m3fn or int8, not torch.bfloat16"),
+        ({"page_scales": True}, "scales belong to caches of"),
+        ({"dtype": E4M3, "page_scales": True, "v_scale": 1.0}, "leave k_scale and v_scale out"),
+        ({"dtype": E4M3, "k_scale": torch.ones(3)}, r"a scale of shape \[3\] .*: pass one of \[1\], \[2\]"),
+        ({"dtype": E4M3, "value_head_dim": 0, "v_scale": 2.0}, "k_scale is theirs too"),
+        ({"dtype": E4M3, "k_scale": 0.0}, "not a positive number"),
+        ({"dtype": E4M3, "k_scale": torch.tensor([1.0, torch.nan])}, "not a positive number"),
+    ],
+)
+def test_caches_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_rows_that_do_not_fit() -> None:
+    cache = make(dtype=torch.float16)
+    k, v = rows(3, WIDTH, torch.float16), rows(3, VALUE_WIDTH, torch.float16)
+    slots = cache.extend(cache.add(), 3)
+    refused: list[tuple[Tensor, Tensor | None, Tensor, str]] = [
+        (k[:2], v, slots, r"k has shape \[2, 2, 8\]: pass \[3, 2, 8\]"),
+        (k, None, slots, r"v has shape \[3, 2, 0\]: pass \[3, 2, 4\]"),
+        (k, v.float(), slots, "v is torch.float32 and the cache torch.float16"),
+        (k.mT.contiguous().mT, v, slots, "the elements of a row of k lie apart"),
+        (k, v, slots.int(), "slots are torch.int32"),
+        (k, v.to("meta"), slots, "v is on meta and the cache on cpu"),
+        (k, v, slots.to("meta"), "slots are on meta"),
+    ]
+    for keys, values, places, message in refused:
+        with pytest.raises(ProblemError, match=message):
+            cache.append(keys, values, places)
+    with pytest.raises(ProblemError, match="there is no layer 2: the cache has 2"):
+        cache.append(k, v, slots, layer=2)
+    with pytest.raises(ProblemError, match="there is no layer -1"):
+        cache.append(k, v, slots, layer=-1)
+    eight = make(dtype=torch.int8)
+    with pytest.raises(ProblemError, match=r"k is torch.int8: pass bfloat16, float16 or float32"):
+        eight.append(k.to(torch.int8), v, eight.extend(eight.add(), 3))

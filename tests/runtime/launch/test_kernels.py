@@ -1,0 +1,119 @@
+"""Sources from the cache: nothing that was tampered with is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import py_compile
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import find_target
+from flashtune.db.codec import encode_record
+from flashtune.launch import compilation
+from flashtune.launch.compilation import kernel_folder, load_module
+from flashtune.launch.source_cache import kernel_of
+
+TARGET = find_target("h200")
+DEVICE = torch.device("cuda", 0)
+Make = Callable[..., Record]
+
+
+def copy_of(record: Record) -> Path:
+    return kernel_folder() / f"{record.family}_{record.kernel}.py"
+
+
+def test_a_proven_copy_needs_no_template_engine(problem: Problem, make_record: Make, tmp_path: Path) -> None:
+    record = make_record(problem)
+    kernel = kernel_of(record, record.specialization)
+    assert kernel.digest == record.kernel
+    load_module(kernel)
+    stored = tmp_path / "record.json"
+    stored.write_bytes(encode_record(record))
+    program = (
+        "import sys, pathlib\n"
+        "from flashtune.db.codec import decode_record\n"
+        "from flashtune.launch.source_cache import kernel_of\n"
+        f"record = decode_record(pathlib.Path({str(stored)!r}).read_bytes())\n"
+        "kernel = kernel_of(record, record.specialization)\n"
+        "assert kernel.digest == record.kernel\n"
+        "print('jinja2' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("content", ["raise SystemExit('tampered')\n", "", "\udcff"])
+def test_a_copy_that_was_changed_is_rendered_again(problem: Problem, make_record: Make, content: str) -> None:
+    record = make_record(problem)
+    path = copy_of(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    sys.modules.pop(f"flashtune_kernel_{record.kernel}", None)
+    kernel = kernel_of(record, record.specialization)
+    assert kernel.digest == record.kernel
+    assert "tampered" not in kernel.source
+    assert load_module(kernel).launch_plan
+    assert path.read_text() == kernel.source
+    path.unlink()
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
+
+
+def test_bytecode_beside_a_copy_is_not_run(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    kernel = kernel_of(record, record.specialization)
+    path = copy_of(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of the size and the time that Python's loader would compare.
+    path.write_text("raise SystemExit('tampered')".ljust(len(kernel.source)))
+    compiled = Path(py_compile.compile(str(path), doraise=True) or "")
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_text(kernel.source)
+    os.utime(path, ns=times)
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}", None)
+    assert load_module(kernel).launch_plan
+    compiled.unlink()
+    path.unlink()
+    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
+
+
+def test_a_copy_that_another_installation_replaces_is_not_read(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record(problem)
+    mine = kernel_of(record, record.specialization)
+    head, body = mine.source.rsplit(":\n    ", 1)
+    theirs = msgspec.structs.replace(mine, source=f"{head}:  # a comment of another version\n    {body}")
+    assert theirs.digest == mine.digest
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}", None)
+    write = compilation._write_once
+    monkeypatch.setattr(compilation, "_write_once", lambda path, _: write(path, theirs.source))
+    function = getattr(load_module(mine), mine.entry)
+    assert function.src in mine.source
+    assert copy_of(record).read_text() == theirs.source
+    linecache.checkcache()
+    assert inspect.getsource(load_module(mine)) == mine.source
+    copy_of(record).unlink()
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}")
+
+
+def test_another_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
+    record = make_record(problem)
+    load_module(kernel_of(record, record.specialization))
+    unaligned = kernel_of(record, Specialization(Alignment.ANY))
+    assert unaligned.digest != record.kernel
+    other = msgspec.structs.replace(record.versions, template="0" * 32)
+    copy_of(record).write_text("# of another template")
+    old = msgspec.structs.replace(record, versions=other)
+    assert "another template" not in kernel_of(old, record.specialization).source
+    copy_of(record).unlink()

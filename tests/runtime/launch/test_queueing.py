@@ -1,0 +1,240 @@
+"""Launches that go past Triton's own launcher, as this Triton's would have made them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.amd import driver as amd
+from triton.backends.nvidia import driver as nvidia
+
+from flashtune.core.errors import KernelError
+from flashtune.launch import launcher
+from flashtune.launch.launcher import direct_launch, queue_of
+from tests.emulator.tensor_maps import NOTES, Driver
+
+pytestmark = pytest.mark.tritons
+
+DEVICE = torch.device("cuda", 3)
+SIGNATURE = {"q_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(128, 16, 4)>", "scale": "fp32"}
+# Triton's launcher finds these in what the compiler says of a binary.
+SAID = {
+    "num_ctas": 1,
+    "global_scratch_size": 0,
+    "global_scratch_align": 1,
+    "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": True,
+    "arg_annotations": ["an annotation"],
+    "kernel_signature": b"a signature",
+    "gsan_enabled": False,
+}
+
+
+class Devices:
+    """Which device is current."""
+
+    def __init__(self) -> None:
+        self.current = 3
+        self.entered: list[int] = []
+
+    @contextlib.contextmanager
+    def device(self, index: torch.device | int) -> Iterator[None]:
+        index = index if isinstance(index, int) else index.index
+        before, self.current = self.current, index
+        self.entered.append(index)
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def devices(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> Devices:
+    made = Devices()
+    monkeypatch.setattr(torch.cuda, "device", made.device)
+    monkeypatch.setattr(launcher, "current_device", lambda: made.current)
+    return made
+
+
+def a_launcher(passed: list[Any], described: bool = False, **said: Any) -> Any:
+    """This Triton's own, less what it compiles or asks a GPU for."""
+
+    def to_the_driver(*values: Any) -> None:
+        passed.append(values)
+
+    run = object.__new__(nvidia.CudaLauncher)
+    signature = SIGNATURE if described else {"scale": "fp32"}
+    vars(run).update({**SAID, **said})
+    run.launch = nvidia.wrap_handle_tensordesc(to_the_driver, signature, [NOTES])
+    return run
+
+
+class Compiled(SimpleNamespace):
+    """A binary that may be referred to weakly."""
+
+
+def compiled(run: Any, described: bool = False, function: Any = "function") -> Any:
+    metadata = SimpleNamespace(tensordesc_meta=[NOTES] if described else None)
+    return Compiled(run=run, function=function, packed_metadata="packed", metadata=metadata)
+
+
+def flat(values: Any) -> list[Any]:
+    """Arguments in order: later releases pass a kernel's own as one sequence."""
+    *first, last = values
+    return [*first, *(last if isinstance(last, tuple | list) else (last,))]
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_the_driver_is_given_what_tritons_launcher_gives_it(devices: Devices, described: bool) -> None:
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    queue = queue_of(compiled(a_launcher(ours, described), described), (5,), (8, 9), DEVICE)
+    queue((0, 0.5))
+    queue((0.5,), [1])
+    run = a_launcher(theirs)
+    for number in range(2):
+        run(5, 1, 1, 73, "function", "packed", None, None, None, number, 0.5, 8, 9)
+    assert ours == theirs
+    assert flat(ours[1])[-4:] == [1, 0.5, 8, 9]
+
+
+def test_amds_launcher_is_gone_past_alike(devices: Devices) -> None:
+    ours: list[Any] = []
+    theirs: list[Any] = []
+
+    def a_launcher_of_amds(passed: list[Any]) -> Any:
+        run = object.__new__(amd.HIPLauncher)
+        vars(run).update({**SAID, "warp_size": 64}, launch=lambda *values: passed.append(values))
+        return run
+
+    run = a_launcher_of_amds(ours)
+    assert direct_launch(run, (1, 1, 1), ("function",) * 5) is not None
+    queue_of(compiled(run), (5,), (8, 9), DEVICE)((0, 0.5))
+    a_launcher_of_amds(theirs)(5, 1, 1, 73, "function", "packed", None, None, None, 0, 0.5, 8, 9)
+    assert ours == theirs
+
+
+def test_a_binary_is_held_as_long_as_it_may_be_queued(devices: Devices) -> None:
+    for run in (a_launcher([]), a_launcher([], global_scratch_size=64)):
+        binary = compiled(run)
+        held = weakref.ref(binary)
+        queue = queue_of(binary, (5,), (), DEVICE)
+        del binary
+        gc.collect()
+        assert held() is not None
+        del queue
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_what_did_not_load_before_is_refused(devices: Devices, described: bool) -> None:
+    def refused() -> None:
+        raise OSError("out of resources")
+
+    for run, function in ((functools.partial(refused), "function"), (a_launcher([], described), None)):
+        with pytest.raises(KernelError, match="did not load"):
+            queue_of(compiled(run, described, function), (5,), (), DEVICE)
+
+
+def test_no_python_of_tritons_runs_in_a_call(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[Any] = []
+    queue = queue_of(compiled(a_launcher(passed)), (5, 2), (), DEVICE)
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", None)
+    queue((1, 2))
+    assert len(passed) == 1
+    assert passed[0][:4] == (5, 2, 1, 73)
+
+
+def test_a_kernel_of_another_device_is_queued_there(devices: Devices) -> None:
+    passed: list[Any] = []
+    queue = queue_of(compiled(a_launcher(passed)), (5,), (), DEVICE)
+    devices.entered.clear()
+    queue((1, 2))
+    assert devices.entered == []
+    devices.current = 0
+    queue((2,), [1])
+    assert devices.entered == [3]
+    assert devices.current == 0
+    assert passed[0] == passed[1]
+
+
+def test_scratch_memory_is_allocated_by_tritons_launcher(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[Any] = []
+    monkeypatch.setattr(launcher, "_allocate_scratch", lambda size, alignment, stream: ("scratch", size))
+    run = a_launcher(passed, global_scratch_size=64)
+    queue = queue_of(compiled(run), (5,), (7,), DEVICE)
+    devices.current = 0
+    queue((2,), [1])
+    assert ("scratch", 5 * 64) in passed[0]
+    assert flat(passed[0])[-3:] == [1, 2, 7]
+    assert devices.entered == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "said", [{"global_scratch_size": 1}, {"profile_scratch_size": 1}, {"gsan_enabled": True}]
+)
+def test_what_hangs_on_more_than_values_is_left_to_tritons_launcher(said: dict[str, Any]) -> None:
+    assert direct_launch(a_launcher([], **said), (1, 1, 1), ("function",) * 5) is None
+
+
+def test_a_launcher_of_another_kind_is_left_alone(devices: Devices) -> None:
+    class Counting:
+        """One that adds something to the values."""
+
+        def __init__(self) -> None:
+            self.passed: list[Any] = []
+            self.launch = self.passed.append
+
+        def __call__(self, *values: Any) -> None:
+            self.launch((*values, len(self.passed)))
+
+    run = Counting()
+    assert direct_launch(run, (1, 1, 1), ()) is None
+    queue = queue_of(compiled(run), (5,), (8,), DEVICE)
+    queue((1,))
+    queue((2,))
+    assert [values[-3:] for values in run.passed] == [(1, 8, 0), (2, 8, 1)]
+
+
+class Curious:
+    """One that asks for the stream's number."""
+
+    def __init__(self) -> None:
+        self.passed: list[Any] = []
+        self.launch: Callable[..., None] = lambda *values: self.passed.append(values)
+
+    def __call__(self, *values: Any) -> None:
+        self.launch(*values[:3], int(values[3]), *values[4:])
+
+
+class Silent(Curious):
+    """One that launches nothing on grids of one program."""
+
+    def __call__(self, *values: Any) -> None:
+        if values[0] > 1:
+            self.launch(*values)
+
+
+@pytest.mark.parametrize("kind", [Curious, Silent])
+def test_a_launcher_that_cannot_be_watched_is_called_as_it_is(devices: Devices, kind: type[Curious]) -> None:
+    run = kind()
+    assert direct_launch(run, (1, 1, 1), ()) is None
+    queue_of(compiled(run), (1,), (8,), DEVICE)((1,))
+    assert [values[-2:] for values in run.passed] == ([(1, 8)] if kind is Curious else [])
+
+
+def test_a_function_without_a_launcher_is_called_as_it_is(devices: Devices) -> None:
+    passed: list[Any] = []
+    queue = queue_of(compiled(lambda *values: passed.append(values)), (5,), (8,), DEVICE)
+    queue((1,))
+    assert passed == [(5, 1, 1, 73, "function", "packed", None, None, None, 1, 8)]

@@ -1,0 +1,106 @@
+"""A file keeps processes and threads out of each other's way, as filelock's locks do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock, Timeout
+
+from flashtune.core.file_lock import alone_with
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from flashtune.core.file_lock import alone_with
+with alone_with(Path(sys.argv[1]), 5.0):
+    print("held", flush=True)
+    time.sleep(60.0)
+"""
+FORK = """
+import os, sys, time
+from pathlib import Path
+from flashtune.core.file_lock import alone_with
+with alone_with(Path(sys.argv[1]), 5.0):
+    child = os.fork()
+    if not child:
+        time.sleep(60.0)
+        os._exit(0)
+print(child, flush=True)
+"""
+
+
+def test_one_thread_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
+    inside, most = 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        with alone_with(tmp_path / "lock", 30.0):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.01)
+            inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (inside, most) == (0, 1)
+
+
+def test_another_process_is_waited_for_and_one_that_died_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(TimeoutError, match="another process holds"), alone_with(path, 0.1):
+            pass
+        with pytest.raises(Timeout), FileLock(path, timeout=0.1):
+            pass
+        holder.kill()
+    with alone_with(path, 5.0):
+        pass
+
+
+def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", FORK, str(path)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            with alone_with(path, 1.0):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_that_its_holder_removes_keeps_nobody_out(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    entered = threading.Event()
+
+    def work() -> None:
+        with alone_with(path, 5.0):
+            entered.set()
+            assert path.exists()
+
+    with alone_with(path, 5.0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        path.unlink()
+        with alone_with(path, 5.0):
+            # The file is another one by now, which this thread holds, or the other has held.
+            pass
+    thread.join()
+    assert entered.is_set()
+
+
+def test_an_unwritable_place_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), alone_with(tmp_path / "none" / "lock", 0.1):
+        pass

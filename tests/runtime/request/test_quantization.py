@@ -1,0 +1,248 @@
+"""Quantised inputs: their scales, what is refused, and what a server and a launch are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.problem import Dtype
+from flashtune.launch.forward import LEAST_SCALE, DeviceLaunch, QuantizedLaunch
+from flashtune.launch.workspaces import allocate_workspace
+from flashtune.request.quantization import negated, quantize
+from flashtune.request.request import Prefer, read_request
+from flashtune.runtime import call_cache, executors
+from flashtune.runtime.call_cache import call_key
+from tests.emulator.tensor_maps import Noted
+
+BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
+E4M3 = torch.float8_e4m3fn
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def normal(heads: int) -> Tensor:
+    return torch.randn(BATCH, heads, ROWS, WIDTH, generator=torch.Generator().manual_seed(heads))
+
+
+@pytest.fixture
+def tensors() -> Triple:
+    q, k, v = (quantize(normal(heads))[0] for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return q, k, v
+
+
+def scale_of(heads: int, value: float = 0.5) -> Tensor:
+    return torch.full((BATCH, heads), value)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantize_uses_the_whole_range_of_each_head(layout: str, dtype: torch.dtype) -> None:
+    sizes = torch.tensor([[0.01, 1.0, 30.0, 5e4], [1.0, 0.0, 2.0, 1e-5]])
+    tensor = (normal(HEADS) * sizes[:, :, None, None]).to(dtype)
+    given = tensor if layout == "bhsd" else tensor.transpose(1, 2)
+    elements, scale = quantize(given, layout=layout)
+    assert (elements.dtype, elements.shape, elements.is_contiguous()) == (E4M3, given.shape, True)
+    assert (scale.dtype, scale.shape) == (torch.float32, (BATCH, HEADS))
+    heads_first = elements if layout == "bhsd" else elements.transpose(1, 2)
+    largest = heads_first.float().abs().amax((2, 3))
+    assert (largest == torch.where(sizes == 0, 0.0, 448.0)).all()
+    assert scale[1, 1] == 1, "a head of zeros has a scale that divides"
+    back = heads_first.float() * scale[:, :, None, None]
+    # Half a unit in the last place, or of the smallest step below the normal numbers.
+    allowed = torch.maximum(tensor.float().abs() * 2**-4, scale[:, :, None, None] * 2**-10)
+    assert ((back - tensor.float()).abs() <= 1.001 * allowed).all()
+
+
+def test_quantize_takes_what_is_empty_and_refuses_what_is_no_attention_input() -> None:
+    elements, scale = quantize(torch.empty(2, 3, 0, 8))
+    assert elements.shape == (2, 3, 0, 8)
+    assert torch.equal(scale, torch.ones(2, 3))
+    with pytest.raises(ProblemError, match="3 dimensions"):
+        quantize(torch.zeros(1, 2, 3))
+    with pytest.raises(ProblemError, match=r"torch\.int32"):
+        quantize(torch.zeros(1, 2, 3, 4, dtype=torch.int32))
+    with pytest.raises(ProblemError, match="layout cannot be 'hbsd'"):
+        quantize(torch.zeros(1, 2, 3, 4), layout="hbsd")
+
+
+def test_negation_turns_signs_alone(tensors: Triple) -> None:
+    assert torch.equal(negated(tensors[0]).float(), -tensors[0].float())
+    assert torch.equal(negated(torch.ones(2)), -torch.ones(2))
+
+
+def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> None:
+    request = read_request(*tensors, True, "bhsd", False, "fastest")
+    assert request.problem.dtype is Dtype.E4M3
+    assert request.out_dtype is torch.bfloat16
+    assert request.prefer is Prefer.GENERATED, "no baseline takes such tensors"
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (
+            Side(q_scale=torch.ones(BATCH, KV_HEADS)),
+            r"q_scale is torch.float32 of shape \[2, 2\]: .* \[2, 4\]",
+        ),
+        (
+            Side(k_scale=torch.ones(BATCH, HEADS)),
+            r"k_scale .* of shape \[2, 4\]: pass float32 of shape \[2, 2\]",
+        ),
+        (Side(v_scale=torch.ones(KV_HEADS)), r"v_scale .* of shape \[2\]"),
+        (Side(v_scale=torch.ones(BATCH, KV_HEADS).half()), "v_scale is torch.float16"),
+        (Side(k_scale=torch.ones(BATCH, KV_HEADS, device="meta")), "k_scale is on meta and q on cpu"),
+        (Side(q_scale=0.5), "q_scale is a float"),  # type: ignore[arg-type]
+    ],
+)
+def test_scales_that_do_not_fit(tensors: Triple, scales: Side, message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
+
+
+def test_scales_of_other_inputs_are_refused() -> None:
+    q, k = normal(HEADS).half(), normal(KV_HEADS).half()
+    with pytest.raises(ProblemError, match=r"v_scale is given and v is torch.float16: .* leave it out"):
+        flashtune.attention(q, k, k, v_scale=scale_of(KV_HEADS))
+
+
+def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
+    q, k, v = tensors
+    for call in (flashtune.attention, flashtune.plan, flashtune.explain):
+        with pytest.raises(ProblemError, match="on cpu and e4m3 is computed on a GPU alone"):
+            call(q, k, v, v_scale=scale_of(KV_HEADS))
+
+
+def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Triple) -> None:
+    q, k, v = tensors
+
+    def key(*scales: Tensor | None) -> tuple[object, ...]:
+        return call_key(q, k, v, False, "bhsd", False, "fastest", Side(*scales))  # type: ignore[arg-type]
+
+    one, two = scale_of(HEADS), scale_of(HEADS, 3.0)
+    assert key(one, None, None) == key(two, None, None)
+    presences = {key(one, None, None), key(None, one, None), key(one, one, one), key(one, one, None)}
+    presences.add(call_key(q, k, v, False, "bhsd", False, "fastest"))
+    assert len(presences) == 5
+
+
+Given = dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
+    """A server of every request, whose launches note what they are given."""
+    given: list[Given] = []
+
+    def launch(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        side: Side = NO_SIDE,
+    ) -> None:
+        given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
+        out.zero_()
+
+    monkeypatch.setattr(
+        call_cache, "prepare", lambda request, q, k, v, side: executors.launcher(launch, request, q)
+    )
+    return given
+
+
+def test_a_call_allocates_the_wider_output_and_hands_scales_on(
+    tensors: Triple, launches: list[Given]
+) -> None:
+    q, k, v = tensors
+    q_scale, spread = scale_of(HEADS), torch.tensor([[3.0], [5.0]]).expand(BATCH, KV_HEADS)
+    out, lse = flashtune.attention(q, k, v, scale=-0.3, return_lse=True, q_scale=q_scale, v_scale=spread)
+    assert (out.dtype, out.shape) == (torch.bfloat16, (BATCH, HEADS, ROWS, WIDTH))
+    assert (lse.dtype, lse.shape) == (torch.float32, (BATCH, HEADS, ROWS))
+    (given,) = launches
+    assert given["scale"] == 0.3
+    assert torch.equal(given["q"].float(), -q.float()), "a negative scale negates q"
+    assert given["scales"].q_scale is q_scale
+    assert given["scales"].k_scale is None
+    assert given["scales"].v_scale.is_contiguous()
+    assert torch.equal(given["scales"].v_scale, spread)
+    assert flashtune.attention(q, k, v).dtype is torch.bfloat16
+    assert launches[-1]["scales"] == NO_SIDE
+
+
+def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[Given]) -> None:
+    q, k, v = tensors
+    flashtune.attention(q, k, v, k_scale=scale_of(KV_HEADS))
+    with pytest.raises(ProblemError, match="k_scale"):
+        flashtune.attention(q, k, v, k_scale=scale_of(HEADS))
+    assert len(launches) == 1
+
+
+def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
+    tensors: Triple, launches: list[Given]
+) -> None:
+    q, k, v = tensors
+    planned = flashtune.plan(q, k, v, scale=-1.0, v_scale=scale_of(KV_HEADS))
+    out = planned(q, k, v, v_scale=scale_of(KV_HEADS, 9.0))
+    assert out.dtype is torch.bfloat16
+    assert (launches[-1]["scales"].v_scale == 9).all()
+    assert launches[-1]["scale"] == 1.0
+    for scales in ({}, {"q_scale": scale_of(HEADS), "v_scale": scale_of(KV_HEADS)}):
+        with pytest.raises(ProblemError, match="which are given"):
+            planned(q, k, v, **scales)
+
+
+def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
+    q, k, v = tensors
+    factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
+    op = torch.ops.flashtune.attention
+    out = op(q, k, v, "none", None, "bhsd", "fastest", *factors)
+    assert [one is other for one, other in zip(launches[-1]["scales"].scales, factors, strict=True)] == [
+        True
+    ] * 3
+    assert op(q, k, v, "none", None, "bhsd", "fastest").dtype is torch.bfloat16
+    assert launches[-1]["scales"] == NO_SIDE
+    meta = [tensor.to("meta") for tensor in (q, k, v)]
+    shapes = op(*meta, "none", None, "bhsd", "fastest", *(factor.to("meta") for factor in factors))
+    assert (shapes.dtype, shapes.shape) == (out.dtype, out.shape)
+
+
+def remembering(kept: list[Tensor]) -> Callable[[tuple[int, ...], torch.device], Tensor]:
+    def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
+        kept.append(allocate_workspace(shape, device))
+        return kept[-1]
+
+    return allocate
+
+
+def addresses(*tensors: Tensor) -> Sequence[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
+    tensors: Triple,
+) -> None:
+    q, k, v = tensors
+    out, ones, k_scale = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.ones(BATCH * HEADS), scale_of(KV_HEADS)
+    kernel, prologue, kept = Noted(), Noted(), list[Tensor]()
+    launch = QuantizedLaunch(kernel, prologue, ones, ((256,),), remembering(kept))
+    launch(q, k, v, out, None, 0.0, Side(k_scale=k_scale))
+    assert prologue.values == [(*addresses(v, kept[0]),)]
+    factors = addresses(ones, k_scale, ones)
+    assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), LEAST_SCALE)]
+
+
+def test_other_kernels_are_given_no_scales(tensors: Triple) -> None:
+    q, k, v = tensors
+    out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
+    kernel, kept = Noted(), list[Tensor]()
+    DeviceLaunch(kernel, (), remembering(kept))(q, k, v, out, lse, 0.5)
+    DeviceLaunch(kernel, ((8,), (4, 4)), remembering(kept))(q, k, v, out, lse, 0.5)
+    pointers = addresses(q, k, v, out, lse)
+    assert kernel.values == [(*pointers, 0.5), (*pointers, *addresses(*kept), 0.5)]

@@ -1,0 +1,59 @@
+"""A family of one GPU, in Gluon, in place of the one that ships: `native` installs it for one test."""
+
+from __future__ import annotations
+
+import pkgutil
+import types
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import flashtune.templates as room
+from flashtune.db import table
+from flashtune.dispatch import lookup
+from flashtune.templates import hashing, registry, rendering
+from flashtune.templates.family import Family
+
+FOLDER = Path(__file__).parents[1] / "data" / "families"
+NAME = "forward_native"
+SHIPPED = "forward_hopper"
+
+
+class Folders:
+    """Several folders as one, as `importlib.resources` shows a package's."""
+
+    def __init__(self, *folders: str) -> None:
+        self._folders = [Path(folder) for folder in folders]
+
+    def joinpath(self, *parts: str) -> Path:
+        paths = [folder.joinpath(*parts) for folder in self._folders]
+        return next((path for path in paths if path.exists()), paths[0])
+
+
+def _without_shipped(path: Iterable[str]) -> Iterator[pkgutil.ModuleInfo]:
+    return (module for module in pkgutil.iter_modules(path) if module.name != SHIPPED)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+    """The family `forward_native`: sm_90 alone, 16-byte borders alone, never interpreted."""
+    both = Folders(*room.__path__, str(FOLDER))
+    everywhere = types.SimpleNamespace(files=lambda name: both)
+    for module in (hashing, rendering):
+        assert module.resources is resources
+        monkeypatch.setattr(module, "resources", everywhere)
+    monkeypatch.setattr(room, "__path__", [*room.__path__, str(FOLDER)])
+    monkeypatch.setattr(lookup, "DEFAULT_FAMILIES", (NAME, *lookup.DEFAULT_FAMILIES))
+    others = types.SimpleNamespace(iter_modules=_without_shipped)
+    monkeypatch.setattr(registry, "pkgutil", others)
+    # The shipped tables name the family whose place is taken.
+    monkeypatch.setattr(table, "FOLDER", "none")
+    table.shipped_table.cache_clear()
+    registry.family_names.cache_clear()
+    yield registry.find_family(NAME)
+    monkeypatch.undo()
+    table.shipped_table.cache_clear()
+    registry.family_names.cache_clear()
+    registry.find_family.cache_clear()

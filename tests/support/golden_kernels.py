@@ -1,0 +1,235 @@
+"""The kernels that tests/golden holds, as files or as checksums: of each family some configs and features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
+MASKED, DECODE, LATENT = "forward_masked", "decode_split_kv", "decode_latent_hopper"
+SPLIT, FUSED = "backward_split", "backward_fused"
+SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
+WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
+TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
+DESCRIPTORS = {**WIDE, "loads": "descriptor"}
+PARTS = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 3, "splits": 16}
+BOTH = {
+    "block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2,
+    "dq_block_m": 128, "dq_block_n": 64, "dq_warps": 8, "dq_stages": 2,
+}  # fmt: skip
+NARROW = {
+    **BOTH,
+    "block_m": 32,
+    "block_n": 64,
+    "num_warps": 4,
+    "dq_block_m": 64,
+    "dq_block_n": 32,
+    "dq_warps": 4,
+}
+SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduction": "copy_engine"}
+GROUPS = {"groups": 2, "rows": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
+PLAIN = Specialization()
+ROW_SUMS = Specialization(lse=True)
+ANYWHERE = Specialization(Alignment.ANY, 64, True)
+
+# Name of the file: family, dtype, (head dim, value head dim), causal, config, specialisation.
+COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Specialization]] = {
+    "q_outer_bf16_d64": (Q, "bf16", (64, 64), "none", WIDE, PLAIN),
+    "q_outer_bf16_d128_descriptors": (Q, "bf16", (128, 128), "none", DESCRIPTORS, PLAIN),
+    "q_outer_fp16_d128_causal_ahead": (
+        Q, "fp16", (128, 128), "bottom_right", {**DESCRIPTORS, "qk_ahead": True}, ROW_SUMS,
+    ),
+    "q_outer_bf16_d128_causal_one_phase": (
+        Q, "bf16", (128, 128), "top_left", {**WIDE, "two_phases": False}, PLAIN,
+    ),
+    "q_outer_bf16_d64_causal_long_first": (
+        Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "long_first": True, "heads_inner": True}, PLAIN,
+    ),
+    "q_outer_fp16_d96_v80_decomposed": (Q, "fp16", (96, 80), "none", {**TALL, "decomposed": True}, ROW_SUMS),
+    "q_outer_fp32_d40_unaligned": (Q, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
+    "q_outer_fp32_d96_v80_one_phase": (
+        Q, "fp32", (96, 80), "none", {**SMALL, "decomposed": True, "two_phases": False}, ANYWHERE,
+    ),
+    "kv_outer_bf16_d64": (KV, "bf16", (64, 64), "none", TALL, PLAIN),
+    "kv_outer_bf16_d128_causal": (KV, "bf16", (128, 128), "bottom_right", TALL, ROW_SUMS),
+    "kv_outer_fp16_d128_v64_top_left": (KV, "fp16", (128, 64), "top_left", TALL, PLAIN),
+    "kv_outer_fp16_d96_v80_decomposed": (
+        KV, "fp16", (96, 80), "none", {**TALL, "decomposed": True}, ROW_SUMS,
+    ),
+    "kv_outer_fp32_d40_unaligned": (KV, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
+    "hopper_bf16_d128_causal": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "ping_pong": True, "late_wait": True, "section": 4, "order": "alternate", "even": True},
+        PLAIN,
+    ),
+    "hopper_bf16_d64": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, PLAIN),
+    "hopper_bf16_d64_packed": (
+        HOPPER, "bf16", (64, 64), "top_left",
+        {**GROUPS, "groups": 1, "rows": 128, "block_n": 64, "pack": 4, "order": "long_first"}, ROW_SUMS,
+    ),
+    "hopper_fp16_d96_v80_decomposed": (
+        HOPPER, "fp16", (96, 80), "bottom_right",
+        {**GROUPS, "decomposed": True, "lazy_rescale": False}, ROW_SUMS,
+    ),
+    "hopper_bf16_d256_halved": (
+        HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "halved": True, "q_stages": 1}, PLAIN,
+    ),
+    "hopper_bf16_d128_window": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True, "section": 4, "even": True}, ROW_SUMS,
+    ),
+    "hopper_fp16_d64_packed_sequences": (
+        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, ROW_SUMS,
+    ),
+    "hopper_bf16_d128_dropout": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True}, ROW_SUMS,
+    ),
+    "hopper_fp16_d96_v80_window_dropout": (
+        HOPPER, "fp16", (96, 80), "bottom_right",
+        {**GROUPS, "decomposed": True, "lazy_rescale": False}, ROW_SUMS,
+    ),
+    "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
+    "hopper_e4m3_d128_shared": (
+        HOPPER, "e4m3", (128, 128), "bottom_right",
+        {**GROUPS, "groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}, PLAIN,
+    ),
+    "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
+    "masked_fp16_d128_packed_pages": (
+        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "long_first": True}, ROW_SUMS,
+    ),
+    "masked_fp32_d40_scores": (MASKED, "fp32", (40, 24), "none", {**SMALL, "two_phases": False}, ANYWHERE),
+    "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
+    "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
+    "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
+    "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
+    "decode_bf16_d128": (
+        DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
+    ),
+    "decode_bf16_d64_packed_pages": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
+    ),
+    "decode_bf16_d64_window": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "splits": 1}, PLAIN,
+    ),
+    "decode_bf16_d64_window_splits": (
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "early_combine": True}, PLAIN,
+    ),
+    "decode_bf16_d128_e4m3": (DECODE, "bf16", (128, 128), "bottom_right", PARTS, PLAIN),
+    "decode_bf16_latent": (
+        DECODE, "bf16", (576, 512), "bottom_right",
+        {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
+    ),
+    "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "splits": 3}, ANYWHERE),
+    "backward_split_bf16_d128": (SPLIT, "bf16", (128, 128), "none", {**BOTH, "two_phases": False}, PLAIN),
+    "backward_split_bf16_d64_causal": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, ROW_SUMS),
+    "backward_split_fp16_d192_v128_window": (
+        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "decomposed": True}, PLAIN,
+    ),
+    "backward_split_bf16_d64_packed": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
+    "backward_split_bf16_d64_packed_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
+    "backward_split_fp32_d40_scores": (
+        SPLIT, "fp32", (40, 24), "none",
+        {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_inner": True},
+        ANYWHERE,
+    ),
+    "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
+    "backward_fused_bf16_d256": (
+        FUSED, "bf16", (256, 256), "none",
+        {**SHARED, "block_m": 32, "block_n": 64, "two_phases": False, "turned": True}, PLAIN,
+    ),
+    "backward_fused_fp16_d192_v128_packed": (
+        FUSED, "fp16", (192, 128), "bottom_right",
+        {**SHARED, "block_m": 32, "block_n": 64, "decomposed": True}, PLAIN,
+    ),
+    "backward_fused_fp32_d40_scores": (
+        FUSED, "fp32", (40, 24), "none", {**SMALL, "reduction": "atomics", "heads_inner": True}, ANYWHERE,
+    ),
+    "hopper_bf16_latent_pages": (
+        LATENT, "bf16", (576, 512), "bottom_right",
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+    ),
+    "hopper_bf16_latent_small_pages": (
+        LATENT, "bf16", (576, 512), "bottom_right",
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+    ),
+    "hopper_fp16_latent_parts": (
+        LATENT, "fp16", (576, 512), "bottom_right",
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, ROW_SUMS,
+    ),
+    "hopper_fp16_latent_page_parts": (
+        LATENT, "fp16", (576, 512), "bottom_right",
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, PLAIN,
+    ),
+}  # fmt: skip
+# What a problem asks for beside that.
+FEATURES: dict[str, dict[str, Any]] = {
+    "hopper_bf16_d128_window": {"window_left": 1024},
+    "hopper_fp16_d64_packed_sequences": {"packed": 1},
+    "hopper_bf16_d128_dropout": {"dropout": True},
+    "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
+    "masked_bf16_d64_window_sinks": {"window_left": 1024, "first_tokens": 4, "sinks": True},
+    "masked_fp16_d128_packed_pages": {
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
+    },
+    "masked_bf16_d128_dropout": {"dropout": True},
+    "masked_bf16_d128_window": {"window_left": 1024},
+    "masked_bf16_d128_softcap_dropout": {"window_left": 1024, "softcap": True, "dropout": True},
+    "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
+    "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
+    "backward_fused_bf16_d64_dropout": {"dropout": True},
+    "decode_bf16_d64_packed_pages": {
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
+        "first_tokens": 4,
+    },
+    "decode_bf16_d64_window": {"page_size": 16, "window_left": 1024, "sinks": True},
+    "decode_bf16_d64_window_splits": {"page_size": 16, "window_left": 1024, "softcap": True},
+    "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
+    "backward_split_fp16_d192_v128_window": {"window_left": 1024, "first_tokens": 4, "sinks": True},
+    "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
+    "backward_split_bf16_d64_packed_dropout": {"packed": 1, "alibi": True, "dropout": True},
+    "backward_split_fp32_d40_scores": {
+        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+    },
+    "backward_fused_fp16_d192_v128_packed": {"packed": 1, "alibi": True},
+    "backward_fused_fp32_d40_scores": {
+        "softcap": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+    },
+    "decode_bf16_latent": {"page_size": 64, "latent": True},
+    "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
+    "hopper_bf16_latent_small_pages": {"page_size": 16, "latent": True},
+    "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
+    "hopper_fp16_latent_page_parts": {"page_size": 64, "latent": True},
+    "decode_fp32_d40_scores": {
+        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,
+    },
+    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64},
+}  # fmt: skip
+
+
+def kernel_of(name: str) -> Kernel:
+    """The kernel that the file of this name holds."""
+    family_name, dtype, widths, causal, values, specialization = COMBINATIONS[name]
+    family = find_family(family_name)
+    problem = Problem(
+        dtype=Dtype(dtype),
+        head_dim=widths[0],
+        value_head_dim=widths[1],
+        heads=8,
+        kv_heads=4,
+        batch=2,
+        seqlen_q=1024,
+        seqlen_kv=1024,
+        causal=Causal(causal),
+        direction=family.direction,
+    )
+    problem = msgspec.structs.replace(problem, **FEATURES.get(name, {}))
+    return render(family, problem, msgspec.convert(values, family.config_type), specialization)

@@ -1,0 +1,149 @@
+"""Hopper's backward kernel as rendered, played on the CPU against autograd, with dropout and without."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Causal, Problem
+from flashtune.request.dropout import kept_weights, row_states
+from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
+from flashtune.templates.rendering import render
+from tests.emulator.played_gradients import play_backward
+from tests.problems.hopper_backward import FAMILY, H200, PLAIN, a_problem, like
+
+SEED = torch.tensor([0x7123456789ABCDEF])
+# A number that has an exact spelling in float32.
+DROPOUT = 0.3125
+SCALE = 0.2
+
+
+def a_small(head_dim: int, causal: Causal, **changes: Any) -> Problem:
+    shape = {"heads": 2, "kv_heads": 1, "batch": 1, "seqlen_q": 150, "seqlen_kv": 200, **changes}
+    return a_problem(head_dim, causal=causal, **shape)
+
+
+def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in float64, of tensors as [batch, heads, seqlen, head_dim]."""
+    group = problem.heads // problem.kv_heads
+    scores = q @ k.repeat_interleave(group, 1).mT * SCALE
+    rows, keys = problem.seqlen_q, problem.seqlen_kv
+    if problem.causal is not Causal.NONE:
+        diagonal = keys - rows if problem.causal is Causal.BOTTOM_RIGHT else 0
+        seen = torch.arange(keys)[None] <= torch.arange(rows)[:, None] + diagonal
+        scores = scores.masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1)
+    if problem.dropout:
+        numbers = torch.arange(problem.batch * problem.heads)
+        stay = kept_weights(SEED, numbers, torch.arange(rows), keys, DROPOUT)
+        weights = weights * stay.view_as(weights) / (1 - DROPOUT)
+    return weights @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) -> float:
+    """Between what a kernel makes of random tensors and autograd, of dq, dk and dv."""
+    chance = torch.Generator().manual_seed(1)
+    planned = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in like(problem)]
+    q, k, v, _, dout, *_ = (torch.randn(one.shape, generator=chance, dtype=torch.float64) for one in planned)
+    for one in (q, k, v):
+        one.requires_grad_()
+    out, lse = attend(problem, q, k, v)
+    out.backward(dout)
+    # What `prepare` writes, for which there is a test of its own.
+    heads = problem.batch * problem.heads
+    tiles = math.ceil(problem.seqlen_q / config.block_m)
+    stats = torch.zeros(heads, 4 if problem.dropout else 2, tiles * config.block_m, dtype=torch.float64)
+    share = 1 - DROPOUT if problem.dropout else 1.0
+    lengths = slice(problem.seqlen_q)
+    row_lse = lse.detach().reshape(heads, -1) + math.log(share)
+    stats[:, 0] = -math.inf
+    stats[:, 0, lengths] = -row_lse / SCALE if config.init else -row_lse / math.log(2)
+    stats[:, 1, lengths] = -(out * dout).sum(-1).detach().reshape(heads, -1) * share
+    if problem.dropout:
+        places = torch.arange(stats.shape[2])
+        for row, words in enumerate(row_states(SEED, torch.arange(heads)[:, None], places), start=2):
+            stats[:, row] = words.double()
+    memory = {name: one.detach().numpy().reshape(-1) for name, one in zip("qkv", (q, k, v), strict=True)}
+    memory |= {"dout": dout.numpy().reshape(-1), "workspace_0": stats.numpy().reshape(-1)}
+    memory |= {"dk": np.full(k.numel(), np.nan), "dv": np.full(v.numel(), np.nan)}
+    width = width_of(problem)
+    numbers = (SCALE, DROPOUT) if problem.dropout else (SCALE,)
+    side = (torch.empty(1, device="meta"),) if problem.dropout else ()
+    sums = play_backward(kernel, (*planned, *side), memory, numbers, config, width)
+    dq = sums[:, lengths, : problem.head_dim] * SCALE
+    made = {"dq": dq, "dk": memory["dk"], "dv": memory["dv"]}
+    worst = 0.0
+    for name, one in (("dq", q), ("dk", k), ("dv", v)):
+        assert one.grad is not None
+        error = float(np.abs(made[name].reshape(-1) - one.grad.numpy().reshape(-1)).max())
+        worst = max(worst, math.inf if math.isnan(error) else error)
+    return worst
+
+
+def config_of(problem: Problem, **changes: Any) -> HopperBackwardConfig:
+    default = FAMILY.default(problem, H200)
+    return msgspec.convert({**msgspec.to_builtins(default), **changes}, HopperBackwardConfig)
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"init": False, "eager": True, "product_first": False},
+    {"delay": True, "late_wait": True, "turns": False},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "dropout"),
+    [
+        (64, Causal.NONE, True),
+        (64, Causal.BOTTOM_RIGHT, True),
+        (128, Causal.NONE, True),
+        (128, Causal.TOP_LEFT, True),
+        (64, Causal.TOP_LEFT, False),
+        (128, Causal.BOTTOM_RIGHT, False),
+    ],
+)
+def test_gradients_are_autograds(head_dim: int, causal: Causal, dropout: bool) -> None:
+    problem = a_small(head_dim, causal, dropout=dropout)
+    for changes in CHANGES:
+        config = config_of(problem, **changes)
+        kernel = render(FAMILY, problem, config, PLAIN)
+        assert worst_error(kernel, problem, config) < 1e-11, changes
+
+
+def test_batches_draw_weights_of_their_own() -> None:
+    problem = a_small(64, Causal.NONE, dropout=True, batch=2, seqlen_q=70, seqlen_kv=70)
+    config = config_of(problem)
+    assert worst_error(render(FAMILY, problem, config, PLAIN), problem, config) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(first_key + keys).to(gl.uint32)", "keys.to(gl.uint32)"),
+        ("[stat + 3, row]", "[stat + 2, row]"),
+        ("gl.abs(weights) *", "gl.maximum(weights, 0.0) *"),
+        ("low_weights = gl.maximum(weights, 0.0)", "low_weights = gl.abs(weights)"),
+        ("DOUT_BYTES = gl.constexpr(", "DOUT_BYTES = gl.constexpr(0 * "),
+    ],
+)
+def test_playing_finds_what_is_wrong(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.emulator.played_parts.PATIENCE_S", 0.5)
+    problem = a_small(64, Causal.NONE, dropout=True)
+    config = config_of(problem)
+    kernel = render(FAMILY, problem, config, PLAIN)
+    assert right in kernel.source
+    broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
+    try:
+        error = worst_error(broken, problem, config)
+    except RuntimeError:
+        return
+    assert not error < 1e-3

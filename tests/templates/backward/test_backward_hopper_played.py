@@ -1,0 +1,226 @@
+"""Hopper's backward kernels as rendered, played on the CPU: gradients, and the order of dq's sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import load_module
+from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from tests.emulator.played_backward import BackwardProgram, Sums, play_backward
+from tests.emulator.played_hopper import counted
+from tests.emulator.played_parts import Stuck
+from tests.problems.plain_masks import plain_attention
+
+FAMILY = find_family("backward_hopper")
+H200 = find_target("h200")
+SCALE = 0.2
+
+
+def a_problem(head_dim: int, **changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=2,
+        kv_heads=1,
+        batch=1,
+        seqlen_q=150,
+        seqlen_kv=190,
+        direction=Direction.BACKWARD,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def kernel_of(problem: Problem, **changes: Any) -> tuple[Kernel, HopperBackwardConfig]:
+    default = msgspec.to_builtins(FAMILY.default(problem, H200))
+    config = msgspec.convert({**default, **changes}, HopperBackwardConfig)
+    return render(FAMILY, problem, config, Specialization()), config
+
+
+def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig) -> Tensor:
+    """The sums of all blocks, put in order: [heads, queries, columns]."""
+    width, block_m = width_of(problem), config.block_m
+    tiles = math.ceil(problem.seqlen_q / block_m)
+    dq = torch.zeros(problem.heads * tiles, block_m, width, dtype=torch.float64)
+    half_columns = max(64, width // 2)
+    for address, additions in sums.added.items():
+        block, rest = divmod(address, block_m * width * 4)
+        half, odd = divmod(rest, block_m * width * 2)
+        assert odd == 0
+        part = torch.from_numpy(np.sum([one.values for one in additions], axis=0))
+        # Groups that take turns make all of a block, others half of it.
+        assert part.shape == (64, 128 if config.turns else half_columns)
+        own = slice(half * half_columns, half * half_columns + part.shape[1])
+        # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
+        if width == 64:
+            dq[block, own] = part.T
+        else:
+            dq[block, :, own] = part
+    rows = dq.reshape(problem.heads, tiles * block_m, width)
+    return rows[:, : problem.seqlen_q, : problem.head_dim] * SCALE
+
+
+def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """Of each program by number: block of keys, batch and KV head."""
+    like = [
+        torch.empty(problem.batch, heads, length, problem.head_dim, device="meta")
+        for heads, length in ((problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv))
+    ]
+    q, k = like
+    module = load_module(kernel)
+    (programs,), _, integers = module.launch_plan(q, k, k, q, q, q, k, k)
+    source = compile(counted(kernel), kernel.entry, "exec")
+    for number in range(programs):
+        names = BackwardProgram(number, programs, module, Sums()).names()
+        exec(source, names)
+        yield names["locate"](integers[0], integers[1], integers[-1])
+
+
+def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
+    """Plays a kernel and holds its gradients against those of plain attention."""
+    kernel, config = kernel_of(problem, **changes)
+    chance = torch.Generator().manual_seed(1)
+    queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
+    q, k, v = (
+        torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
+        for side in (queries, keys, keys)
+    )
+    out, lse = plain_attention(problem, q, k, v, NO_SIDE, SCALE)
+    dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    rows = math.ceil(problem.seqlen_q / config.block_m) * config.block_m
+    stats = torch.zeros(problem.heads, 2, rows, dtype=torch.float64)
+    stats[:, 0] = -math.inf
+    seen = torch.where(lse.isinf(), math.inf, lse.detach())[0]
+    stats[:, 0, : problem.seqlen_q] = -seen / SCALE if config.init else -seen * math.log2(math.e)
+    stats[:, 1, : problem.seqlen_q] = -(out.detach() * dout).sum(-1)[0]
+    read = {"q": q, "k": k, "v": v, "dout": dout, "workspace_0": stats}
+    memory = {name: one.detach().flatten().numpy() for name, one in read.items()}
+    memory |= {name: np.full(one.numel(), np.nan) for name, one in (("dk", dk), ("dv", dv))}
+    planned = q, k, v, out, dout, dq, dk, dv
+    like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
+    of_rows = torch.empty(problem.heads * 2, rows, device="meta")
+    workspaces = 2 if problem.deterministic else 1
+    sums = play_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once)
+    torch.testing.assert_close(dq_of(sums, problem, config), dq[0])
+    for name, right in (("dk", dk), ("dv", dv)):
+        torch.testing.assert_close(torch.from_numpy(memory[name]).view(right.shape), right)
+    return sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "turns"), [(64, False), (64, True), (128, False), (128, True), (256, False)]
+)
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_are_those_of_plain_attention(
+    head_dim: int, turns: bool, causal: Causal, deterministic: bool
+) -> None:
+    played(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "stages"), [(1, 40, 2), (1, 70, 2), (3, 150, 2), (3, 150, 3), (2, 300, 4)]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_either_group_s_turn_may_be_the_last(
+    heads: int, queries: int, stages: int, deterministic: bool
+) -> None:
+    """After one step, two, nine and ten, with slots that a group meets in every turn, or now and then."""
+    problem = a_problem(128, heads=heads, seqlen_q=queries, deterministic=deterministic)
+    sums = played(problem, 2, ds_stages=stages)
+    blocks = math.ceil(problem.seqlen_kv / 128)
+    assert len(sums.added) == heads * math.ceil(queries / 64)
+    assert all(sorted(one.program for one in added) == [*range(blocks)] for added in sums.added.values())
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("if (step > 0) & (", "if (step >= 0) & ("),
+        ("if (steps & 1) != GROUP:", "if steps < 0:"),
+        ("last_address = ds_stage, ds_phase, address", "last_address = ds_stage, ds_phase, last_address"),
+        ("mbarrier.arrive(ds_empty.index(last_stage))", "mbarrier.arrive(ds_empty.index(ds_stage))"),
+        ("mbarrier.init(ds_empty.index(slot), count=1)", "mbarrier.init(ds_empty.index(slot), count=2)"),
+        ("(step // 2) & 1)", "step & 1)"),
+    ],
+)
+def test_playing_finds_what_is_wrong_with_turns(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.emulator.played_parts.PATIENCE_S", 2.0)
+    problem = a_problem(128, heads=3, deterministic=True)
+    kernel, _ = kernel_of(problem)
+    assert right in kernel.source
+    broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
+    monkeypatch.setattr(f"{__name__}.kernel_of", lambda problem, **_: (broken, FAMILY.default(problem, H200)))
+    with pytest.raises((AssertionError, Stuck)):
+        played(problem, 1)
+
+
+@pytest.mark.parametrize(("delay", "init"), [(False, True), (False, False), (True, False)])
+def test_steps_of_other_orders(delay: bool, init: bool) -> None:
+    # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.
+    causal = Causal.BOTTOM_RIGHT if delay else Causal.TOP_LEFT
+    problem = a_problem(64, causal=causal, deterministic=True, seqlen_q=270 if delay else 130)
+    played(problem, 2, delay=delay, init=init, turns=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "turns", "causal"),
+    [(64, False, Causal.NONE), (128, True, Causal.NONE), (256, False, Causal.BOTTOM_RIGHT)],
+)
+@pytest.mark.parametrize("at_once", [1, 2, 64], ids=["one", "two", "all"])
+def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
+    head_dim: int, turns: bool, causal: Causal, at_once: int
+) -> None:
+    """With one multiprocessor too: nobody waits for a program that starts later."""
+    problem = a_problem(head_dim, causal=causal, deterministic=True, kv_heads=2, seqlen_kv=260)
+    sums = played(problem, at_once, turns=turns)
+    blocks = math.ceil(problem.seqlen_kv / (64 if head_dim == 256 else 128))
+    longest = 0
+    for additions in sums.added.values():
+        # Both heads' programs alternate: half of a program's number is its block.
+        order = [one.program // problem.heads for one in additions]
+        assert order == list(range(len(order)))
+        longest = max(longest, len(order))
+    assert longest == blocks
+    # A counter for each block of queries, or half of it, stands at the number of blocks of keys that see it.
+    parts = math.ceil(problem.seqlen_q / (128 if head_dim == 64 else 64)) * (1 if turns else 2)
+    assert sorted(sums.counters) == list(range(0, problem.heads * parts * 4, 4))
+    assert max(sums.counters.values()) == blocks
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "beside"), [(35, 500, 1), (7, 4096, 2), (3, 30000, 1), (1, 130, 4)]
+)
+def test_a_head_s_programs_are_numbered_by_their_turns(heads: int, keys: int, beside: int) -> None:
+    problem = a_problem(64, deterministic=True, heads=heads, kv_heads=heads, seqlen_kv=keys)
+    kernel, _ = kernel_of(problem, beside=beside)
+    blocks = math.ceil(keys / 128)
+    together = min(math.ceil(132 * beside / blocks), heads)
+    turns = list(places(kernel, problem))
+    assert sorted(turns) == [(block, 0, head) for block in range(blocks) for head in range(heads)]
+    for head in range(heads):
+        numbers = [number for number, turn in enumerate(turns) if turn[2] == head]
+        assert [turns[number][0] for number in numbers] == list(range(blocks))
+        # The last heads that take turns may be fewer.
+        apart = min(together, heads - head // together * together)
+        assert {after - before for before, after in itertools.pairwise(numbers)} == {apart}

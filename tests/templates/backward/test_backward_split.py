@@ -1,0 +1,176 @@
+"""The split backward family: its configs, what they need, what its kernels become."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.target import TARGETS, Target, find_target
+from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.backward_split.space import SplitConfig, chunks_of
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_resources
+
+FAMILY = find_family("backward_split")
+H100, A100 = find_target("h100"), find_target("a100")
+PLAIN = Specialization()
+CONFIG = SplitConfig(
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    dq_block_m=64,
+    dq_block_n=64,
+    dq_warps=4,
+    dq_stages=2,
+)
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "window": {"window_left": 256, "first_tokens": 4, "sinks": True},
+    "scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "packed": {"packed": 512, "chunk": 128, "alibi": True},
+    "lengths": {"lengths": True, "prefix": True},
+}
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=8,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        causal=Causal.BOTTOM_RIGHT,
+        direction=Direction.BACKWARD,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def modelled(problem: Problem, config: SplitConfig, target: Target, assumed: Specialization = PLAIN) -> int:
+    return sum(item.bytes for item in FAMILY.sram_items(problem, config, target, assumed))
+
+
+def usual(problem: Problem, target: Target) -> SplitConfig:
+    config = FAMILY.default(problem, target)
+    assert isinstance(config, SplitConfig)
+    return config
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_usual_tiles_are_points_that_fit(target: Target) -> None:
+    for dtype, width, changes in itertools.product(Dtype, (16, 64, 80, 128, 256), ASKED.values()):
+        problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
+        if FAMILY.supports(problem, target) is None:
+            config = usual(problem, target)
+            assert FAMILY.space(problem, target).contains(config)
+            assert modelled(problem, config, target) <= target.sram_per_block
+            assert FAMILY.tensor_memory_columns(problem, config, target) <= target.tensor_memory_columns
+
+
+def test_what_it_refuses() -> None:
+    assert why_not(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
+    assert why_not(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
+    assert FAMILY.supports(a_problem(packed=512, bias=Bias.BOOLEAN), H100) is not None
+    assert FAMILY.supports(a_problem(head_dim=512), H100) is not None
+    assert why_not(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
+
+
+def test_no_tile_of_16_bits_is_narrow() -> None:
+    problem = a_problem(head_dim=40, value_head_dim=32)
+    for config in FAMILY.space(problem, H100).configs():
+        assert isinstance(config, SplitConfig)
+        assert all(chunk.width >= 64 for chunks in chunks_of(problem, config) for chunk in chunks)
+
+
+def test_sinks_change_nothing() -> None:
+    plain, sunk = (render(FAMILY, a_problem(sinks=sinks), CONFIG, PLAIN) for sinks in (False, True))
+    assert plain.digest == sunk.digest
+    assert sunk.all_side == ()
+
+
+def test_steps_take_what_they_need() -> None:
+    problem = a_problem(alibi=True, bias=Bias.ADDITIVE)
+    kernel = render(FAMILY, problem, CONFIG, Specialization(lse=True))
+    assert kernel.prologue is not None
+    assert kernel.epilogue is not None
+    names = [{one.name for one in step.arguments} for step in (kernel.prologue, kernel, kernel.epilogue)]
+    assert [{"dlse", "lse"} <= one for one in names] == [True, False, False]
+    assert [{"dk", "dv"} <= one for one in names] == [False, True, False]
+    assert [{"dq", "dbias", "dslopes"} <= one for one in names] == [False, False, True]
+    assert kernel.all_side == ("slopes", "bias")
+
+
+def test_time_and_traffic_grow_with_what_is_seen() -> None:
+    config = usual(a_problem(), H100)
+    long = {"seqlen_q": 8192, "seqlen_kv": 8192}
+    causal, full = a_problem(**long), a_problem(**long, causal=Causal.NONE)
+    assert 1.5 < FAMILY.span(full, config, H100) / FAMILY.span(causal, config, H100) < 2.1
+    moved = [sum(item.bytes for item in FAMILY.hbm_items(one, config)) for one in (causal, full)]
+    assert moved[0] < moved[1]
+    cached = sum(item.bytes for item in FAMILY.hbm_items(full, config, H100))
+    assert full.minimal_bytes() <= cached < moved[1]
+    # The kernel that keeps keys has as little to do behind a window as the one that keeps queries.
+    windowed = FAMILY.span(a_problem(**long, window_left=128), config, H100)
+    assert windowed < FAMILY.span(causal, config, H100) / 4
+    # What a launch costs whatever it does is not multiplied by the heads that share keys.
+    small = {"batch": 1, "seqlen_q": 16, "seqlen_kv": 16, "kv_heads": 1}
+    alone, shared = (FAMILY.span(a_problem(**small, heads=heads), config, H100) for heads in (1, 8))
+    assert alone < shared < 3 * alone
+    for changes in (
+        {"window_left": 128},
+        {"seqlen_q": 0},
+        {"seqlen_kv": 0},
+        {"seqlen_q": 9, "seqlen_kv": 8192},
+    ):
+        assert 0 < FAMILY.span(a_problem(**changes), config, H100) < math.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", ASKED.values(), ids=ASKED.keys())
+def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
+    problem = a_problem(**changes)
+    kernel = render(FAMILY, problem, CONFIG, PLAIN)
+    assert kernel.last is not None
+    assert all("wgmma" in compile_kernel(one, H100).asm["ptx"] for one in (kernel, kernel.last))
+    found = read_resources(kernel, H100).sram_bytes
+    assert 0.7 * found < modelled(problem, CONFIG, H100) <= found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "changes", "assumed"),
+    [
+        (A100, {}, PLAIN),
+        (A100, {"head_dim": 80, "window_left": 64}, Specialization(Alignment.ANY, 64, True)),
+        (find_target("b200"), {"softcap": True}, PLAIN),
+    ],
+    ids=["a100", "misaligned", "b200"],
+)
+def test_it_compiles_elsewhere_within_its_model(
+    target: Target, changes: dict[str, Any], assumed: Specialization
+) -> None:
+    problem = a_problem(**changes)
+    found = read_resources(render(FAMILY, problem, CONFIG, assumed), target)
+    assert 0 < modelled(problem, CONFIG, target, assumed) <= found.sram_bytes
+    assert FAMILY.tensor_memory_columns(problem, CONFIG, target) <= found.tensor_memory_columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_sums_stay_in_registers(width: int) -> None:
+    problem = a_problem(head_dim=width, value_head_dim=width)
+    found = read_resources(render(FAMILY, problem, usual(problem, H100), PLAIN), H100)
+    assert not found.serialized_wgmma
+    assert found.spill_bytes <= 64

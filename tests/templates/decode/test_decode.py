@@ -1,0 +1,198 @@
+"""The split-KV family without a GPU: plans, defaults, spaces, what compiles, and its model of SRAM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Bias, Dtype, KvDtype, KvScale
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel, load_module
+from flashtune.templates.decode_split_kv.space import DecodeConfig
+from flashtune.templates.rendering import render
+from tests.problems.decode import A100, FAMILY, H200, LATENT, a_config, a_problem, meta
+
+KNOWN = "decode_split_kv takes"
+
+
+def test_a_plan_of_split_keys() -> None:
+    problem = a_problem(batch=3)
+    kernel = render(FAMILY, problem, a_config(), Specialization())
+    module = load_module(kernel)
+    q = out = meta(3, 32, 2, 128)
+    k = v = meta(3, 8, 500, 128)
+    grid, workspaces, integers = module.launch_plan(q, k, v, out)
+    assert grid == (3 * 8 * 4,)
+    assert grid == (FAMILY.programs(msgspec.structs.replace(problem, seqlen_q=2), a_config()),)
+    assert workspaces == ((4, 3 * 32 * 2, 128), (4, 3 * 32 * 2))
+    assert integers[-6:] == (32, 4, 96, 2, 500, 4)
+    last_grid, last_integers = module.epilogue_plan(q, k, v, out)
+    assert last_grid == (3 * 32 * 2, 1)
+    assert last_integers == (32 * 2 * 128, 2 * 128, 128, 32, 2, 192, 4)
+    assert kernel.epilogue is not None
+    assert len(kernel.epilogue.arguments) == 4 + len(last_integers)
+    assert len(kernel.arguments) == 5 + len(workspaces) + 1 + len(integers)
+
+
+def test_a_plan_of_packed_pages() -> None:
+    problem = a_problem(page_size=16, packed=1, batch=5)
+    kernel = render(FAMILY, problem, a_config(splits=1), Specialization(lse=True))
+    assert kernel.epilogue is None
+    q = out = meta(1, 32, 9, 128)
+    k = v = meta(70, 8, 16, 128)
+    starts, lengths, table = (meta(*shape, dtype=torch.int32) for shape in ((6,), (5,), (5, 40)))
+    grid, workspaces, integers = load_module(kernel).launch_plan(q, k, v, out, starts, lengths, table)
+    assert grid == ((9 * 4 // 16 + 5) * 8,)
+    assert workspaces == ()
+    assert integers[12:] == (40, 32, 4, 32, 9, 640, 5)
+    assert kernel.side == ("cu_seqlens_q", "seqlens_kv", "block_table")
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 16),
+        ({"seqlen_kv": 131072}, 16),
+        ({"batch": 16}, 1),
+        ({"batch": 128, "heads": 64}, 1),
+        ({"batch": 16, "kv_heads": 1}, 8),
+        ({"heads": 128, "batch": 64, "seqlen_kv": 4096, **LATENT}, 1),
+        ({"seqlen_kv": 100}, 1),
+    ],
+)
+def test_defaults_fill_the_gpu_once(changes: dict[str, Any], splits: int) -> None:
+    problem = a_problem(**changes)
+    config = FAMILY.default(problem, H200)
+    assert isinstance(config, DecodeConfig)
+    assert config.splits == splits
+    assert FAMILY.programs(problem, config) <= H200.sm_count or splits == 1
+    assert FAMILY.space(problem, H200).contains(config)
+
+
+@pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200", "mi300x"])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (96, 80), (256, 256), (576, 512)])
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
+def test_defaults_fit(target: str, widths: tuple[int, int], dtype: Dtype) -> None:
+    gpu = find_target(target)
+    latent = widths[0] > 256
+    problem = a_problem(dtype=dtype, head_dim=widths[0], value_head_dim=widths[1], latent=latent)
+    config = FAMILY.default(problem, gpu)
+    assert FAMILY.space(problem, gpu).contains(config)
+    items = FAMILY.sram_items(problem, config, gpu, Specialization())
+    assert sum(item.bytes for item in items) <= gpu.sram_per_block
+
+
+def test_other_splits_are_points_of_the_space_and_differ_in_span() -> None:
+    problem = a_problem()
+    space = FAMILY.space(problem, H200)
+    usual = FAMILY.default(problem, H200)
+    others = list(FAMILY.spread_otherwise(problem, usual, H200))
+    assert usual in others
+    assert all(space.contains(other) for other in others)
+    spans = {config: FAMILY.span(problem, config, H200) for config in others}
+    assert min(spans, key=lambda config: spans[config]) == usual
+    alone = msgspec.structs.replace(usual, splits=1, early_combine=False)
+    assert spans[alone] > 5 * spans[usual]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seqlen_q": 17}, "up to 16 queries"),
+        ({"dtype": Dtype.E4M3}, "no queries in e4m3"),
+        ({"head_dim": 300}, "head dims up to 256"),
+        ({"packed": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
+        ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "pages alone"),
+        ({**LATENT, "value_head_dim": 500}, "a power of two"),
+    ],
+)
+def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
+    said = FAMILY.supports(a_problem(**changes), H200)
+    assert said is not None
+    assert said.startswith(KNOWN)
+    assert reason in said
+
+
+def test_e4m3_is_for_gpus_that_know_it() -> None:
+    stored = a_problem(kv_dtype=KvDtype.E4M3)
+    assert FAMILY.supports(stored, H200) is None
+    assert FAMILY.supports(stored, A100) is not None
+    assert FAMILY.supports(a_problem(kv_dtype=KvDtype.INT8), A100) is None
+
+
+def test_options_of_kernels_that_wait_for_nobody_are_stored_as_before() -> None:
+    assert msgspec.json.encode(LaunchOptions(4, 2)) == b'{"num_warps":4,"num_stages":2,"max_registers":0}'
+    early = LaunchOptions(4, 2, early=True)
+    assert msgspec.json.decode(msgspec.json.encode(early), type=LaunchOptions) == early
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "wide": ({"head_dim": 256, "value_head_dim": 256}, {"num_stages": 2}),
+    "decomposed": ({"head_dim": 96, "value_head_dim": 80}, {"decomposed": True}),
+    "several queries": ({"seqlen_q": 8, "kv_heads": 4}, {"block_m": 64}),
+    "pages": ({"page_size": 16}, {}),
+    "packed": ({"page_size": 64, "packed": 9}, {}),
+    "masks": ({"window_left": 99, "first_tokens": 4, "prefix": True, "bias": Bias.BOOLEAN}, {}),
+    "scores": ({"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "chunk": 128}, {}),
+    "int8": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}, {}),
+    "int8 pages": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 16}, {}),
+    "fp32": ({"dtype": Dtype.FP32}, {"block_n": 32, "num_stages": 2}),
+    "latent": ({**LATENT, "page_size": 64}, {"block_n": 32, "num_stages": 2, "num_warps": 8}),
+}
+HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "early": ({}, {"early_combine": True}),
+    "e4m3": ({"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}, {}),
+    "e4m3 pages": ({"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 128}, {}),
+    "latent e4m3": ({**LATENT, "kv_dtype": KvDtype.E4M3}, {"block_m": 64, "num_warps": 8, "num_stages": 2}),
+}
+
+
+def test_what_does_not_wait_is_not_launched_early() -> None:
+    """A combining kernel that came early and did not wait would read what nobody wrote yet."""
+    for dtype in (Dtype.BF16, Dtype.FP32):
+        kernel = render(FAMILY, a_problem(dtype=dtype), a_config(early_combine=True), Specialization())
+        assert kernel.last is not None
+        waits = "gdc_wait" in kernel.source
+        assert waits is (dtype is Dtype.BF16)
+        assert waits is (kernel.last.options.early is True)
+
+
+# Of these, kernels that may assume nothing of their tensors too.
+ANYWHERE = ("plain", "int8 pages", "fp32")
+BOTH = [(name, target) for name in CASES for target in ("h200", "a100")]
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(("name", "gpu"), [*BOTH, *((name, "h200") for name in HOPPER_CASES)])
+def test_it_compiles(name: str, gpu: str) -> None:
+    changes, values = {**CASES, **HOPPER_CASES}[name]
+    target = find_target(gpu)
+    problem, config = a_problem(**changes), a_config(**values)
+    assert FAMILY.supports(problem, target) is None
+    unaligned = [Specialization(Alignment.ANY, 64)] if name in ANYWHERE else []
+    for specialization in (Specialization(lse=True), *unaligned):
+        kernel = render(FAMILY, problem, config, specialization)
+        binary = compile_kernel(kernel, target)
+        items = FAMILY.sram_items(problem, config, target, specialization)
+        assert sum(item.bytes for item in items) <= binary.metadata.shared
+        assert kernel.last is not None
+        combining = compile_kernel(kernel.last, target)
+        assert combining.metadata.launch_pdl is config.early_combine
+        assert ("griddepcontrol.wait" in combining.asm["ptx"]) is config.early_combine
+
+
+def test_latent_products_are_those_of_warp_groups() -> None:
+    """One tile of values and a tile of the other columns, each in SRAM once, for both products."""
+    problem = a_problem(heads=128, **LATENT)
+    config = a_config(block_m=64, num_warps=8, num_stages=2, splits=1)
+    binary = compile_kernel(render(FAMILY, problem, config, Specialization()), H200)
+    assert "wgmma" in binary.asm["ptx"]
+    tile = 64 * 576 * 2
+    assert binary.metadata.shared == 3 * tile <= H200.sram_per_block

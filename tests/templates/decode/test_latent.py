@@ -1,0 +1,178 @@
+"""The latent Hopper family without a GPU: plans, what it refuses, defaults, and what compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import PAGE_SIZES, Causal, Dtype, Feature, KvDtype
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel, load_module
+from flashtune.templates.decode_latent_hopper.space import LatentConfig
+from flashtune.templates.family import why_not
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_resources
+from tests.problems.decode import meta
+from tests.problems.latent import FAMILY, H200, a_config, a_problem, kernel_of
+
+A100, B200 = find_target("a100"), find_target("b200")
+PLAIN = Specialization()
+
+
+def test_a_plan_of_pages_in_parts() -> None:
+    problem = a_problem(page_size=64, seqlen_q=3, batch=5)
+    kernel = kernel_of(problem, lse=True, queries=2, splits=4)
+    module = load_module(kernel)
+    q, out, cache = meta(5, 128, 3, 576), meta(5, 128, 3, 512), meta(70, 1, 64, 576)
+    side = meta(5, dtype=torch.int32), meta(5, 64, dtype=torch.int32)
+    tensors = (q, cache, cache[..., :512], out, *side)
+    grid, workspaces, integers = module.launch_plan(*tensors)
+    # Four tiles of 32 heads, two of two queries.
+    assert grid == (4 * 2 * 5 * 4,) == (FAMILY.programs(problem, a_config(queries=2, splits=4)),)
+    assert workspaces == ((4, 5 * 128 * 3, 512), (4, 5 * 128 * 3))
+    assert integers == (128, 640, 3, 4096, 64, 4)
+    last_grid, last_integers = module.epilogue_plan(*tensors)
+    assert last_grid == (5 * 128 * 3, 1)
+    assert last_integers == (128 * 3 * 512, 3 * 512, 512, 128, 3, 5 * 128 * 3, 4)
+    assert kernel.side == ("seqlens_kv", "block_table")
+    assert kernel.epilogue is not None
+    assert len(kernel.epilogue.arguments) == 4 + len(last_integers)
+    # Four descriptors, lse, scale.
+    assert len(kernel.arguments) == 4 + 1 + len(side) + len(workspaces) + 1 + len(integers)
+    assert [len(parts) for parts in module.descriptors(*tensors[:4])] == [2, 2, 0, 0]
+
+
+def test_who_has_all_keys_writes_the_output() -> None:
+    problem = a_problem(heads=16)
+    kernel = kernel_of(problem, queries=1)
+    q, out, k = meta(64, 16, 1, 576), meta(64, 16, 1, 512), meta(64, 1, 4096, 576)
+    module = load_module(kernel)
+    grid, workspaces, integers = module.launch_plan(q, k, k[..., :512], out)
+    assert (grid, workspaces, integers) == ((64,), (), (16, 1024, 1, 4096))
+    assert kernel.epilogue is None
+    assert kernel.takes_descriptors
+    assert kernel.side == ()
+    made = module.descriptors(q, k, k[..., :512], out)
+    assert [[one.block_shape for one in parts] for parts in made] == [
+        [[1, 64, 1, 256], [1, 64, 1, 64]],
+        [[1, 1, 1, 64, 256], [1, 1, 1, 64, 64]],
+        [],
+        [[1, 64, 1, 256]],
+    ]
+    boxes = [str(one.block_shape) for parts in made for one in parts]
+    assert [argument.type.split("[", 1)[1].split("]")[0] for argument in kernel.arguments[:5]] == [
+        box.strip("[]") for box in boxes
+    ]
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_rows_of_a_page_lie_one_behind_the_other(batch: int) -> None:
+    """The first two coordinates cancel, in bytes, whatever the strides."""
+    k = meta(batch, 1, 200, 640)[..., :576]
+    q = meta(batch, 128, 1, 576)
+    made = load_module(kernel_of(a_problem())).descriptors(q, k, k[..., :512], q[..., :512])[1][0]
+    far, used, page, row = 2**30, 129, batch - 1, 77
+    places = (far, used, page, far - used + row, 3)
+    offset = sum(at * stride for at, stride in zip(places, made.strides, strict=True))
+    assert offset * 2 % 2**64 == (page * k.stride(0) + row * k.stride(2) + 3) * 2
+    assert places[3] < made.shape[3] <= places[3] - row + used
+    assert all(stride * 2 % 16 == 0 and stride * 2 < 2**40 for stride in made.strides[:-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"latent": False, "head_dim": 128, "value_head_dim": 128}, "columns of the keys"),
+        ({"dtype": Dtype.FP32}, "bf16 and fp16"),
+        ({"kv_heads": 2}, "one KV head"),
+        ({"value_head_dim": 500}, "powers of two"),
+        ({"head_dim": 640}, "by 16, 32 or 64 columns"),
+        ({"head_dim": 496}, "16, 32 or 64 columns"),
+    ],
+)
+def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
+    said = FAMILY.supports(a_problem(**changes), H200)
+    assert said is not None
+    assert said.startswith("decode_latent_hopper takes")
+    assert reason in said
+
+
+def test_whose_it_is() -> None:
+    assert FAMILY.features == {Feature.LATENT, Feature.LENGTHS, Feature.PAGES}
+    assert not FAMILY.interpreted
+    taken: list[dict[str, Any]] = [{}, {"lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
+    for changes in (*taken, *({"page_size": keys} for keys in PAGE_SIZES)):
+        assert why_not(FAMILY, a_problem(**changes), H200, PLAIN) is None
+        assert why_not(FAMILY, a_problem(**changes), H200, Specialization(Alignment.ANY)) is not None
+    assert why_not(FAMILY, a_problem(softcap=True), H200, PLAIN) is not None
+    assert why_not(FAMILY, a_problem(kv_dtype=KvDtype.E4M3), H200, PLAIN) is not None
+    for target in (A100, B200):
+        assert "sm_90 alone" in str(FAMILY.supports(a_problem(), target))
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [({}, 1), ({"batch": 1}, 32), ({"batch": 16}, 4), ({"heads": 16}, 2), ({"seqlen_kv": 60, "batch": 1}, 1)],
+)
+def test_defaults_fill_the_gpu(changes: dict[str, Any], splits: int) -> None:
+    problem = a_problem(**changes)
+    config = FAMILY.default(problem, H200)
+    assert isinstance(config, LatentConfig)
+    assert config.splits == splits
+    space = FAMILY.space(problem, H200)
+    assert space.contains(config)
+    others = list(FAMILY.spread_otherwise(problem, config, H200))
+    assert config in others
+    assert all(space.contains(other) for other in others)
+
+
+def test_few_heads_share_tiles_with_more_queries() -> None:
+    config = FAMILY.default(a_problem(heads=16, seqlen_q=4), H200)
+    assert isinstance(config, LatentConfig)
+    assert config.queries == 4
+    assert FAMILY.programs(a_problem(heads=16, seqlen_q=4), config) == 64 * config.splits
+
+
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one part": ({}, {"late_values": True}),
+    "lengths in parts": ({"lengths": True}, {"splits": 3}),
+    "pages": ({"page_size": 64, "causal": Causal.NONE}, {}),
+    "pages of 128": ({"page_size": 128, "dtype": Dtype.FP16, "seqlen_q": 4}, {"queries": 4, "splits": 2}),
+    "pages of 16": ({"page_size": 16}, {"late_values": True}),
+    "pages of 16 in parts": ({"page_size": 16, "seqlen_q": 2}, {"queries": 2, "splits": 3}),
+    "pages of 32": ({"page_size": 32, "dtype": Dtype.FP16}, {"late_values": True, "splits": 2}),
+    "narrow pages of 16": ({"page_size": 16, "value_head_dim": 256, "head_dim": 272}, {"num_stages": 4}),
+    "three stages": ({"value_head_dim": 256, "head_dim": 288}, {"num_stages": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_the_compiler_makes_of_it(name: str) -> None:
+    changes, values = COMPILED[name]
+    problem, config = a_problem(**changes), a_config(**values)
+    kernel = render(FAMILY, problem, config, Specialization(lse=True))
+    resources = read_resources(kernel, H200)
+    asked = sum(item.bytes for item in FAMILY.sram_items(problem, config, H200, PLAIN))
+    # The compiler adds the exchange between roles and aligns what it allocates.
+    assert 0 <= resources.sram_bytes - asked <= 1024
+    assert resources.sram_bytes <= H200.sram_per_block
+    assert resources.warps == 12
+    assert not resources.serialized_wgmma
+    assert resources.spill_bytes == 0
+    if kernel.last is not None:
+        assert compile_kernel(kernel.last, H200).metadata.shared <= H200.sram_per_block
+
+
+@pytest.mark.parametrize("splits", [2, 32, 66, 128])
+def test_what_combines_parts_fits_registers(splits: int) -> None:
+    """All columns of all parts at once did not, from 65 parts on."""
+    last = kernel_of(a_problem(batch=1), lse=True, splits=splits).last
+    assert last is not None
+    resources = read_resources(last, H200)
+    assert resources.spill_bytes == 0
+    assert resources.registers < 128

@@ -1,0 +1,110 @@
+"""The Hopper family without a GPU: what it takes, and what changes its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.family import why_not
+from flashtune.templates.rendering import render
+from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sampled_configs
+
+
+def test_it_runs_on_hopper_alone() -> None:
+    for name in ("h100", "h200"):
+        assert FAMILY.supports(a_problem(), find_target(name)) is None
+    for name in ("a100", "b200", "rtx-5090", "mi300x"):
+        target = find_target(name)
+        reason = FAMILY.supports(a_problem(), target)
+        assert reason == f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
+    assert not FAMILY.interpreted
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (a_problem(64, dtype=Dtype.FP32), "takes bf16, fp16 and e4m3, not fp32"),
+        (a_problem(264, 64), "takes head dims up to 256"),
+        (a_problem(64, 264), "takes head dims up to 256"),
+        (a_problem(8), "bf16 head dims from 16 on, in steps of 8"),
+        (a_problem(64, 8), "bf16 head dims from 16 on, in steps of 8"),
+        (a_problem(100, dtype=Dtype.FP16), "fp16 head dims from 16 on, in steps of 8"),
+        (a_problem(16, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
+        (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
+        (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
+        (a_problem(packed=1, dropout=True), "of sequences that are not packed"),
+    ],
+)
+def test_what_it_does_not_compute_has_a_reason(problem: Problem, reason: str) -> None:
+    assert reason in str(FAMILY.supports(problem, H200))
+
+
+def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
+    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, packed=1), H200)
+    assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
+    problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
+    assert {config.pack for config in sampled_configs(problem, 60)} == {1}
+    with pytest.raises(KernelError, match="make pack 1"):
+        render(FAMILY, problem, a_config(problem, pack=2), PLAIN)
+
+
+def test_it_has_windows_and_packed_sequences_and_no_more() -> None:
+    window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
+    for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1)):
+        assert why_not(FAMILY, problem, H200, PLAIN) is None
+    assert why_not(FAMILY, a_problem(packed=1, sinks=1), H200, PLAIN) == "forward_hopper has no sinks"
+
+
+def test_it_takes_what_the_copy_engine_can_address() -> None:
+    for dtype, least in ((Dtype.BF16, 8), (Dtype.FP16, 8), (Dtype.E4M3, 16)):
+        for alignment in Alignment:
+            for index_bits in (32, 64):
+                specialization = Specialization(alignment, index_bits)
+                assert FAMILY.takes(dtype, specialization) is (alignment >= least)
+    problem = a_problem()
+    assert why_not(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
+    assert "cannot address" in str(why_not(FAMILY, problem, H200, Specialization(Alignment.ANY)))
+
+
+def test_lengths_heads_and_batch_do_not_change_the_source() -> None:
+    one, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
+    for config in (a_config(one), a_config(one, pack=8, order="alternate", section=8)):
+        assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
+
+
+def test_everything_that_decides_the_binary_changes_the_digest() -> None:
+    problem = a_problem(256)
+    variants: tuple[dict[str, Any], ...] = (
+        {},
+        {"groups": 1, "ping_pong": False},
+        {"rows": 128},
+        {"block_n": 128},
+        {"num_stages": 3},
+        {"q_stages": 2},
+        {"halved": False},
+        {"ping_pong": True},
+        {"late_wait": False},
+        {"lazy_rescale": False},
+        {"pack": 2},
+        {"section": 8},
+        {"order": "long_first"},
+        {"order": "alternate"},
+        {"even": False},
+    )
+    kernels = [render(FAMILY, problem, a_config(problem, **changes), PLAIN) for changes in variants]
+    kernels += [
+        render(FAMILY, problem, a_config(problem), Specialization(lse=True)),
+        render(FAMILY, a_problem(256, dtype=Dtype.FP16), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, causal=Causal.TOP_LEFT), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, causal=Causal.BOTTOM_RIGHT), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_left=100), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, packed=1), a_config(problem), PLAIN),
+    ]
+    assert len({kernel.digest for kernel in kernels}) == len(kernels)

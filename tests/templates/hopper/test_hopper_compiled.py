@@ -1,0 +1,85 @@
+"""Hopper kernels as the compiler sees them: SRAM against the model, products, descriptors."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype
+from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_resources
+from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
+
+# A problem, changes of its default config, and whether the log-sum-exp is written.
+COMPILED = {
+    "d128 causal": (a_problem(128, causal=Causal.BOTTOM_RIGHT), {}, False),
+    "d64 in three groups": (a_problem(64), {}, True),
+    "d64 packed": (a_problem(64, kv_heads=2), {"pack": 4, "groups": 1, "ping_pong": False}, True),
+    "d96 decomposed": (a_problem(96, causal=Causal.TOP_LEFT), {}, True),
+    "d96 padded": (a_problem(96), {"decomposed": False, "q_stages": 1}, False),
+    "d192, 128": (a_problem(192, 128, dtype=Dtype.FP16), {}, False),
+    "d256 halved": (a_problem(256), {}, False),
+    "e4m3": (a_problem(128, dtype=Dtype.E4M3), {}, True),
+    "d128, window": (a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=1024), {}, True),
+    "d64, window on both sides": (a_problem(64, window_left=256, window_right=100), {}, True),
+    "e4m3, window": (a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=500), {}, False),
+    "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1), {}, True),
+    "d96, packed sequences and window": (a_problem(96, packed=1, window_left=100), {}, False),
+    "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
+    "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
+    "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
+    "e4m3, weights in shared memory": (
+        a_problem(128, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
+        {"groups": 3, "p_stages": 1},
+        False,
+    ),
+    "e4m3, two tiles of weights": (
+        a_problem(128, dtype=Dtype.E4M3),
+        {"groups": 3, "p_stages": 2, "late_wait": False},
+        True,
+    ),
+    "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> None:
+    problem, changes, lse = COMPILED[name]
+    config = a_config(problem, **changes)
+    kernel = render(FAMILY, problem, config, Specialization(lse=lse))
+    resources = read_resources(kernel, H200)
+    # The compiler adds the exchange between roles and aligns what it allocates.
+    assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
+    assert resources.sram_bytes <= H200.sram_per_block
+    # Groups of four warps; the producer's warp is rounded up to four as well.
+    assert resources.warps == 4 * (config.groups + 1)
+    # Products are never serialised, nor are tiles spilled; an address or two may be, and some more where
+    # three groups need their registers for tiles: numbers that the loop over keys does not ask for.
+    assert not resources.serialized_wgmma
+    assert resources.spill_bytes <= (48 if config.p_stages else 32)
+
+
+def test_descriptors_are_what_the_launcher_is_told_of() -> None:
+    problem = a_problem(96, 80)
+    binary = compile_kernel(render(FAMILY, problem, a_config(problem), PLAIN), H200)
+    # Two tiles of each of q, k, v and out.
+    assert len(binary.metadata.tensordesc_meta) == 8
+    assert [notes["block_size"][-1] for notes in binary.metadata.tensordesc_meta] == [64, 32] * 2 + [
+        64,
+        16,
+    ] * 2
+    assert binary.metadata.global_scratch_size == 0
+
+
+@pytest.mark.slow
+def test_both_kernels_of_a_quantised_source_compile() -> None:
+    problem = a_problem(128, dtype=Dtype.E4M3)
+    kernel = render(FAMILY, problem, a_config(problem), PLAIN)
+    assert kernel.first is not None
+    assert "transpose_values" in str(compile_kernel(kernel.first, H200).asm["ptx"])
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in str(
+        compile_kernel(kernel, H200).asm["ptx"]
+    )

@@ -1,0 +1,237 @@
+"""How Hopper kernels are launched: descriptors as they were declared, the grid, and workspaces."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.language import str_to_ty
+from triton.runtime.jit import mangle_type
+
+from flashtune.core.kernel import Kernel
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.launch.compilation import load_module
+from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.rendering import render
+from tests.problems.hopper import FAMILY, PLAIN, a_config, a_problem, sampled_configs
+
+MULTIPROCESSORS = 132
+DESCRIBED = [
+    a_problem(64, kv_heads=1),
+    a_problem(128, dtype=Dtype.FP16, kv_heads=2, causal=Causal.BOTTOM_RIGHT),
+    a_problem(96, 80, kv_heads=4),
+    a_problem(40, 24),
+    a_problem(192, 128),
+    a_problem(256, causal=Causal.TOP_LEFT),
+    a_problem(128, dtype=Dtype.E4M3),
+    a_problem(96, 80, dtype=Dtype.E4M3),
+    a_problem(256, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT),
+    a_problem(128, batch=1, kv_heads=2, packed=1),
+    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, packed=1),
+    a_problem(256, batch=1, packed=1),
+]
+
+PACKED = a_problem(64, batch=1, packed=1)
+
+
+def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
+    return render(FAMILY, problem, config, PLAIN)
+
+
+# ---- descriptors -----------------------------------------------------------------------------------
+
+
+def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
+    """q, k, v and out as kernels see them: no data, and v as the prologue leaves it."""
+
+    def empty(heads: int, length: int, width: int, dtype: Dtype) -> torch.Tensor:
+        sides = (problem.batch, heads, length) if layout == "bhsd" else (problem.batch, length, heads)
+        tensor = torch.empty(*sides, width, dtype=TORCH_DTYPES[dtype], device="meta")
+        return tensor if layout == "bhsd" else tensor.transpose(1, 2)
+
+    dtype, keys, values = problem.dtype, problem.seqlen_kv, problem.value_head_dim
+    return (
+        empty(problem.heads, problem.seqlen_q, problem.head_dim, dtype),
+        empty(problem.kv_heads, keys, problem.head_dim, dtype),
+        empty(problem.kv_heads, *((values, keys) if dtype.is_quantized else (keys, values)), dtype),
+        empty(problem.heads, problem.seqlen_q, problem.value_head_dim, dtype.out),
+    )
+
+
+@pytest.mark.parametrize("problem", DESCRIBED, ids=lambda problem: problem.key)
+def test_arguments_are_typed_as_the_descriptors_that_the_host_makes(problem: Problem) -> None:
+    tensors = like(problem)
+    for config in (a_config(problem), *sampled_configs(problem, 5)):
+        kernel = kernel_of(problem, config)
+        made = load_module(kernel).descriptors(*tensors)
+        flat = [descriptor for parts in made for descriptor in parts]
+        declared = [argument for argument in kernel.arguments if argument.type.startswith("tensordesc")]
+        # Triton's own name of a descriptor's type, against ours: element, tile and layout.
+        types = [str_to_ty(mangle_type(descriptor), None) for descriptor in flat]
+        assert types == [str_to_ty(argument.type, None) for argument in declared]
+        assert kernel.arguments[: len(declared)] == tuple(declared)
+        assert [argument.name[0] for argument in declared] == [
+            name for name, parts in zip("qkvo", made, strict=True) for _ in parts
+        ]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_descriptors_span_their_tensors_as_they_lie(layout: str) -> None:
+    problem = a_problem(96, 80, seqlen_q=100, seqlen_kv=300, kv_heads=2)
+    tensors = q, k, v, out = like(problem, layout)
+    made = load_module(kernel_of(problem, a_config(problem, pack=8))).descriptors(*tensors)
+    # Query heads are counted within the group of a KV head, so that a tile ends with its group.
+    spans = [tensor.unflatten(1, (2, 4)) for tensor in (q, out)]
+    for tensor, span, parts in zip(tensors, (spans[0], k, v, spans[1]), made, strict=True):
+        for descriptor in parts:
+            assert descriptor.base is tensor
+            assert tuple(descriptor.shape) == tuple(span.shape)
+            assert tuple(descriptor.strides) == span.stride()
+            assert descriptor.padding == "zero"
+    assert tiles_of(made[0]) == [[1, 1, 8, 8, 64], [1, 1, 8, 8, 32]]
+    assert tiles_of(made[1]) == [[1, 1, 128, 64], [1, 1, 128, 32]]
+    assert tiles_of(made[2]) == [[1, 1, 128, 64], [1, 1, 128, 16]]
+    assert tiles_of(made[3]) == [[1, 1, 8, 8, 64], [1, 1, 8, 8, 16]]
+
+
+def tiles_of(parts: tuple[Any, ...]) -> list[list[int]]:
+    return [descriptor.block_shape for descriptor in parts]
+
+
+def test_halves_and_transposed_values() -> None:
+    halved = a_problem(256)
+    made = load_module(kernel_of(halved, a_config(halved))).descriptors(*like(halved))
+    assert tiles_of(made[3]) == [[1, 1, 1, 64, 128]]
+    quantised = a_problem(128, 64, dtype=Dtype.E4M3)
+    made = load_module(kernel_of(quantised, a_config(quantised))).descriptors(*like(quantised))
+    assert tiles_of(made[2]) == [[1, 1, 64, 128]]
+    assert [made[index][0].layout.swizzle_byte_width for index in range(4)] == [128, 128, 128, 128]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_rows_of_packed_sequences_end_with_their_sequence(name: str, layout: str) -> None:
+    problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    place = ("q", "k", "v", "out").index(name)
+    tensor = like(problem, layout)[place]
+    far, size = module.FAR.value, tensor.element_size()
+    for descriptor in module.descriptors(*like(problem, layout))[place]:
+        assert descriptor.block_shape[:3] == [1, 1, 1]
+        assert descriptor.shape[2] == tensor.shape[1]
+        assert descriptor.shape[4] == tensor.shape[3]
+        # What the copy engine is told are numbers of 32 bits and strides of less than 2^40 bytes.
+        assert max(descriptor.shape) < 2**31
+        assert all(0 < size * stride < 2**40 for stride in descriptor.strides)
+        for start, rows, row, head, column in ((0, 1, 0, 0, 0), (700, 300, 299, 1, 3), (5, 9, 2, 0, 79)):
+            coordinates = (far, start + rows, head, far - rows + row, column)
+            assert all(one < extent for one, extent in zip(coordinates, descriptor.shape, strict=True))
+            reached = sum(one * by for one, by in zip(coordinates, descriptor.strides, strict=True))
+            meant = head * tensor.stride(1) + (start + row) * tensor.stride(2) + column
+            # Addresses have 64 bits.
+            assert size * reached % 2**64 == size * meant
+        # One row more is outside.
+        assert far - 300 + 300 == descriptor.shape[3]
+
+
+# ---- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+
+
+def plan(problem: Problem, **changes: Any) -> Any:
+    """The plan of tensors on a GPU, of which only the shape is asked."""
+    module = load_module(kernel_of(problem, a_config(problem, **changes)))
+    on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
+    if problem.dtype.is_quantized:
+        on_gpu[2].shape = (*on_gpu[1].shape[:3], problem.value_head_dim)
+    return module.launch_plan(*on_gpu)
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(
+    ("changes", "lengths", "tiles"),
+    [
+        ({}, (1024, 1024), 2 * 8 * 8),
+        ({}, (1025, 77), 2 * 8 * 9),
+        ({}, (1, 1), 2 * 8),
+        ({"pack": 4}, (1024, 1024), 2 * 2 * 32),
+        # A pack of eight is half empty with a group of four.
+        ({"rows": 128, "pack": 8}, (100, 100), 2 * 2 * 4),
+        ({"groups": 1, "ping_pong": False}, (1024, 1024), 2 * 8 * 16),
+        ({"groups": 3}, (1024, 1024), 2 * 8 * 6),
+    ],
+)
+def test_the_grid_is_as_many_programs_as_run_at_once(
+    changes: dict[str, Any], lengths: tuple[int, int], tiles: int
+) -> None:
+    problem = a_problem(64, kv_heads=2, seqlen_q=lengths[0], seqlen_kv=lengths[1])
+    changes = {"groups": 2, "pack": 1, "section": 0, **changes}
+    (programs,), workspaces, integers = plan(problem, **changes, even=False)
+    assert programs == min(tiles, MULTIPROCESSORS)
+    assert workspaces == ()
+    packs = 4 * math.ceil(4 / changes["pack"])
+    assert integers == (8, 4, 16, *lengths, packs)
+    (programs,), _, _ = plan(problem, **changes, even=True)
+    rounds = math.ceil(tiles / MULTIPROCESSORS)
+    assert math.ceil(tiles / programs) == rounds
+    assert programs == 1 or math.ceil(tiles / (programs - 1)) > rounds
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_sections_are_counted_in_packs_and_hold_no_more_than_there_are() -> None:
+    problem = a_problem(64, kv_heads=2)
+    for section, pack, expected in ((0, 1, 16), (4, 1, 4), (64, 1, 16), (4, 4, 4), (8, 4, 4), (0, 4, 4)):
+        assert plan(problem, section=section, pack=pack)[2][-1] == expected
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(("keys", "kept"), [(1, 16), (16, 16), (17, 32), (1000, 1008)])
+def test_transposed_values_have_room_for_whole_groups_of_keys(keys: int, kept: int) -> None:
+    problem = a_problem(128, 64, dtype=Dtype.E4M3, kv_heads=2, seqlen_kv=keys)
+    (shape,) = plan(problem)[1]
+    assert shape[:3] == (2, 2, 64)
+    # Bytes of keys, in a workspace of float32.
+    assert 4 * shape[3] == kept
+    v = torch.empty(2, keys, 2, 64, device="meta").transpose(1, 2)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    grid, integers = module.prologue_plan(v, v, v, v)
+    assert grid == (math.ceil(keys / 64), 4)
+    assert integers == (*v.stride()[:3], 2, keys)
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_packed_sequences_have_places_for_the_most_tiles_that_they_may_need() -> None:
+    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, packed=1)
+    module = load_module(kernel_of(problem, a_config(problem, section=4, even=False)))
+    on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
+    for sequences, steps in ((1, 0), (2, 1), (3, 2), (64, 6), (65, 7), (4000, 12)):
+        starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+        (programs,), workspaces, integers = module.launch_plan(*on_gpu, starts, starts)
+        assert programs == min(8 * (5000 // 192 + sequences), MULTIPROCESSORS)
+        assert workspaces == ()
+        assert integers == (8, 4, 5000, 4, sequences, steps)
+
+
+def test_kernels_of_packed_sequences_are_told_where_they_lie() -> None:
+    kernel = kernel_of(PACKED, a_config(PACKED))
+    names = [argument.name for argument in kernel.arguments]
+    counts = ["heads", "group_size", "tokens", "section", "sequences", "steps"]
+    assert names[-10:] == ["lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", *counts]
+    assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
+
+
+def test_the_kernel_is_told_its_integers_in_order() -> None:
+    problem = a_problem(64)
+    kernel = kernel_of(problem, a_config(problem))
+    names = [argument.name for argument in kernel.arguments]
+    assert names[-7:] == ["scale", "heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv", "section"]
+    assert {argument.type for argument in kernel.arguments[-6:]} == {"i32"}

@@ -1,0 +1,202 @@
+"""Hopper kernels as rendered, played on the CPU against plain attention: blocks, barriers, borders."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Problem
+from flashtune.templates.rendering import render
+from tests.emulator import played_parts
+from tests.emulator.played_hopper import play
+from tests.emulator.played_parts import Array, Stuck
+from tests.problems.hopper import FAMILY, a_config, a_problem
+from tests.problems.plain_masks import plain_attention
+
+UNTOUCHED = 777.0
+# A number that has an exact spelling in float32.
+DROPOUT = 0.3125
+# Whether the kernel of an early wait or a late one is played makes no difference here.
+SMALL = {"groups": 2, "rows": 64, "block_n": 64, "num_stages": 2, "q_stages": 1, "ping_pong": True}
+THREE = {**SMALL, "groups": 3, "q_stages": 2, "lazy_rescale": False}
+ALONE = {**SMALL, "groups": 1, "rows": 128, "ping_pong": False, "num_stages": 3}
+CONFIGS = pytest.mark.parametrize("config", [SMALL, THREE, ALONE], ids=["two", "three", "one"])
+RANDOM = random.Random(3)
+EQUAL = [(length, length) for length in (64, 1, 0, 200, 129, 0, 97)]
+MIXED = [(RANDOM.randint(1, 250), RANDOM.randint(0, 250)) for _ in range(5)]
+
+
+def kernel_of(problem: Problem, **changes: Any) -> Kernel:
+    return render(FAMILY, problem, a_config(problem, **changes), Specialization(lse=True))
+
+
+def worst_error(
+    kernel: Kernel,
+    problem: Problem,
+    programs: int,
+    lengths: list[tuple[int, int]] | None = None,
+    spare: int = 0,
+) -> float:
+    """Between what a kernel makes of random tensors and plain attention, of outputs and log-sum-exps."""
+    chance = torch.Generator().manual_seed(1)
+    side = NO_SIDE
+    beside: tuple[Array, ...] = ()
+    batch, rows, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
+    if lengths is not None:
+        starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
+        batch, rows, keys = 1, int(starts[0][-1]) + spare, int(starts[1][-1]) + spare
+        side = Side(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+        beside = tuple(one.numpy() for one in starts)
+    if problem.dropout:
+        side = Side(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
+        beside = (np.array([0x7123456789ABCDEF]),)
+    shapes = [
+        (batch, heads, length, width)
+        for heads, length, width in (
+            (problem.heads, rows, problem.head_dim),
+            (problem.kv_heads, keys, problem.head_dim),
+            (problem.kv_heads, keys, problem.value_head_dim),
+        )
+    ]
+    q, k, v = (torch.randn(shape, generator=chance, dtype=torch.float64) for shape in shapes)
+    out = torch.full((*q.shape[:3], v.shape[3]), UNTOUCHED, dtype=torch.float64)
+    lse = np.full(batch * problem.heads * rows, UNTOUCHED)
+    scale = problem.head_dim**-0.5
+    expected = plain_attention(problem, q, k, v, side, scale)
+    if spare:
+        # What lies behind the last sequence must not matter.
+        for tensor in (k, v):
+            tensor[:, :, keys - spare :] = math.nan
+    like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
+    flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
+    numbers = (DROPOUT,) if problem.dropout else ()
+    play(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
+    worst = 0.0
+    for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
+        # Rows that no sequence has are as they were.
+        right = meant.nan_to_num(nan=UNTOUCHED, neginf=-math.inf)
+        error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
+        worst = max(worst, float(error.max()))
+    return worst
+
+
+def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:
+    shape = {"heads": 2, "kv_heads": 1, "batch": 1, "seqlen_q": 300, "seqlen_kv": 300, **changes}
+    return msgspec.structs.replace(a_problem(16, causal=causal), **shape)
+
+
+@CONFIGS
+@pytest.mark.parametrize("causal", list(Causal))
+def test_attention_as_it_was(config: dict[str, Any], causal: Causal) -> None:
+    problem = a_small(causal, seqlen_q=200, kv_heads=2)
+    assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12
+
+
+@pytest.mark.slow
+@CONFIGS
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        (Causal.BOTTOM_RIGHT, {"window_left": 0}),
+        (Causal.BOTTOM_RIGHT, {"window_left": 100}),
+        (Causal.TOP_LEFT, {"window_left": 64}),
+        (Causal.NONE, {"window_left": 70}),
+        (Causal.NONE, {"window_right": 30}),
+        (Causal.NONE, {"window_left": 65, "window_right": 63}),
+        (Causal.NONE, {"window_left": 0, "window_right": 0}),
+    ],
+)
+def test_windows(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
+    for queries, keys in ((400, 400), (150, 420), (420, 150)):
+        problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, **window)
+        assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12, (queries, keys)
+
+
+@pytest.mark.slow
+@CONFIGS
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
+def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
+    problem = a_small(causal, packed=1, **window)
+    for lengths, programs in ((EQUAL, 3), (MIXED, 40), ([(30, 0), (70, 3), (0, 9), (5, 0)], 2)):
+        worst = worst_error(kernel_of(problem, **config), problem, programs, lengths, spare=100)
+        assert worst < 1e-12, lengths
+
+
+@pytest.mark.slow
+@CONFIGS
+@pytest.mark.parametrize("causal", list(Causal))
+def test_dropout(config: dict[str, Any], causal: Causal) -> None:
+    for queries, keys, changes in ((200, 300, {"batch": 2}), (150, 420, {"window_left": 70})):
+        problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, dropout=True, **changes)
+        assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12, (queries, keys)
+
+
+def test_dropout_of_heads_that_share_tiles() -> None:
+    problem = a_small(heads=8, kv_heads=2, seqlen_q=20, dropout=True, batch=2)
+    assert worst_error(kernel_of(problem, **SMALL, pack=2), problem, 2) < 1e-12
+
+
+@pytest.mark.slow
+def test_orders_sections_and_widths_of_packed_sequences() -> None:
+    changes: dict[str, Any]
+    for widths, changes in (
+        ((16, 16), {"order": "linear", "section": 2}),
+        ((16, 16), {"order": "alternate", "section": 4, "even": True}),
+        ((96, 80), {"decomposed": True}),
+        ((128, 128), {"halved": True}),
+    ):
+        shape = {"heads": 4, "kv_heads": 2, "packed": 1}
+        problem = msgspec.structs.replace(
+            a_small(Causal.BOTTOM_RIGHT), head_dim=widths[0], value_head_dim=widths[1], **shape
+        )
+        assert worst_error(kernel_of(problem, **{**SMALL, **changes}), problem, 5, EQUAL) < 1e-12
+
+
+def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
+    assert right in kernel.source
+    return msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
+
+
+def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = a_small(Causal.BOTTOM_RIGHT, window_left=100)
+    kernel = kernel_of(window, **SMALL)
+    for right, wrong in (
+        (">= starts", "> starts"),
+        ("earlier < open_from", "earlier < open_from - 1"),
+        ("- LEFT\n    return", "- LEFT + 64\n    return"),
+        ("if block >= open_blocks", "if block > open_blocks"),
+    ):
+        assert not worst_error(broken(kernel, right, wrong), window, 2) < 1e-3, wrong
+    monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
+    with pytest.raises(Stuck):
+        worst_error(broken(kernel, "in range(unseen + gl", "in range(gl"), window, 2)
+    dropped = a_small(Causal.BOTTOM_RIGHT, dropout=True)
+    kernel = kernel_of(dropped, **SMALL)
+    for right, wrong in (
+        ("^ head_number)", ")"),
+        ("(earlier * BLOCK_N).to", "(block * BLOCK_N).to"),
+        ("(key_offsets & -7).to(gl.uint32) *", "(key_offsets & -8).to(gl.uint32) *"),
+        ("xor.b32 low, low, high;", ""),
+        ("where(row_sum == 0.0, 1.0, row_sum) * (1.0 - dropout))", "where(row_sum == 0.0, 1.0, row_sum))"),
+    ):
+        assert not worst_error(broken(kernel, right, wrong), dropped, 2) < 1e-3, wrong
+    packed = a_small(Causal.BOTTOM_RIGHT, packed=1)
+    kernel = kernel_of(packed, **SMALL)
+    for right, wrong in (
+        (
+            "this_start + this_seqlen_q, this_head, FAR - this_seqlen_q",
+            "this_start + this_seqlen_q + 64, this_head, FAR - this_seqlen_q - 64",
+        ),
+        ("mask=positions < this_seqlen_q", "mask=positions < tokens"),
+    ):
+        assert not worst_error(broken(kernel, right, wrong), packed, 2, EQUAL, spare=300) < 1e-3, wrong

@@ -1,0 +1,114 @@
+"""Which tiles the programs of a Hopper kernel work on: every one once, by the kernel's own functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtune.core.problem import Causal
+from tests.emulator.hopper_schedule import LOCATES, Place, in_python, kernel_of
+from tests.problems.hopper import a_problem
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from(sorted(LOCATES)),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 40),
+)
+def test_every_tile_is_worked_on_once(
+    kind: tuple[str, int], most_workers: int, tiles: int, batch: int, kv_heads: int, group: int, section: int
+) -> None:
+    order, pack = kind
+    packs_per_kv = math.ceil(group / pack)
+    packs = kv_heads * packs_per_kv
+    total = tiles * batch * packs
+    section, workers = min(section, batch * packs), min(most_workers, total)
+    schedule = (total, tiles, section, batch * packs, packs, packs_per_kv)
+    found = [LOCATES[kind](index, workers, *schedule) for index in range(total)]
+    assert sorted(found) == [
+        (tile, sequence, kv_head, head)
+        for tile in range(tiles)
+        for sequence in range(batch)
+        for kv_head in range(kv_heads)
+        for head in range(0, group, pack)
+    ]
+    if order != "alternate":
+        # The heads of a section are done before those of the next, tile by tile.
+        ranks = [
+            (
+                (sequence * packs + kv_head * packs_per_kv + head // pack) // section,
+                tile if order == "linear" else -tile,
+            )
+            for tile, sequence, kv_head, head in found
+        ]
+        assert ranks == sorted(ranks)
+
+
+def test_who_had_a_long_tile_gets_a_short_one() -> None:
+    workers, total, tiles, heads = 8, 128, 32, 4
+
+    def spread(order: str) -> int:
+        """Between the programs with the most and with the least to do."""
+        locate = LOCATES[order, 1]
+        lengths = [locate(index, workers, total, tiles, heads, heads, heads, 1)[0] for index in range(total)]
+        work = [sum(map(int, lengths[worker::workers])) for worker in range(workers)]
+        return max(work) - min(work)
+
+    assert spread("alternate") == 0
+    assert spread("long_first") > 0
+
+
+# ---- packed sequences ------------------------------------------------------------------------------
+
+PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, packed=1)
+SEEKS = {order: kernel_of(PACKED, order=order) for order in ("linear", "long_first", "alternate")}
+SEEKING = {order: in_python(kernel, "seek") for order, kernel in SEEKS.items()}
+ROWS_OF_A_TILE = 192
+
+
+@given(
+    st.sampled_from(sorted(SEEKING)),
+    st.lists(st.integers(0, 700), min_size=1, max_size=12),
+    st.integers(0, 500),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_tile_of_packed_sequences_is_worked_on_once(
+    order: str, lengths: list[int], spare: int, most_workers: int, kv_heads: int, group: int, section: int
+) -> None:
+    keys = [3 * length + 1 for length in lengths]
+    q_starts, kv_starts = ([0, *itertools.accumulate(one)] for one in (lengths, keys))
+    heads, sequences = kv_heads * group, len(lengths)
+    # Buffers may have room for more tokens than there are.
+    places = (q_starts[-1] + spare) // ROWS_OF_A_TILE + sequences
+    total = places * heads
+    workers = min(most_workers, total)
+    schedule = (total, places, min(section, heads), heads, heads, group)
+    given_lengths = (Place(q_starts), Place(kv_starts), sequences, (sequences - 1).bit_length())
+    found = []
+    for worker in range(workers):
+        index = worker
+        while True:
+            index, *tile = SEEKING[order](index, workers, *schedule, *given_lengths)
+            if index >= total:
+                break
+            found.append(tuple(tile))
+            index += workers
+    assert sorted(found) == sorted(
+        (tile, head // group, head, q_starts[sequence], length, kv_starts[sequence], keys[sequence])
+        for sequence, length in enumerate(lengths)
+        for tile in range(math.ceil(length / ROWS_OF_A_TILE))
+        for head in range(heads)
+    )

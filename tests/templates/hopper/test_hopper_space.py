@@ -1,0 +1,158 @@
+"""The Hopper family's space: its points, and the defaults among them."""
+
+from __future__ import annotations
+
+import ast
+
+import msgspec
+import pytest
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.templates.forward_hopper.space import HopperConfig, Order
+from flashtune.templates.rendering import render
+from tests.problems.hopper import FAMILY, H200, a_config, a_problem, sampled_configs, sram_bytes
+
+SIXTEEN_BITS = (Dtype.BF16, Dtype.FP16)
+SPACES = [
+    a_problem(64),
+    a_problem(64, causal=Causal.TOP_LEFT, kv_heads=1),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT),
+    a_problem(128, kv_heads=2, dtype=Dtype.FP16),
+    a_problem(96, 80, causal=Causal.BOTTOM_RIGHT, kv_heads=4),
+    a_problem(192, 128),
+    a_problem(256, causal=Causal.TOP_LEFT),
+    a_problem(40, 256),
+    a_problem(128, kv_heads=1, seqlen_q=16),
+    a_problem(96, dtype=Dtype.FP16, causal=Causal.TOP_LEFT, heads=12, kv_heads=4, seqlen_q=100),
+    a_problem(128, dtype=Dtype.E4M3, kv_heads=2),
+    a_problem(96, 64, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
+    a_problem(64, 80, dtype=Dtype.E4M3),
+    a_problem(256, dtype=Dtype.E4M3),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=100, kv_heads=2),
+    a_problem(64, window_left=300, window_right=20),
+    a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=1000),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=2048),
+    a_problem(96, 80, kv_heads=4, packed=2048, window_left=64),
+]
+BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
+
+
+@pytest.mark.slow
+@BY_SPACE
+def test_every_config_of_a_space_renders(problem: Problem) -> None:
+    configs = sampled_configs(problem, 12)
+    assert len(configs) == 12
+    for number, config in enumerate(configs):
+        kernel = render(FAMILY, problem, config, Specialization(lse=number % 2 == 0))
+        names = {node.name for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
+        assert kernel.entry in names
+        assert ("take_turn" in names) is config.ping_pong
+        assert ("has_grown" in names) is config.lazy_rescale
+        assert ("transpose_values" in names) is problem.dtype.is_quantized
+
+
+@BY_SPACE
+def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
+    space = FAMILY.space(problem, H200)
+    configs = sampled_configs(problem, 300)
+    for config in configs:
+        assert space.contains(config)
+        assert config.block_m == config.groups * config.rows <= 256
+        assert config.pack < 2 * problem.group_size
+        assert config.pack == 1 or not problem.dtype.is_quantized
+        assert config.groups > 1 or not config.ping_pong
+        assert not config.p_stages or (problem.dtype.is_quantized and config.groups == 3)
+        assert config.order is Order.LINEAR or problem.sight.right is not None
+    assert len(set(configs)) == len(configs)
+
+
+def test_configs_out_of_reach_are_no_points() -> None:
+    wide, narrow, eight_bits = a_problem(256), a_problem(64), a_problem(128, dtype=Dtype.E4M3)
+    assert FAMILY.space(wide, H200).contains(a_config(wide))
+    for problem, changes in (
+        # More registers than a thread has.
+        (wide, {"block_n": 128, "rows": 128, "halved": False}),
+        (narrow, {"groups": 3, "rows": 128}),
+        # Turns among one group, halves of what is narrow, heads that share nothing.
+        (narrow, {"groups": 1, "ping_pong": True}),
+        (narrow, {"halved": True}),
+        (narrow, {"pack": 2}),
+        (narrow, {"order": "long_first"}),
+        # Weights in registers, of which three groups have too few; in shared memory, where two have enough.
+        (eight_bits, {"groups": 3}),
+        (eight_bits, {"p_stages": 1}),
+        (narrow, {"groups": 3, "p_stages": 1}),
+    ):
+        assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
+
+
+def test_weights_of_eight_bits_leave_registers_to_three_groups() -> None:
+    problem = a_problem(128, dtype=Dtype.E4M3)
+    space = FAMILY.space(problem, H200)
+    for tiles in (1, 2):
+        config = a_config(problem, groups=3, p_stages=tiles)
+        assert space.contains(config)
+        # 64 bytes of weights for each of 128 keys, in each of three groups.
+        kept = sram_bytes(problem, msgspec.structs.replace(config, p_stages=0))
+        assert sram_bytes(problem, config) - kept == tiles * 3 * 64 * 128
+        assert sram_bytes(problem, config) <= H200.sram_per_block
+    # The default has them where tiles of 192 queries waste few rows: two where all tiles are alike.
+    for causal, tiles in ((Causal.NONE, 2), (Causal.BOTTOM_RIGHT, 1)):
+        long = msgspec.structs.replace(problem, causal=causal, seqlen_q=4096, seqlen_kv=4096)
+        default = a_config(long)
+        assert (default.groups, default.p_stages) == (3, tiles)
+        assert FAMILY.space(long, H200).contains(default)
+    assert (a_config(problem).groups, a_config(problem).p_stages) == (2, 0)
+
+
+def test_tiles_have_an_order_where_they_differ() -> None:
+    def orders(**changes: int) -> int:
+        problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
+        return len({config.order for config in sampled_configs(problem, 60)})
+
+    assert orders() == orders(window_left=900) == orders(window_left=100, packed=0, seqlen_kv=128) == 3
+    assert orders(window_left=100) == 1
+    assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)).order is Order.LINEAR
+
+
+def test_heads_share_tiles_where_queries_are_few() -> None:
+    def packs(problem: Problem) -> set[int]:
+        return {config.pack for config in sampled_configs(problem, 60)}
+
+    assert packs(a_problem(64, kv_heads=1, seqlen_q=16)) == {1, 2, 4, 8}
+    # Three heads fill three quarters of a pack of four.
+    assert packs(a_problem(64, heads=6, kv_heads=2, seqlen_q=16)) == {1, 2, 4}
+    for problem in (
+        a_problem(64, seqlen_q=16),
+        a_problem(64, kv_heads=1),
+        a_problem(64, kv_heads=1, seqlen_q=16, dtype=Dtype.E4M3),
+    ):
+        assert packs(problem) == {1}
+
+
+def dims_of(dtype: Dtype) -> range:
+    return range(32, 257, 16) if dtype is Dtype.E4M3 else range(16, 257, 8)
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, Dtype.E4M3])
+@pytest.mark.parametrize("causal", list(Causal))
+def test_defaults_lie_in_their_space_and_fit(dtype: Dtype, causal: Causal) -> None:
+    for head_dim in dims_of(dtype):
+        for value_head_dim in {head_dim, 64, 128, 256}:
+            for queries, keys in ((1024, 100), (1, 16384)):
+                shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys}
+                problem = a_problem(head_dim, value_head_dim, dtype, causal, **shape)
+                assert FAMILY.supports(problem, H200) is None
+                config = a_config(problem)
+                assert FAMILY.space(problem, H200).contains(config), problem.key
+                assert sram_bytes(problem, config) <= H200.sram_per_block, problem.key
+
+
+def test_configs_of_a_table_are_decoded_strictly() -> None:
+    problem = a_problem()
+    plain = msgspec.to_builtins(a_config(problem))
+    assert msgspec.convert(plain, HopperConfig) == a_config(problem)
+    for changes in ({"groups": 0}, {"pack": 65}, {"order": "random"}, {"even": "yes"}, {"turns": 1}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({**plain, **changes}, HopperConfig)

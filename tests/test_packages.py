@@ -1,0 +1,52 @@
+"""Folders stay small, packages say what belongs there, and modules do not import one another in a cycle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections import Counter
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_MODULES = 16
+PRODUCT = ("flashtune", "tuner", "db", "templates")
+# Files of tests/golden are data, and revisions of the database accumulate.
+DATA = ("tests/golden", "tests/data", "db/migrations/versions")
+
+
+def modules(*folders: str) -> list[Path]:
+    """The modules of folders, without those behind links and without `__init__`."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    names = (path.relative_to(ROOT) for path in found if not any(part.is_symlink() for part in path.parents))
+    return sorted(
+        name for name in names if name.name != "__init__.py" and not name.as_posix().startswith(DATA)
+    )
+
+
+def test_folders_have_at_most_16_modules() -> None:
+    counts = Counter(module.parent.as_posix() for module in modules(*PRODUCT, "tests"))
+    assert len(counts) > len(PRODUCT)
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_packages_say_what_belongs_there() -> None:
+    folders = {module.parent for module in modules(*PRODUCT)} - {Path("db/migrations")}
+    silent = [
+        folder.as_posix()
+        for folder in sorted(folders)
+        if not ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text("utf-8")))
+    ]
+    assert silent == []
+
+
+def test_no_modules_import_one_another() -> None:
+    graph = grimp.build_graph("flashtune", cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imported) > 300
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")

@@ -1,0 +1,160 @@
+"""Gradients in `flashtune bench`: only right ones are timed, each implementation's by autograd."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+import flashtune
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.runtime.unfused import standard_attention
+from flashtune.tuner.bench import peer_runs
+from flashtune.tuner.bench.admission import Admitted, admit
+from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
+from flashtune.tuner.bench.bench import require_work
+from flashtune.tuner.bench.driver import report_of
+from flashtune.tuner.bench.grids import case_of, grid_problems
+from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, STANDARD
+from flashtune.tuner.bench.rates import Unit, unit_of
+from flashtune.tuner.bench.results import OURS, LeftOut
+from flashtune.tuner.cli.commands.bench import GRIDS
+from flashtune.tuner.cli.report.bench_markdown import markdown
+from flashtune.tuner.cli.report.bench_panels import title_of
+from flashtune.tuner.execution import timed_runs
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from tests.tuner.bench.bench_fakes import a_bench, a_run
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(
+    dtype=Dtype.FP32,
+    head_dim=16,
+    value_head_dim=16,
+    heads=4,
+    kv_heads=2,
+    batch=2,
+    seqlen_q=70,
+    seqlen_kv=90,
+    causal=Causal.BOTTOM_RIGHT,
+    direction=Direction.BACKWARD,
+)
+MATH = "sdpa-math"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Peers that compute on the CPU, and a stand-in for our own kernels."""
+    for module in (timed_runs, peer_runs):
+        monkeypatch.setattr(module, "BACKENDS", {MATH: SDPBackend.MATH})
+    monkeypatch.setitem(peer_runs.PEER_DTYPES, MATH, (Dtype.FP32,))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: str, prefer: str, **options: object) -> Tensor:
+        assert prefer == "generated"
+        assert options == {}
+        out, _ = standard_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
+        return out
+
+    monkeypatch.setattr(flashtune, "attention", attention)
+    return MATH, STANDARD
+
+
+def entries(problem: Problem, tensors: Tensors, peers: tuple[str, ...]) -> list[Admitted | LeftOut]:
+    binders = gradient_binders(problem, tensors, "a kernel", peers)
+    return admit(binders, gradient_judge(problem, tensors), lambda run: run)
+
+
+def test_right_gradients_are_let_in(peers: tuple[str, ...]) -> None:
+    found = entries(PROBLEM, make_tensors(PROBLEM, CPU), peers)
+    admitted = [entry for entry in found if isinstance(entry, Admitted)]
+    assert [entry.contestant.name for entry in admitted] == [OURS, *peers]
+    for entry in admitted:
+        assert 0 < entry.error <= 1
+        gradients = entry.replay()
+        assert isinstance(gradients, tuple)
+        assert [gradient.shape for gradient in gradients] == [(2, 4, 70, 16), (2, 2, 90, 16), (2, 2, 90, 16)]
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
+def test_one_wrong_element_of_any_gradient_keeps_it_out(index: int, value: float) -> None:
+    tensors = make_tensors(PROBLEM, CPU)
+    judge = gradient_judge(PROBLEM, tensors)
+    leaves = [tensor.clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
+    out, _ = standard_attention(*leaves, scale=tensors.scale, causal=PROBLEM.causal)
+    assert tensors.backward is not None
+    gradients = torch.autograd.grad(out, leaves, tensors.backward.dout)
+    assert judge(gradients) <= 1
+    gradients[index][1, -1, -1, -1] = value
+    assert not judge(gradients) <= 1
+
+
+def test_reproducible_gradients_are_asked_for_and_compared_with_the_peers_usual_ones(
+    peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        asked.append(options["deterministic"])
+        return standard_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
+
+    monkeypatch.setattr(flashtune, "attention", attention)
+    problem = msgspec.structs.replace(PROBLEM, deterministic=True)
+    require_work(problem)
+    found = entries(problem, make_tensors(problem, CPU), peers)
+    assert all(isinstance(entry, Admitted) for entry in found)
+    assert asked == [True]
+    with pytest.raises(UsageError, match="softcap"):
+        require_work(msgspec.structs.replace(problem, softcap=True))
+
+
+def test_who_cannot_be_timed_says_why(peers: tuple[str, ...]) -> None:
+    (ours, other) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLASH_ATTN_4,))
+    assert isinstance(ours, Admitted)
+    assert isinstance(other, LeftOut)
+    assert "not timed" in other.message
+
+
+def test_flex_keeps_what_a_second_backward_pass_reads(
+    peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._functorch.config as compiling
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: object) -> Tensor:
+        return standard_attention(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
+
+    # The real one has no backward pass on the CPU.
+    monkeypatch.setattr(peer_runs, "flex_attention", attend)
+    # A setting that monkeypatch put back would be gone for all later tests.
+    with compiling.patch(donated_buffer=True):
+        (_, flex) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
+        assert compiling.donated_buffer is False
+    assert isinstance(flex, Admitted), flex
+
+
+def test_the_grid_and_its_names() -> None:
+    problems = grid_problems("backward")
+    assert "backward" in GRIDS
+    assert len(problems) == 3 * 2 * 2
+    assert all(problem.is_backward for problem in problems)
+    assert {problem.batch * problem.seqlen_q for problem in problems} == {16_384}
+    names = [case_of(problem) for problem in problems]
+    assert names[0] == "bwd d64 full s2048"
+    assert len(set(names)) == 12
+    assert title_of(problems[0]).startswith("backward, bf16, head dim 64")
+    one_query = msgspec.structs.replace(problems[0], seqlen_q=1)
+    assert unit_of(one_query) is Unit.TFLOPS
+
+
+def test_documents_say_how_gradients_are_counted() -> None:
+    backward, forward = grid_problems("backward")[0], grid_problems("paper")[0]
+    counted = "Gradients count 2.5 times as many"
+    assert counted in markdown(report_of(a_run(a_bench(backward)), None))
+    assert counted not in markdown(report_of(a_run(a_bench(forward)), None))

@@ -1,0 +1,187 @@
+"""What is read of compiled kernels, for each kind of compiler output, and the occupancy that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune.core.config import LaunchOptions
+from flashtune.core.errors import MachineError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Resources
+from flashtune.core.target import find_target
+from flashtune.templates.forward_q_outer.space import QOuterConfig
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary import compiler_tools
+from flashtune.tuner.binary import resources as room
+from flashtune.tuner.binary.resources import (
+    Part,
+    largest,
+    occupancy,
+    overflow,
+    read_parts,
+    read_resources,
+    read_sizes,
+)
+from flashtune.tuner.workloads.shapes import parse_shape
+
+FAMILY = find_family("forward_q_outer")
+
+
+def a_kernel(head_dim: int = 64, **fields: int) -> Kernel:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=8,
+        kv_heads=8,
+        batch=1,
+        seqlen_q=512,
+        seqlen_kv=512,
+    )
+    config = QOuterConfig(**{"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2, **fields})  # type: ignore[arg-type]
+    return render(FAMILY, problem, config, Specialization())
+
+
+def test_a_hopper_kernel() -> None:
+    found = read_resources(a_kernel(), find_target("h100"))
+    # Two stages of keys and values, and the queries.
+    assert found.sram_bytes == 2 * (64 + 2 * 2 * 32) * 64
+    assert 32 <= found.registers <= 255
+    assert found.tensor_memory_columns == 0
+    assert not found.serialized_wgmma
+    assert found.compile_seconds > 0
+
+
+@pytest.mark.slow
+def test_a_kernel_that_lacks_registers_spills_and_is_serialised() -> None:
+    found = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
+    assert found.registers == 255
+    assert found.spill_bytes > 0
+    assert found.serialized_wgmma
+
+
+def test_a_blackwell_kernel_takes_tensor_memory() -> None:
+    assert read_resources(a_kernel(block_m=128), find_target("b200")).tensor_memory_columns == 128
+
+
+@pytest.mark.parametrize("target", ["b200", "mi300x"])
+def test_sizes_alone_are_read_without_a_tool(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = a_kernel(128, block_m=128, block_n=128)
+    expected = read_resources(kernel, find_target(target))
+
+    def run(*arguments: object) -> None:
+        raise AssertionError(f"a tool was run: {arguments}")
+
+    monkeypatch.setattr("subprocess.run", run)
+    found = read_sizes(kernel, find_target(target))
+    assert found == Resources(expected.sram_bytes, expected.tensor_memory_columns)
+    assert found.sram_bytes > 0
+
+
+def test_an_amd_kernel() -> None:
+    found = read_resources(a_kernel(), find_target("mi300x"))
+    assert 0 < found.sram_bytes <= 64 * 1024
+    assert 32 <= found.registers <= 512
+    assert found.spill_bytes == 0
+
+
+def test_a_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_tools, "tool_path", lambda name: f"/nowhere/{name}")
+    with pytest.raises(MachineError, match="cuobjdump cannot be run at /nowhere/cuobjdump"):
+        read_resources(a_kernel(), find_target("a100"))
+
+
+def test_a_tool_that_triton_lacks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    class Lacking:
+        @property
+        def cuobjdump(self) -> None:
+            raise RuntimeError("Cannot find cuobjdump")
+
+    monkeypatch.setattr(knobs, "nvidia", Lacking())
+    with pytest.raises(MachineError, match="this installation of Triton has no cuobjdump: reinstall triton"):
+        compiler_tools.dump(b"", "--dump-sass")
+
+
+@pytest.mark.parametrize(
+    ("target", "resources", "warps", "blocks", "limit"),
+    [
+        # Two blocks of 112 KiB, with a KiB of the driver's each, are all of 228 KiB less two.
+        ("h100", Resources(sram_bytes=112 * 1024, registers=64), 4, 2, "sram"),
+        ("h100", Resources(sram_bytes=114 * 1024, registers=64), 4, 1, "sram"),
+        ("h100", Resources(sram_bytes=1024, registers=255), 8, 1, "registers"),
+        ("h100", Resources(sram_bytes=1024, registers=128), 4, 4, "registers"),
+        ("h100", Resources(sram_bytes=1024, registers=24), 16, 4, "threads"),
+        ("l40s", Resources(sram_bytes=1024, registers=32), 8, 6, "threads"),
+        ("b200", Resources(sram_bytes=1024, registers=64, tensor_memory_columns=256), 4, 2, "tensor memory"),
+        ("h100", Resources(sram_bytes=300 * 1024, registers=64), 4, 0, "sram"),
+        ("mi300x", Resources(sram_bytes=32 * 1024, registers=128), 4, 2, "sram"),
+    ],
+)
+def test_occupancy(target: str, resources: Resources, warps: int, blocks: int, limit: str) -> None:
+    found = occupancy(resources, LaunchOptions(warps, 2), find_target(target))
+    assert (found.blocks, found.warps, found.limit) == (blocks, blocks * warps, limit)
+
+
+def test_a_kernel_that_uses_nothing_is_limited_by_threads() -> None:
+    found = occupancy(Resources(sram_bytes=0), LaunchOptions(4, 1), find_target("mi300x"))
+    assert (found.blocks, found.limit) == (8, "threads")
+
+
+def test_overflow_names_what_is_short() -> None:
+    b200 = find_target("b200")
+    assert overflow(Resources(sram_bytes=b200.sram_per_block), b200) is None
+    assert "232449 B of SRAM" in str(overflow(Resources(sram_bytes=b200.sram_per_block + 1), b200))
+    columns = overflow(Resources(sram_bytes=0, tensor_memory_columns=640), b200)
+    assert columns == "asks for 640 columns of tensor memory, and nvidia-b200 has 512"
+
+
+@pytest.mark.slow
+def test_serialisation_is_found_with_and_without_ptxas_remarks_at_hand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    calls: list[str] = []
+    real = room._assemble_again
+
+    def counted(ptx: str) -> str:
+        calls.append("again")
+        return real(ptx)
+
+    monkeypatch.setattr(room, "_assemble_again", counted)
+    kernel = a_kernel(128, block_m=128, block_n=128)
+    assert read_resources(kernel, find_target("h100")).serialized_wgmma
+    assert calls == [], "a fresh compilation tells by itself"
+    assert read_resources(kernel, find_target("h100")).serialized_wgmma
+    assert calls == ["again"], "a binary from the cache does not"
+
+
+def test_reading_resources_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    read_resources(a_kernel(), find_target("h100"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_launch_takes_what_the_largest_of_its_kernels_takes() -> None:
+    (problem,) = parse_shape("heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=512,head_dim=64")
+    target = find_target("h100")
+    family = find_family("decode_split_kv")
+    kernel = render(family, problem, family.default(problem, target), Specialization())
+    main, last = read_parts(kernel, target)
+    assert kernel.epilogue is not None
+    assert (main.options, last.options) == (kernel.options, kernel.epilogue.options)
+    longer = msgspec.structs.replace(last.resources, registers=254, sram_bytes=0, serialized_wgmma=True)
+    together = largest((main, Part(longer, last.options)))
+    assert (together.sram_bytes, together.registers) == (main.resources.sram_bytes, 254)
+    assert together.serialized_wgmma
+    assert together.warps is msgspec.UNSET
+    seconds = main.resources.compile_seconds + last.resources.compile_seconds
+    assert together.compile_seconds == pytest.approx(seconds)

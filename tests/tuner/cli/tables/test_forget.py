@@ -1,0 +1,121 @@
+"""`flashtune db forget` deletes what it showed, and takes back selections."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtune.core.errors import UsageError
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.store import open_store
+from flashtune.tuner.cli import main
+from flashtune.tuner.tables.forget import moment
+
+Run = Callable[..., Result]
+MakeRecord = Callable[..., Record]
+
+
+def kept(tmp_path: Path) -> list[str]:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        return [entry.record.outcome.value for entry in store.records()]
+
+
+def selected(tmp_path: Path) -> list[float | None]:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        return [entry.record.ms for entry in store.selections()]
+
+
+def test_records_of_an_outcome_are_deleted_and_the_selection_stays(
+    run: Run, stored: tuple[Record, ...], tmp_path: Path
+) -> None:
+    done = run("db", "forget", "--outcome", "wrong_result", "--outcome", "infeasible", "--yes")
+    assert done.exit_code == 0, done.output
+    assert "2 records were deleted, and 0 selections taken back" in done.stdout
+    assert kept(tmp_path) == ["ok"] * 3
+    assert selected(tmp_path) == [0.5]
+
+
+def test_the_next_best_record_takes_the_place_of_a_selection(
+    run: Run, stored: tuple[Record, ...], tmp_path: Path
+) -> None:
+    # The selection alone is old.
+    with closing(sqlite3.connect(tmp_path / "flashtune.sqlite")) as connection, connection:
+        connection.execute("UPDATE records SET created_at = '2020-01-01' WHERE ms = 0.5")
+    done = run("db", "forget", "--older-than", "52w", "--yes", "--json")
+    told = json.loads(done.stdout)
+    assert (told["deleted"], told["records"]) == (True, 1)
+    assert "block_m=64" in told["selections"][0]["config"]
+    assert selected(tmp_path) == [0.7]
+
+
+def test_nothing_is_selected_where_nothing_may_serve(
+    run: Run, stored: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
+) -> None:
+    done = run("db", "forget", "--outcome", "ok", "--yes")
+    assert "nothing is selected now" in done.stdout
+    assert selected(tmp_path) == []
+    assert sorted(kept(tmp_path)) == ["infeasible", "wrong_result"]
+
+
+def test_a_candidate_that_was_found_wrong_later_is_not_selected(
+    run: Run, stored: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
+) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.add(make_record("block_m=64", ms=None, outcome=Outcome.WRONG_RESULT, message="delays"))
+        predicted = make_record("block_n=32", ms=0.1, provenance=Provenance.PREDICTED)
+        store.add(predicted)
+    with closing(sqlite3.connect(tmp_path / "flashtune.sqlite")) as connection, connection:
+        connection.execute("UPDATE records SET created_at = '2020-01-01' WHERE ms = 0.5")
+    assert run("db", "forget", "--older-than", "52w", "--yes").exit_code == 0
+    assert selected(tmp_path) == [0.9]
+
+
+def test_it_asks_and_deletes_nothing_without_a_yes(
+    run: Run, stored: tuple[Record, ...], tmp_path: Path
+) -> None:
+    for answer in ("n\n", ""):
+        done = CliRunner().invoke(main, ["db", "forget", "--target", "h200"], input=answer)
+        assert done.exit_code == 1
+        assert "5" in done.output
+        assert "Delete 5 records and take back 1 selections?" in done.output
+        assert "nothing was deleted" in done.output
+    assert len(kept(tmp_path)) == 5
+    done = CliRunner().invoke(main, ["db", "forget", "--target", "h200"], input="y\n")
+    assert done.exit_code == 0
+    assert kept(tmp_path) == []
+
+
+def test_filters_by_shape_family_and_target_join(
+    run: Run, two_gpus: tuple[Record, ...], shape: str, tmp_path: Path
+) -> None:
+    assert "0 records" in run("db", "forget", "--family", "forward_kv_outer", "--yes").stdout
+    assert run("db", "forget", "--shape", shape, "--target", "h100", "--yes").exit_code == 0
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        assert [entry.record.target for entry in store.records()] == ["nvidia-h200"] * 2
+        assert len(store.selections()) == 2
+
+
+def test_a_filter_is_needed_and_must_make_sense(run: Run, stored: tuple[Record, ...], tmp_path: Path) -> None:
+    assert run("db", "forget", "--yes").exit_code == 2
+    assert run("db", "forget", "--older-than", "soon", "--yes").exit_code == 2
+    assert run("db", "forget", "--target", "h900", "--yes").exit_code == 2
+    assert len(kept(tmp_path)) == 5
+    missing = run("db", "forget", "--outcome", "ok", "--db", tmp_path / "none.sqlite")
+    assert missing.exit_code == 1
+    assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_ages_are_times_in_the_past() -> None:
+    now = datetime(2026, 11, 23, 12, tzinfo=UTC)
+    assert moment("90m", now) == "2026-11-23T10:30:00.000000+00:00"
+    assert moment("2d", now) == "2026-11-21T12:00:00.000000+00:00"
+    for text in ("", "3", "3y", "-3d", "999999w"):
+        with pytest.raises(UsageError):
+            moment(text, now)

@@ -1,0 +1,162 @@
+"""Kernels as files: what `flashtune render` and `flashtune export --format` write."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import triton
+from click.testing import Result
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.tables.export import file_name, kernel_files, triton_configs
+
+Run = Callable[..., Result]
+MakeRecord = Callable[..., Record]
+Stored = tuple[Record, ...]
+
+
+def source_of(record: Record) -> str:
+    assert record.config is not None
+    return render(find_family(record.family), record.problem, record.config, record.specialization).source
+
+
+def rendered(record: Record, **changes: Any) -> Record:
+    """The record with other fields, and with the kernel that renders from them."""
+    changed = msgspec.structs.replace(record, **changes)
+    assert changed.config is not None
+    kernel = render(find_family(changed.family), changed.problem, changed.config, changed.specialization)
+    return msgspec.structs.replace(changed, kernel=kernel.digest)
+
+
+def test_render_writes_the_selection(run: Run, stored: Stored, shape: str, tmp_path: Path) -> None:
+    result = run("render", "--shape", shape, "--target", "h200")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == source_of(stored[1])
+    assert "(database)" in result.stderr
+    out = tmp_path / "deep" / "kernel.py"
+    assert run("render", "--shape", shape, "--target", "h200", "--out", out).stdout == ""
+    assert out.read_text(encoding="utf-8") == source_of(stored[1])
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_render_of_a_config_and_a_family(run: Run, shape: str) -> None:
+    arguments = ("render", "--shape", shape, "--target", "a100", "--family", "forward_kv_outer")
+    result = run(*arguments, "--config", "block_m=32,block_n=32")
+    assert result.exit_code == 0, result.output
+    assert "block_m=32 block_n=32" in result.stderr
+    assert "def forward_kv_outer(" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--model", "phi-2", "--seqlen", "128|256"), "given 2 shapes"),
+        (("--model", "phi-2", "--config", "block=1"), "did you mean"),
+        (("--model", "phi-2", "--family", "nope"), "there is no kernel family"),
+    ],
+)
+def test_render_refuses(run: Run, arguments: tuple[str, ...], part: str) -> None:
+    result = run("render", "--target", "h100", *arguments)
+    assert result.exit_code == 2
+    assert part in result.stderr
+
+
+def test_render_where_nothing_can_be_written(run: Run, shape: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    result = run("render", "--shape", shape, "--target", "h100", "--out", tmp_path / "file" / "kernel.py")
+    assert result.exit_code == 1
+    assert "cannot write" in result.stderr
+
+
+def test_python_files_are_one_for_each_kernel_and_stand_alone(
+    run: Run, two_gpus: Stored, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kernels"
+    assert run("export", "--format", "python", "--out", folder).exit_code == 0
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+    shared = next(file for file in files if "n32" not in file.name)
+    text = shared.read_text(encoding="utf-8")
+    assert all(record.problem.key in text for record in two_gpus[:2])
+    assert "0.5000 ms measured" in text
+    assert text.endswith(source_of(two_gpus[0]))
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        imported = {
+            name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+        }
+        assert imported == {"torch", "triton", "triton.language"}
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    spec = importlib.util.spec_from_file_location("exported", shared)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert callable(module.attention)
+
+
+def test_several_kernels_need_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
+    assert run("export", "--format", "python").exit_code == 2
+    alone = tmp_path / "alone.py"
+    assert run("export", "--format", "python", "--target", "h100", "--out", alone).exit_code == 0
+    assert alone.is_file()
+
+
+def test_file_names_differ_where_kernels_do(make_record: MakeRecord, problem: Problem) -> None:
+    record = make_record()
+    wide = rendered(record, specialization=Specialization(Alignment.EIGHT, 64, lse=True))
+    kernels = [
+        render(find_family(one.family), problem, one.config, one.specialization)
+        for one in (record, wide)
+        if one.config is not None
+    ]
+    first, second = (file_name(one, kernel) for one, kernel in zip((record, wide), kernels, strict=True))
+    assert first.startswith("forward_q_outer_bf16_d64_causal_bottom_right_m")
+    assert "_align8_wide_lse_" in second
+    assert len(kernel_files((record, wide))) == 2
+
+
+def test_baselines_have_no_file(make_record: MakeRecord) -> None:
+    baseline = msgspec.structs.replace(make_record(), family="sdpa", config=None, kernel=None)
+    assert kernel_files((baseline,)) == ()
+    assert "triton.Config" not in triton_configs((baseline,)).split("CONFIGS = ")[1]
+
+
+def test_stored_text_stays_in_its_comment(make_record: MakeRecord) -> None:
+    record = make_record()
+    versions = msgspec.structs.replace(record.versions, flashtune="1\nimport os  # \u2028os.abort()")
+    (file,) = kernel_files((msgspec.structs.replace(record, versions=versions),))
+    header = file.text.removesuffix(source_of(record))
+    assert all(line.startswith("#") or not line for line in header.splitlines())
+
+
+def test_triton_configs_are_what_triton_takes(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
+    out = tmp_path / "configs.py"
+    assert run("export", "--format", "triton-config", "--out", out).exit_code == 0
+    spec = importlib.util.spec_from_file_location("configs", out)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.CONFIGS["nvidia-h100"][two_gpus[2].problem.key]
+    assert isinstance(config, triton.Config)
+    chosen = two_gpus[2].config
+    assert chosen is not None
+    assert config.kwargs["BLOCK_N"] == 32
+    assert (config.num_warps, config.num_stages, config.maxnreg) == (
+        chosen.num_warps,
+        chosen.num_stages,
+        None,
+    )
+    capped = rendered(two_gpus[2], config=msgspec.structs.replace(chosen, max_registers=128))
+    assert "maxnreg=128" in triton_configs((capped,))

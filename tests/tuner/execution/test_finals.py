@@ -1,0 +1,273 @@
+"""Which peers take part in the finals; their times need a GPU (see search/test_gpu.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem, score_bytes
+from flashtune.core.record import Measurement, PeerTime, SharedTime
+from flashtune.core.target import find_target
+from flashtune.dispatch.masked_sdpa import sharing_of
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution import sdpa, timed_runs
+from flashtune.tuner.execution.inputs import make_tensors
+from tests.problems.plain_masks import plain_attention
+
+PROBLEM = Problem(
+    dtype=Dtype.FP32, head_dim=16, value_head_dim=16, heads=2, kv_heads=2, batch=1, seqlen_q=64, seqlen_kv=64
+)
+
+
+@pytest.mark.parametrize(("scores", "takes_part"), [(8, True), (4, False)])
+def test_the_standard_computation_takes_part_where_its_scores_fit_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, scores: int, takes_part: bool
+) -> None:
+    free = scores * score_bytes(PROBLEM)
+    monkeypatch.setattr(timed_runs, "BACKENDS", {})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = make_tensors(PROBLEM, torch.device("cpu"))
+    names = [name for name, _ in timed_runs.peer_runs(PROBLEM, tensors)]
+    assert names == (["standard"] if takes_part else [])
+
+
+def test_quantized_problems_come_with_scales_and_without_peers() -> None:
+    problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3, heads=4)
+    tensors = make_tensors(problem, torch.device("cpu"))
+    assert tensors.q.dtype == tensors.k.dtype == tensors.v.dtype == torch.float8_e4m3fn
+    assert tensors.out.dtype is torch.bfloat16
+    q_scale, k_scale, v_scale = tensors.side.scales
+    assert q_scale is not None
+    assert k_scale is not None
+    assert v_scale is not None
+    assert (q_scale.shape, k_scale.shape, v_scale.shape) == ((1, 4), (1, 2), (1, 2))
+    assert list(timed_runs.peer_runs(problem, tensors)) == []
+    wide = tensors.q.float() * q_scale[..., None, None]
+    assert abs(float(wide.std()) - 1) < 0.1
+
+
+def test_launches_of_the_finals_are_given_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3)
+    tensors = make_tensors(problem, torch.device("cpu"))
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(timed_runs, "render", lambda *_: None)
+    monkeypatch.setattr(timed_runs, "bind", lambda *_: lambda *values: given.append(values))
+    family = find_family("forward_q_outer")
+    target = find_target("h200")
+    candidate = Candidate(family.name, family.default(PROBLEM, target))
+    timed_runs.kernel_run(problem, candidate, Specialization(), target, tensors)()
+    assert given[0][0] is tensors.q
+    assert given[0][-1] is tensors.side
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float], *, throttled: bool = False
+) -> list[Measurement]:
+    """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
+
+    `throttled` is whether the clock was held down in the common run.
+    """
+    asked: list[tuple[int, int]] = []
+
+    def measure(runs: list[object], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+        times = [*first, 9.0] if not asked else again
+        asked.append((len(runs), rounds))
+        held_down = throttled and len(asked) == 1
+        return tuple(Measurement(ms, ms, ms, rounds, held_down) for ms in times)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(timed_runs, "measure_interleaved", measure)
+    monkeypatch.setattr(timed_runs, "kernel_run", lambda *_: None)
+    monkeypatch.setattr(timed_runs, "peer_runs", lambda *_: [("peer", None)])
+    family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
+    candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
+    found = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
+    assert asked[1:] == ([(len(again), found[0].samples)] if again else [])
+    assert all([(peer.name, peer.ms) for peer in one.peers] == [("peer", 9.0)] for one in found)
+    return list(found)
+
+
+def test_the_closest_are_told_apart_by_more_samples_at_the_clock_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The second and the first change places, at half the clock; the third was too far behind.
+    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.04, 2.0])
+    assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
+    assert (one.p20, other.p80) == pytest.approx((1.02, 1.0))
+    assert (one.samples, other.samples, third.samples) == (105, 105, 21)
+
+
+def test_a_clock_that_was_held_down_in_the_common_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(one.throttled for one in timed(monkeypatch, [1.0, 1.0], [1.0, 1.0], throttled=True))
+
+
+def test_who_is_alone_in_front_or_takes_long_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.samples for one in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
+    assert [one.samples for one in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
+    assert [one.samples for one in timed(monkeypatch, [30.0, 30.0], [30.0, 30.0])] == [50, 50]
+
+
+MASKED = msgspec.structs.replace(
+    PROBLEM, batch=3, heads=4, kv_heads=2, seqlen_q=8, seqlen_kv=16, bias=Bias.BOOLEAN
+)
+
+
+class SharedFinals:
+    """Finals whose times are chosen, of which the masks of each run are kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, own: list[float]) -> None:
+        """Of candidates that take so long each with an unshared mask, and half of that with others."""
+        self.own = own
+        self.masks: list[list[torch.Tensor]] = []
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+        monkeypatch.setattr(timed_runs, "measure_interleaved", self.measure)
+        monkeypatch.setattr(timed_runs, "kernel_run", self.kernel_run)
+        monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
+
+    def kernel_run(self, *given: Any) -> Any:
+        *_, candidate, _, _, tensors = given
+        return candidate, tensors.side.bias
+
+    def measure(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+        kernels = [run for run in runs if isinstance(run, tuple)]
+        first = not self.masks
+        self.masks.append([bias for _, bias in kernels])
+        times = [self.own[candidate.config] * (1.0 if first else 0.5) for candidate, _ in kernels]
+        times += [9.0 if first else 2.0 + len(self.masks)] * (len(runs) - len(kernels))
+        return tuple(Measurement(ms, ms, ms, rounds) for ms in times)
+
+    def run(self, problem: Problem) -> tuple[Measurement, ...]:
+        candidates = tuple(Candidate("forward_masked", number) for number in range(len(self.own)))  # type: ignore[arg-type]
+        target, cpu = find_target("h200"), torch.device("cpu")
+        return timed_runs.run_finals(problem, candidates, Specialization(), target, cpu)
+
+
+def test_what_may_be_selected_is_timed_with_shared_masks_beside_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SharedFinals(monkeypatch, [1.1, 1.0, 1.5, 1.0])
+    monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
+    found = made.run(MASKED)
+    # Times of the first and the third can be told from the fastest ones.
+    assert [bool(one.shared) for one in found] == [False, True, False, True]
+    for one in (found[1], found[3]):
+        assert one.ms == 1.0
+        assert [peer.name for peer in one.peers] == ["sdpa-math", "standard"]
+        # The peer's times are numbered by run.
+        assert one.shared == tuple(
+            SharedTime(way, 0.5, (PeerTime("sdpa-math", 4.0 + number),))
+            for number, way in enumerate(MaskSharing)
+        )
+    assert [len(run) for run in made.masks] == [4, 2, 2, 2, 2]
+    for run, way in zip(made.masks[1:], MaskSharing, strict=True):
+        for mask in run:
+            assert mask.shape == (3, 4, 8, 16), "as kernels are launched by dispatch"
+            assert sharing_of(MASKED, mask) is way
+            assert mask.untyped_storage().nbytes() <= 3 * 4 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({"batch": 1}, [MaskSharing.HEADS, MaskSharing.HEADS_AND_ROWS]),
+        ({"alibi": True}, []),
+        ({"bias": Bias.NONE}, []),
+    ],
+)
+def test_ways_that_do_not_differ_and_other_problems_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ways: list[MaskSharing]
+) -> None:
+    made = SharedFinals(monkeypatch, [1.0])
+    (found,) = made.run(msgspec.structs.replace(MASKED, **changes))
+    assert [one.sharing for one in found.shared or ()] == ways
+    assert len(made.masks) == 1 + len(ways)
+
+
+def test_a_backend_that_refuses_a_shared_mask_has_no_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *_: Any) -> Any:
+        if bias.stride(2) == 0:
+            raise RuntimeError("no such mask")
+        return q
+
+    monkeypatch.setattr(sdpa, "masked_attention", refuses_rows)
+    (found,) = SharedFinals(monkeypatch, [1.0]).run(MASKED)
+    assert found.shared
+    for one in found.shared:
+        assert bool(one.peers) == (one.sharing is not MaskSharing.HEADS_AND_ROWS)
+
+
+FEATURES: dict[str, dict[str, object]] = {
+    "window": {"window_left": 9},
+    "window and first tokens": {
+        "window_left": 9,
+        "window_right": 4,
+        "first_tokens": 2,
+        "causal": Causal.NONE,
+    },
+    "chunk": {"chunk": 16},
+    "prefix": {"prefix": True},
+    "lengths": {"lengths": True, "causal": Causal.NONE},
+    "alibi": {"alibi": True},
+    "additive": {"bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "boolean and alibi": {"bias": Bias.BOOLEAN, "alibi": True},
+    "softcap": {"softcap": True},
+    "sinks": {"sinks": True},
+    "packed": {"packed": 150},
+    "pages": {"page_size": 16},
+    "packed pages": {"page_size": 32, "packed": 150},
+    "scaled": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    "scaled pages": {"page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE},
+    "latent": {"page_size": 64, "latent": True, "head_dim": 24, "kv_heads": 1, "seqlen_q": 1},
+}
+NOT_BY_SDPA = ("softcap", "sinks", "packed", "pages", "packed pages", "scaled", "scaled pages", "latent")
+
+
+def featured(name: str) -> Problem:
+    fields = {"kv_heads": 2, "heads": 4, "batch": 3, "causal": Causal.BOTTOM_RIGHT, **FEATURES[name]}
+    return msgspec.structs.replace(PROBLEM, **fields)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_tensors_with_features_are_what_kernels_and_peers_take(name: str) -> None:
+    problem = featured(name)
+    tensors = make_tensors(problem, torch.device("cpu"))
+    out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
+    assert out.shape == tensors.out.shape
+    assert out.isfinite().all(), "a row of no sequence, or a key that is no number"
+    call = sdpa.sdpa_call(problem, tensors)
+    assert (call is None) == (name in NOT_BY_SDPA)
+    if call is not None:
+        torch.testing.assert_close(call().nan_to_num(0.0).double(), out, rtol=1e-4, atol=1e-5)
+    if not problem.features & sdpa.LAID_OUT:
+        standard = timed_runs.standard_run(problem, tensors)()
+        assert isinstance(standard, tuple)
+        torch.testing.assert_close(standard[0].double(), out, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_tensors_have_the_tokens_that_the_problem_names() -> None:
+    problem = featured("packed")
+    one, other = (make_tensors(problem, torch.device("cpu")) for _ in range(2))
+    assert one.q.shape[2] == 150
+    assert one.side.cu_seqlens_q is not None
+    assert other.side.cu_seqlens_q is not None
+    assert one.side.cu_seqlens_q.tolist() == other.side.cu_seqlens_q.tolist()
+    assert one.side.cu_seqlens_q.diff().max() == problem.seqlen_q
+
+
+def test_pages_are_shuffled_and_the_same_in_every_run() -> None:
+    problem = featured("pages")
+    one, other = (make_tensors(problem, torch.device("cpu")).side.block_table for _ in range(2))
+    assert one is not None
+    assert other is not None
+    assert torch.equal(one, other)
+    assert (one[0].diff() != 1).any()

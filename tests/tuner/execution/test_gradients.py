@@ -1,0 +1,169 @@
+"""What backward kernels are given, and what is timed of the others' backward passes."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem, score_bytes
+from flashtune.core.target import find_target
+from flashtune.launch.backward import BackwardTensors
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution import sdpa, timed_runs
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.workloads.passes import backward_of, forward_of, saving_lse, training_passes
+from flashtune.tuner.workloads.shapes import parse_shape
+from tests.problems.plain_masks import plain_attention
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(
+    dtype=Dtype.FP32,
+    head_dim=16,
+    value_head_dim=24,
+    heads=4,
+    kv_heads=2,
+    batch=2,
+    seqlen_q=40,
+    seqlen_kv=56,
+    causal=Causal.BOTTOM_RIGHT,
+    direction=Direction.BACKWARD,
+)
+CASES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "full": {"causal": Causal.NONE},
+    "rows that see nothing": {"seqlen_q": 70},
+    "window": {"window_left": 9},
+    "additive": {"bias": Bias.ADDITIVE},
+    "alibi": {"alibi": True},
+    "deterministic": {"deterministic": True},
+    "packed": {"packed": 90, "seqlen_q": 56},
+}
+
+
+def backward(name: str) -> Problem:
+    return msgspec.structs.replace(PROBLEM, **CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_given_a_right_output_and_room_for_the_gradients(name: str) -> None:
+    problem = backward(name)
+    tensors = make_tensors(problem, CPU)
+    given = tensors.backward
+    assert given is not None
+    out, lse = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
+    torch.testing.assert_close(given.out.double(), out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(given.lse.double(), lse, rtol=1e-4, atol=1e-5)
+    assert given.lse.is_contiguous()
+    for tensor, gradient in zip(given[:4], (given.dq, given.dk, given.dv, given.dout), strict=True):
+        assert (gradient.shape, gradient.stride()) == (tensor.shape, tensor.stride())
+    assert (given.dbias is not None) == (problem.bias is Bias.ADDITIVE)
+    assert (given.dslopes is not None) == problem.alibi
+    assert given.dlse is None
+
+
+def test_forward_tensors_have_room_for_the_log_sum_exp_where_it_is_asked_for() -> None:
+    problem = forward_of(PROBLEM)
+    assert make_tensors(problem, CPU).lse is None
+    lse = make_tensors(problem, CPU, lse=True).lse
+    assert lse is not None
+    assert lse.shape == (2, 4, 40)
+    assert make_tensors(problem, CPU).backward is None
+
+
+def gradients(problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
+    """What autograd makes of a plain computation in float64, gradients of a bias last."""
+    given = tensors.backward
+    assert given is not None
+    leaves = [tensor.double().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
+    side = tensors.side
+    if side.bias is not None:
+        leaves.append(side.bias.double().requires_grad_())
+        side = side._replace(bias=leaves[3])
+    out, _ = plain_attention(problem, leaves[0], leaves[1], leaves[2], side, tensors.scale)
+    return list(torch.autograd.grad(out, leaves, given.dout.double()))
+
+
+@pytest.mark.parametrize("name", ["plain", "full", "window", "additive", "alibi", "deterministic"])
+def test_peers_are_timed_at_their_gradients_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = backward(name)
+    monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
+    room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(problem) / timed_runs.MEMORY_SHARE + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = make_tensors(problem, CPU)
+    expected = gradients(problem, tensors)
+    runs = dict(timed_runs.peer_runs(problem, tensors))
+    assert list(runs) == ["sdpa-math", "standard"]
+    for run in runs.values():
+        run()
+        found = run()
+        assert isinstance(found, tuple)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_standard_gradients_take_part_where_their_scores_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(PROBLEM) / timed_runs.MEMORY_SHARE
+    monkeypatch.setattr(timed_runs, "BACKENDS", {})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
+    assert list(timed_runs.peer_runs(PROBLEM, make_tensors(PROBLEM, CPU))) == []
+
+
+def test_who_takes_no_packed_sequences_is_no_peer() -> None:
+    packed = backward("packed")
+    assert list(timed_runs.peer_runs(packed, make_tensors(packed, CPU))) == []
+
+
+def test_gradients_of_dropout_are_of_the_weights_that_the_seed_keeps() -> None:
+    problem = msgspec.structs.replace(PROBLEM, dropout=True)
+    tensors = make_tensors(problem, CPU)
+    assert tensors.backward is not None
+    out, lse = plain_attention(problem, *tensors.backward[:3], tensors.side, tensors.scale)
+    torch.testing.assert_close(tensors.backward.out.double(), out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tensors.backward.lse.double(), lse, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_drops_as_many_weights() -> None:
+    problem = msgspec.structs.replace(forward_of(PROBLEM), dropout=True, seqlen_kv=40)
+    tensors = make_tensors(problem, CPU)
+    call = sdpa.sdpa_call(problem, tensors)
+    assert isinstance(call, functools.partial)
+    assert call.keywords["dropout_p"] == tensors.side.dropout == 0.1
+    assert call.keywords["attn_mask"] is None
+
+
+def test_a_launch_of_gradients_is_given_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors(PROBLEM, CPU)
+    given: list[tuple[object, ...]] = []
+    bound: list[tuple[object, ...]] = []
+    monkeypatch.setattr(timed_runs, "render", lambda *_: None)
+
+    def bind(*arguments: object) -> object:
+        bound.append(arguments)
+        return lambda *values: given.append(values)
+
+    monkeypatch.setattr(timed_runs, "bind_backward", bind)
+    family, target = find_family("forward_q_outer"), find_target("h200")
+    candidate = Candidate(family.name, family.default(forward_of(PROBLEM), target))
+    timed_runs.kernel_run(PROBLEM, candidate, Specialization(), target, tensors)()
+    assert bound == [(None, target, tensors.backward, tensors.side)]
+    assert isinstance(given[0][0], BackwardTensors)
+    assert given == [(tensors.backward, tensors.scale, tensors.side)]
+
+
+def test_training_names_both_passes_of_each_problem_once() -> None:
+    shape = "heads=4,seqlen=512,head_dim=64"
+    (forward,) = parse_shape(shape)
+    (reproducible,) = parse_shape(f"{shape},backward,deterministic")
+    assert training_passes([forward]) == (forward, backward_of(forward))
+    assert training_passes([backward_of(forward), forward]) == (forward, backward_of(forward))
+    assert training_passes([reproducible]) == (forward, reproducible)
+    assert forward_of(reproducible) == forward
+    (other,) = parse_shape(f"{shape},causal")
+    assert saving_lse([forward, other, reproducible]) == {forward}

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.core.errors import TableError
+from flashtune.core.target import find_target
+from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.perf_model.measurements import (
+    Sampled,
+    TruthTable,
+    draw,
+    fastest,
+    read_table,
+    read_tables,
+    write_table,
+)
+from tests.tuner.perf_model.truth_fakes import SHAPE, a_problem, a_table
+
+KEPT = Path(__file__).parents[2] / "data" / "truth"
+
+
+def packed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    content = msgspec.json.decode(msgspec.json.encode(a_table(configs=3)))
+    change(content)
+    path.write_bytes(lzma.compress(msgspec.json.encode(content)))
+    return path
+
+
+def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    table = a_table()
+    path = tmp_path / "folder" / "table.json.xz"
+    write_table(table, path)
+    assert read_table(path) == table
+    assert read_tables(path.parent) == (table,)
+    assert not table.is_whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(secret=1),
+        lambda content: content.update(family="forward_sideways"),
+        lambda content: content["rows"][0].__setitem__(0, [9, "9"]),
+        lambda content: content["rows"][0].__setitem__(1, "fine"),
+        lambda content: content["rows"][0].__setitem__(5, 7),
+        lambda content: content.update(anchors=[0.0]),
+    ],
+)
+def test_a_table_that_is_none_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(TableError, match="truth table"):
+        read_table(packed(tmp_path / "bad.json.xz", change))
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"[]")[:-9], lzma.compress(b"\xff")])
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.json.xz"
+    path.write_bytes(content)
+    with pytest.raises(TableError, match="no truth table"):
+        read_table(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="cannot read the truth table"):
+        read_table(tmp_path / "none.json.xz")
+
+
+def test_drift_of_batches_and_heat_of_the_finals_are_taken_out() -> None:
+    plain = a_table(configs=4)
+    first, second, third, fourth = (
+        msgspec.structs.replace(
+            row,
+            batch=number % 2,
+            first=Sampled(ms, ms, ms, 9),
+            final=final and Sampled(final, final, final, 21),
+        )
+        for number, (row, ms, final) in enumerate(
+            zip(plain.rows, (2.0, 2.2, 4.0, 4.4), (2.5, 2.5, None, None), strict=True)
+        )
+    )
+    # The second batch ran a tenth slower, and finals a quarter slower than batches.
+    table = msgspec.structs.replace(plain, anchors=(1.0, 1.1), rows=(first, second, third, fourth))
+    assert table.first_times() == pytest.approx((2.1, 2.1, 4.2, 4.2))
+    assert table.times() == pytest.approx((2.5, 2.5, 5.0, 5.0))
+    assert fastest(table) == 2.5
+
+
+def test_draws_for_several_problems_hold_the_same_configs_where_their_spaces_do() -> None:
+    def drawn(shape: str, count: int) -> tuple[Any, ...]:
+        problem, target = a_problem(shape), find_target("h200")
+        spaces = open_spaces(problem, target, ("forward_hopper",))
+        fitting, found = draw(Scope(problem, target, contiguous_specialization(problem), spaces), count, 0)
+        assert len(found) == count <= fitting
+        return found
+
+    short, long = drawn(SHAPE, 100), drawn(SHAPE.replace("2048", "8192"), 100)
+    assert short == long
+    assert drawn(SHAPE, 50) == short[:50]
+
+
+def test_a_table_where_nothing_works_has_no_fastest() -> None:
+    table = a_table(configs=8)
+    with pytest.raises(TableError, match="nothing works"):
+        fastest(msgspec.structs.replace(table, rows=table.rows[7:]))
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json.xz")), ids=lambda path: path.name.split(".")[0])
+def test_kept_tables_are_whole_and_small(path: Path) -> None:
+    table: TruthTable = read_table(path)
+    assert len(table.rows) == table.drawn
+    assert table.drawn == min(300, table.fitting) or table.is_whole
+    assert len({row.values for row in table.rows}) == len(table.rows)
+    assert path.stat().st_size < 120_000

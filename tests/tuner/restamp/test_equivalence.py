@@ -1,0 +1,109 @@
+"""The parts of two binaries that decide whether they are the same machine code."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.restamp import equivalence
+from flashtune.tuner.restamp.elf import parts
+
+FAMILY = find_family("forward_q_outer")
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=64,
+    value_head_dim=64,
+    heads=4,
+    kv_heads=2,
+    batch=1,
+    seqlen_q=512,
+    seqlen_kv=512,
+    causal=Causal.BOTTOM_RIGHT,
+)
+
+
+def compiled(target_name: str) -> tuple[bytes, str]:
+    """A binary, and the name of its kernel."""
+    target = find_target(target_name)
+    made = compile_kernel(render(FAMILY, PROBLEM, FAMILY.default(PROBLEM, target), Specialization()), target)
+    return made.asm["cubin" if target.is_nvidia else "hsaco"], made.metadata.name
+
+
+def headers_of(binary: bytes) -> dict[str, int]:
+    """Where the header of each section of an ELF file is."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", binary, 0x3A)
+    (names,) = struct.unpack_from("<Q", binary, table + size * names_at + 24)
+    found = {}
+    for place in range(table, table + size * count, size):
+        start = names + int.from_bytes(binary[place : place + 4], "little")
+        found[binary[start : binary.index(b"\0", start)].decode()] = place
+    return found
+
+
+def test_flags_and_relocations_of_sections_count() -> None:
+    binary, name = compiled("nvidia-h200")
+    headers = headers_of(binary)
+    # A block's barriers are counted in the flags.
+    barriers = headers[f".text.{name}"] + 10
+    (relocation,) = struct.unpack_from("<Q", binary, headers[".rela.nv.constant4"] + 24)
+    (lines,) = struct.unpack_from("<Q", binary, headers[".debug_line"] + 24)
+    changes = {
+        barriers: ".text.*",
+        relocation + 16: ".rela.nv.constant4",
+        lines: "",
+    }
+    before = parts(binary, name)
+    for place, section in changes.items():
+        other = bytearray(binary)
+        other[place] ^= 1
+        after = parts(bytes(other), name)
+        assert [one for one in before if before[one] != after[one]] == ([section] if section else [])
+
+
+def test_launch_parameters_of_amd_count_and_names_do_not() -> None:
+    binary, name = compiled("amd-mi300x")
+    before = parts(binary, name)
+    width = b".wavefront_size"
+    assert binary.count(width + bytes([64])) == 1
+    after = parts(binary.replace(width + bytes([64]), width + bytes([32])), name)
+    assert [one for one in before if before[one] != after[one]] == [".note"]
+    other = name[:-1] + "x"
+    assert parts(binary.replace(name.encode(), other.encode()), other) == before
+
+
+class Metadata(NamedTuple):
+    """Launch metadata, as Triton gives it."""
+
+    name: str
+    num_warps: int
+    extern_libs: list[list[str]]
+
+
+def metadata_with(library: Path) -> dict[str, str]:
+    kernel: Any = SimpleNamespace(metadata=Metadata("k", 4, [["libdevice", str(library)]]))
+    return equivalence._metadata(kernel)
+
+
+def test_libraries_count_by_their_content(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one.bc", "same.bc", "other.bc", "missing.bc")]
+    for path, content in zip(paths, (b"a", b"a", b"b"), strict=False):
+        path.write_bytes(content)
+    one, same, other, missing = (metadata_with(path) for path in paths)
+    assert one == same
+    assert one != other
+    assert missing not in (one, other)
+
+
+def test_a_library_of_a_removed_installation_counts_as_the_installed_one(tmp_path: Path) -> None:
+    installed = equivalence.LIBRARIES / "libdevice.10.bc"
+    assert installed.is_file()
+    assert metadata_with(tmp_path / "gone" / installed.name) == metadata_with(installed)

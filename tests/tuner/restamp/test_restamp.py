@@ -1,0 +1,324 @@
+"""Receipts are carried over where two kernels are the same machine code, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict, Versions
+from flashtune.core.target import find_target
+from flashtune.db.codec import Check
+from flashtune.db.store import Store, open_store
+from flashtune.db.table import Timing, TunedTable, dump_table, load_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.compilation import kernel_folder
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.restamp.equivalence import difference
+from flashtune.tuner.restamp.restamp import Fate, restamp
+from flashtune.tuner.restamp.store import restamp_database, restamp_table
+from flashtune.tuner.tables.admission import digest_of
+from flashtune.tuner.tables.export import json_table
+from flashtune.tuner.tables.table_receipts import sibling
+
+FAMILY = find_family("forward_q_outer")
+TARGET = find_target("nvidia-h200")
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=64,
+    value_head_dim=64,
+    heads=4,
+    kv_heads=2,
+    batch=1,
+    seqlen_q=512,
+    seqlen_kv=512,
+    causal=Causal.BOTTOM_RIGHT,
+)
+CONFIG = FAMILY.default(PROBLEM, TARGET)
+TODAY = render(FAMILY, PROBLEM, CONFIG, Specialization())
+VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=("random",))
+VERSIONS = msgspec.structs.replace(current_versions(FAMILY.name), template="0" * 32)
+
+Change = Callable[[str], str]
+
+
+def changed(*pairs: tuple[str, str], kernel: Kernel = TODAY) -> Kernel:
+    source = kernel.source
+    for old, new in pairs:
+        assert old in source
+        source = source.replace(old, new)
+    return msgspec.structs.replace(kernel, source=source)
+
+
+def renamed(kernel: Kernel = TODAY) -> Kernel:
+    """Other names of variables and of an argument: the same machine code."""
+    arguments = [*kernel.arguments]
+    place = [argument.name for argument in arguments].index("group_size")
+    arguments[place] = msgspec.structs.replace(arguments[place], name="heads_per_kv")
+    kernel = msgspec.structs.replace(kernel, arguments=tuple(arguments))
+    return changed(("running_max", "row_max"), ("group_size", "heads_per_kv"), kernel=kernel)
+
+
+def record_of(kernel: Kernel) -> Record:
+    return Record(
+        problem=PROBLEM,
+        target=TARGET.name,
+        family=FAMILY.name,
+        config=CONFIG,
+        specialization=Specialization(),
+        kernel=kernel.digest,
+        outcome=Outcome.OK,
+        provenance=Provenance.MEASURED,
+        versions=VERSIONS,
+        verdict=VERDICT,
+        measurement=Measurement(0.5, 0.49, 0.51, 100),
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
+    return kernel_folder()
+
+
+def keep(kernel: Kernel, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kernel.family}_{kernel.digest[:8]}.py"
+    path.write_text(kernel.source, encoding="utf-8")
+    return path
+
+
+def test_renamed_variables_and_arguments_make_no_difference() -> None:
+    assert renamed().digest != TODAY.digest
+    assert difference(renamed(), TODAY, PROBLEM, CONFIG, TARGET) == ""
+
+
+def test_a_changed_instruction_is_a_difference() -> None:
+    other = changed(
+        ("running_sum * rescale + tl.sum(weights, 1)", "running_sum * rescale - tl.sum(weights, 1)")
+    )
+    assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("machine code: .text")
+
+
+def test_a_changed_constant_is_a_difference() -> None:
+    other = changed(("1.4426950408889634", "1.5"))
+    assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("machine code")
+
+
+def test_other_launch_options_are_a_difference() -> None:
+    options = msgspec.structs.replace(TODAY.options, num_warps=2 * TODAY.options.num_warps)
+    other = msgspec.structs.replace(TODAY, options=options)
+    assert "num_warps" in difference(other, TODAY, PROBLEM, CONFIG, TARGET)
+
+
+def test_another_grid_is_a_difference() -> None:
+    other = changed(("* heads * batch,)", "* heads * batch + 1,)"))
+    assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("launch of ")
+
+
+def test_other_descriptors_are_a_difference() -> None:
+    family = find_family("forward_hopper")
+    config = family.default(PROBLEM, TARGET)
+    kernel = render(family, PROBLEM, config, Specialization())
+    other = changed(("of_head * group_size", "of_head * 1"), kernel=kernel)
+    assert difference(other, kernel, PROBLEM, config, TARGET).startswith("descriptors of ")
+
+
+def test_a_record_without_the_source_of_its_kernel_stays_as_it_is() -> None:
+    record = record_of(renamed())
+    (done,) = restamp([record])
+    assert (done.fate, done.record) == (Fate.NO_SOURCE, record)
+
+
+def test_a_file_whose_digest_is_another_is_not_used(cache: Path) -> None:
+    path = keep(renamed(), cache)
+    path.write_text(path.read_text() + "\nraise SystemExit\n", encoding="utf-8")
+    (done,) = restamp([record_of(renamed())])
+    assert done.fate is Fate.NO_SOURCE
+
+
+def test_a_record_of_other_machine_code_stays_as_it_is(cache: Path) -> None:
+    other = changed(("1.4426950408889634", "1.5"))
+    keep(other, cache)
+    (done,) = restamp([record_of(other)])
+    assert (done.fate, done.record.kernel) == (Fate.CHANGED, other.digest)
+    assert done.reason.startswith("machine code")
+
+
+def test_an_equal_digest_under_another_template_version_is_carried_over() -> None:
+    (done,) = restamp([record_of(TODAY)])
+    assert done.fate is Fate.CARRIED
+    assert done.record.versions.template != VERSIONS.template
+    (again,) = restamp([done.record])
+    assert again.fate is Fate.CURRENT
+
+
+def test_a_database_keeps_selection_time_and_self_checks(tmp_path: Path, cache: Path) -> None:
+    old = renamed()
+    keep(old, cache)
+    url = str(tmp_path / "flashtune.sqlite")
+    with open_store(url) as store:
+        store.pin(store.add(record_of(old)))
+        store.remember_check(Check(digest=old.digest, target=TARGET.name, versions=VERSIONS, verdict=VERDICT))
+    (done,) = restamp_database(url)
+    assert done.fate is Fate.CARRIED
+    with open_store(url) as store:
+        (stored,) = store.records()
+        (selected,) = store.selections()
+        checks = known_checks(store)
+    assert stored == selected
+    assert stored.record.kernel == TODAY.digest
+    assert stored.record.verdict == VERDICT
+    assert stored.record.ms == 0.5
+    assert checks == {old.digest, TODAY.digest}
+
+
+def known_checks(store: Store) -> set[str]:
+    from sqlalchemy import text
+
+    with store._engine.connect() as connection:
+        return set(connection.execute(text("SELECT digest FROM checks")).scalars())
+
+
+def test_a_table_takes_sources_from_a_folder(tmp_path: Path) -> None:
+    keep(renamed(), tmp_path / "earlier")
+    path = tmp_path / "table.json"
+    path.write_bytes(json_table(TARGET.name, [record_of(renamed())]))
+    restamp_table(path, [tmp_path / "earlier"])
+    (record,) = load_table(path).records
+    assert record.kernel == TODAY.digest
+
+
+def test_exchanged_gradients_are_a_difference() -> None:
+    family = find_family("backward_split")
+    problem = msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD)
+    config = family.default(problem, TARGET)
+    kernel = render(family, problem, config, Specialization())
+    arguments = list(kernel.arguments)
+    places = [[one.name for one in arguments].index(name) for name in ("dk", "dv")]
+    arguments[places[0]], arguments[places[1]] = arguments[places[1]], arguments[places[0]]
+    other = msgspec.structs.replace(kernel, arguments=tuple(arguments))
+    assert "bound to" in difference(other, kernel, problem, config, TARGET)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_problem_of_a_kernel_is_compared(turned: bool, cache: Path) -> None:
+    other = changed(("* heads * batch,)", "* heads * batch + (seqlen_q > 4096),)"))
+    keep(other, cache)
+    large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    records = [record_of(other), msgspec.structs.replace(record_of(other), problem=large)]
+    fates = [one.fate for one in restamp(records[::-1] if turned else records)]
+    assert fates == ([Fate.CHANGED, Fate.CARRIED] if turned else [Fate.CARRIED, Fate.CHANGED])
+
+
+def test_a_record_of_another_triton_stays_as_it_is(cache: Path) -> None:
+    keep(renamed(), cache)
+    versions = msgspec.structs.replace(VERSIONS, triton="99.0")
+    (done,) = restamp([msgspec.structs.replace(record_of(renamed()), versions=versions)])
+    assert done.fate is Fate.OTHER_TRITON
+
+
+def test_launch_code_that_fails_is_a_difference(cache: Path) -> None:
+    other = changed(("def launch_plan(", "def launch_plans("))
+    keep(other, cache)
+    (done,) = restamp([record_of(other)])
+    assert done.fate is Fate.CHANGED
+    assert done.reason.startswith("the earlier launch code fails here")
+
+
+OTHER_TRITON = msgspec.structs.replace(VERSIONS, triton="99.0")
+
+
+def check_of(digest: str, versions: Versions) -> Check:
+    return Check(digest=digest, target=TARGET.name, versions=versions, verdict=VERDICT)
+
+
+def time_of(record: Record, versions: Versions) -> Timing:
+    measured = Measurement(0.3, 0.3, 0.3, 9)
+    return Timing(
+        problem=record.problem.key, kernel=str(record.kernel), versions=versions, measurement=measured
+    )
+
+
+def restamped(path: Path, table: TunedTable) -> TunedTable:
+    path.write_bytes(dump_table(table))
+    restamp_table(path)
+    return load_table(path)
+
+
+def test_only_evidence_of_the_compared_compilers_follows_a_record(tmp_path: Path, cache: Path) -> None:
+    old = renamed()
+    keep(old, cache)
+    record = record_of(old)
+    driver = msgspec.structs.replace(VERSIONS, driver="999.1")
+    receipts = check_of(old.digest, driver), check_of(old.digest, OTHER_TRITON)
+    times = time_of(record, driver), time_of(record, OTHER_TRITON)
+    table = TunedTable(target=TARGET.name, records=(record,), receipts=receipts, times=times)
+    done = restamped(tmp_path / "table.json", table)
+    here = current_versions(FAMILY.name).template
+    moved = check_of(TODAY.digest, msgspec.structs.replace(driver, template=here))
+    assert set(done.receipts) == {moved, receipts[1]}
+    (timing,) = done.times
+    assert (timing.kernel, timing.versions) == (TODAY.digest, moved.versions)
+
+
+def test_all_evidence_follows_a_record_whose_kernel_is_the_same(tmp_path: Path) -> None:
+    record = record_of(TODAY)
+    digest = digest_of(msgspec.structs.replace(record, specialization=sibling(record)))
+    receipts = check_of(TODAY.digest, OTHER_TRITON), check_of(digest, OTHER_TRITON)
+    table = TunedTable(
+        target=TARGET.name, records=(record,), receipts=receipts, times=(time_of(record, OTHER_TRITON),)
+    )
+    done = restamped(tmp_path / "table.json", table)
+    assert {one.digest for one in done.receipts} == {TODAY.digest, digest}
+    versions = [one.versions for one in done.receipts] + [one.versions for one in done.times]
+    assert {one.template for one in versions} == {current_versions(FAMILY.name).template}
+    assert {one.triton for one in versions} == {"99.0"}
+
+
+def test_a_receipt_stays_with_a_record_that_still_names_its_kernel(tmp_path: Path, cache: Path) -> None:
+    other = changed(("* heads * batch,)", "* heads * batch + (seqlen_q > 4096),)"))
+    keep(other, cache)
+    large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    slow = msgspec.structs.replace(record_of(other), problem=large, measurement=Measurement(9.0, 9.0, 9.0, 9))
+    receipt = check_of(other.digest, msgspec.structs.replace(VERSIONS, driver="999.1"))
+    table = TunedTable(target=TARGET.name, records=(record_of(other), slow), receipts=(receipt,))
+    done = restamped(tmp_path / "table.json", table)
+    assert {one.kernel for one in done.records} == {TODAY.digest, other.digest}
+    assert {one.digest for one in done.receipts} == {TODAY.digest, other.digest}
+
+
+def test_self_checks_of_other_tritons_stay_with_the_earlier_digest(tmp_path: Path, cache: Path) -> None:
+    old = renamed()
+    keep(old, cache)
+    url = str(tmp_path / "flashtune.sqlite")
+    with open_store(url) as store:
+        store.add(record_of(old))
+        store.remember_check(check_of(old.digest, OTHER_TRITON))
+    restamp_database(url)
+    with open_store(url) as store:
+        assert known_checks(store) == {old.digest}
+
+
+def test_a_record_that_was_deleted_meanwhile_is_not_put_back(tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.replace_records({7: record_of(TODAY)})
+        assert store.records() == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "large"])
+def test_a_file_that_is_no_source_is_not_read(kind: str, cache: Path) -> None:
+    path = keep(renamed(), cache)
+    if kind == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        os.truncate(path, 2**34)
+    (done,) = restamp([record_of(renamed())])
+    assert done.fate is Fate.NO_SOURCE

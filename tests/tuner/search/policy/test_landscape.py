@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.search.candidate_grid import Pool
+from flashtune.tuner.search.surrogate import Beliefs, Landscape
+from tests.tuner.search.fakes import FAMILY, a_config, by_tile
+
+
+@pytest.fixture
+def pool(scope: Scope) -> Pool:
+    return Pool(scope, tuple(scope.candidates()))
+
+
+def ms_of(candidate: Candidate) -> float:
+    measurement = by_tile(candidate).measurement
+    assert measurement is not None
+    return measurement.ms
+
+
+def test_steps_count_the_axes_that_differ(pool: Pool) -> None:
+    candidate = Candidate(FAMILY, a_config())
+    apart = pool.steps(candidate).sum(axis=1)
+    assert apart[pool.places[candidate]] == 0
+    assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128))]] == 1
+    assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128, num_warps=8))]] == 2
+    assert pool.axes == tuple(
+        f"{FAMILY}.{name}" for name in ("block_m", "block_n", "num_warps", "loads", "qk_ahead")
+    )
+
+
+def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: Scope) -> None:
+    import msgspec
+
+    from tests.tuner.search.fakes import a_space
+
+    space = msgspec.structs.replace(scope.spaces[0], space=a_space(block_ms=(16, 32, 64, 128, 256)))
+    wide = msgspec.structs.replace(scope, spaces=(space,))
+    pool = Pool(wide, tuple(wide.candidates()))
+    apart = pool.steps(Candidate(FAMILY, a_config(block_m=16))).sum(axis=1)
+    steps = [apart[pool.places[Candidate(FAMILY, a_config(block_m=rows))]] for rows in (16, 32, 64, 128, 256)]
+    assert steps == sorted(steps)
+    assert steps[0] == 0
+    assert steps[-1] == 1
+
+
+def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: Pool) -> None:
+    free = np.ones(len(pool.candidates), dtype=bool)
+    outside = Candidate(FAMILY, a_config(block_m=128, num_stages=5))
+    nearest = pool.nearest(outside, free)
+    assert nearest == Candidate(FAMILY, a_config(block_m=128))
+    free[pool.places[nearest]] = False
+    assert pool.nearest(outside, free) not in {nearest, None}
+    assert pool.nearest(outside, np.zeros_like(free)) is None
+
+
+def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: Pool) -> None:
+    landscape = Landscape(pool, [1.0] * len(pool.candidates), Beliefs())
+    known: dict[int, float | None] = {
+        place: ms_of(candidate) for place, candidate in enumerate(pool.candidates) if place % 3 == 0
+    }
+    expected = landscape.expected_improvements(known, ())
+    unknown = [place for place in range(len(pool.candidates)) if place not in known]
+    order = sorted(unknown, key=lambda place: -expected[place])
+    ranks = [sorted(unknown, key=lambda place: ms_of(pool.candidates[place])).index(place) for place in order]
+    assert np.mean(ranks[:4]) < np.mean(ranks[-4:])
+    assert ranks[0] < 4
+
+
+def test_predictions_are_believed_until_they_are_disproved(pool: Pool) -> None:
+    predicted = [ms_of(candidate) for candidate in pool.candidates]
+    landscape = Landscape(pool, predicted, Beliefs())
+    slowest = int(np.argmax(predicted))
+    expected = landscape.expected_improvements({slowest: 3 * predicted[slowest]}, ())
+    assert int(expected.argmax()) == int(np.argmin(predicted))
+
+
+def test_little_is_expected_beside_failures_and_of_what_is_being_tried(pool: Pool) -> None:
+    landscape = Landscape(pool, [1.0] * len(pool.candidates), Beliefs())
+    good, bad = 0, len(pool.candidates) - 1
+    without = landscape.expected_improvements({good: 1.0}, ())
+    assert landscape.expected_improvements({good: 1.0, bad: None}, ())[bad - 1] < without[bad - 1]
+    trying = int(without.argmax())
+    assert landscape.expected_improvements({good: 1.0}, (trying,))[trying] < 0.2 * without[trying]

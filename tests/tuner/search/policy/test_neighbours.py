@@ -1,0 +1,64 @@
+"""What lies beside a config, and that a search looks there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtune.core.config import Space
+from flashtune.templates.forward_q_outer.space import Loads
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.search.optuna_study import Answer
+from flashtune.tuner.search.proposer import Proposer, neighbours
+from tests.tuner.search.fakes import FAMILY, a_config, a_space, alike
+
+
+def changed(space: Space, **fields: Any) -> set[tuple[tuple[str, Any], ...]]:
+    """What each neighbour of a config changes."""
+    config = a_config(**fields)
+    assert space.contains(config)
+    return {
+        tuple((name, value) for name, value in near.items() if value != getattr(config, name))
+        for near in neighbours(space, config)
+    }
+
+
+def test_neighbours_differ_on_one_axis_by_a_step() -> None:
+    space = a_space(block_ms=(16, 32, 64, 128, 256), warps=(1, 2, 4, 8))
+    assert changed(space, block_m=64, num_warps=1) == {
+        (("block_m", 32),),
+        (("block_m", 128),),
+        (("block_n", 32),),
+        (("num_warps", 2),),
+        (("loads", Loads.DESCRIPTOR),),
+    }
+
+
+def test_what_is_switched_off_takes_its_first_value() -> None:
+    found = changed(a_space(), loads=Loads.DESCRIPTOR, qk_ahead=True)
+    assert (("qk_ahead", False),) in found
+    assert (("loads", Loads.POINTER), ("qk_ahead", False)) in found
+
+
+def test_a_config_from_outside_has_neighbours_inside() -> None:
+    outside = a_config(block_m=512)
+    inside = list(neighbours(a_space(), outside))
+    assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
+
+
+def test_what_lies_beside_the_fastest_is_proposed_soon(scope: Scope) -> None:
+    best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
+    proposer = Proposer(scope, (best,), alike(scope), {}, seed=0)
+    assert proposer.ask() == best
+    proposer.tell(best, Answer(0.5))
+    beside = {Candidate(FAMILY, near) for near in neighbours(scope.spaces[0].space, best.config)}
+    proposed = [proposer.ask() for _ in range(4 * len(beside))]
+    assert beside <= set(proposed)
+    assert len(set(proposed)) == len(proposed)
+
+
+def test_nothing_lies_beside_what_failed(scope: Scope) -> None:
+    failed = Candidate(FAMILY, a_config())
+    proposer = Proposer(scope, (failed,), alike(scope), {}, seed=0)
+    assert proposer.ask() == failed
+    proposer.tell(failed, Answer(None))
+    assert proposer._beside_the_best() is None

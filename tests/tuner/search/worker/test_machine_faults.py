@@ -1,0 +1,184 @@
+"""What the machine causes stops a search with one sentence, and is stored of no candidate."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import Any
+
+import pytest
+
+from flashtune.core.errors import MachineError
+from flashtune.core.record import Outcome
+from flashtune.core.target import find_target
+from flashtune.db.store import Store
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.execution import compile_pool, gpu_worker, machine_probe, processes
+from flashtune.tuner.execution.compile_pool import CompilePool
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.gpu_worker import GpuWorker
+from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
+from flashtune.tuner.execution.processes import Lost
+from tests.tuner.search import fakes
+from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_config, by_tile
+from tests.tuner.search.small_search import SIZE, search
+
+CANDIDATE = Candidate(FAMILY, a_config())
+WAIT = 120.0
+WELL = Probe("")
+STORED = "what was finished is stored, and the same command goes on"
+
+
+def test_a_compiler_process_that_is_killed_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.kill_itself)
+    with (
+        CompilePool(1) as pool,
+        pytest.raises(MachineError, match=rf"a compiler process was killed \(signal 9\).*; {STORED}"),
+    ):
+        pool.submit(scope, CANDIDATE).result(WAIT)
+
+
+def test_a_full_disk_in_a_compiler_process_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_without_space)
+    with CompilePool(1) as pool, pytest.raises(MachineError, match="No space left on device"):
+        pool.submit(scope, CANDIDATE).result(WAIT)
+
+
+@pytest.mark.parametrize(
+    "job", [fakes.crash, fakes.hang, fakes.fail_with_a_tool], ids=lambda job: job.__name__
+)
+def test_a_failure_on_a_machine_that_a_probe_finds_ill_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch, job: Any
+) -> None:
+    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
+    monkeypatch.setattr(compile_pool, "compile_candidate", job)
+    with CompilePool(1, seconds=1.0) as pool, pytest.raises(MachineError, match=f"cache is full; {STORED}"):
+        pool.submit(scope, CANDIDATE).result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_machine")
+def test_a_tool_that_fails_on_a_healthy_machine_is_an_outcome(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.fail_with_a_tool)
+    with CompilePool(1) as pool:
+        assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.COMPILE_ERROR
+
+
+def test_a_pool_that_was_stopped_starts_no_process_for_jobs_that_were_lost(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+    with CompilePool(1) as pool:
+        jobs = [pool.submit(scope, CANDIDATE) for _ in range(3)]
+        time.sleep(0.5)
+        started: list[int] = []
+        monkeypatch.setattr(processes, "start_pool", started.append)
+    time.sleep(0.5)
+    assert started == []
+    assert all(job.cancelled() or not job.done() for job in jobs)
+
+
+def test_a_process_that_runs_kernels_and_is_killed_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
+    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.kill_itself)
+    with GpuWorker(0) as gpu, pytest.raises(MachineError, match=r"runs kernels was killed \(signal 9\)"):
+        gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None).result(WAIT)
+
+
+@pytest.mark.parametrize("job", [fakes.crash, fakes.hang], ids=lambda job: job.__name__)
+def test_a_launch_that_fails_on_a_machine_that_is_ill_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch, job: Any
+) -> None:
+    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
+    monkeypatch.setattr(gpu_worker, "evaluate_candidate", job)
+    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
+    with GpuWorker(0, seconds=1.0) as gpu, pytest.raises(MachineError, match="cache is full"):
+        gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None).result(WAIT)
+
+
+def test_a_probe_compiles_a_kernel_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_probe(find_target("a100")).result(WAIT).fault == ""
+    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.crash)
+    assert "died" in start_probe(find_target("a100")).result(WAIT).fault
+    monkeypatch.setattr(machine_probe, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.hang)
+    assert "this machine is too busy" in start_probe(find_target("a100")).result(WAIT).fault
+
+
+def test_a_probe_names_a_folder_that_cannot_be_written(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    assert f"the Triton cache {tmp_path}/file/triton cannot" in look_for_fault(find_target("a100")).fault
+
+
+def test_a_time_out_counts_against_a_candidate_on_an_idle_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed_out = Lost(True, "did not end within its time limit")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert fault_of(timed_out, WELL, "a process") == ""
+    assert "too busy (4 programs for each core)" in fault_of(timed_out, Probe("", slowness=4.0), "a process")
+    cores = os.cpu_count() or 1
+    # The load of the last minute counts, though it may be gone when the probe runs.
+    monkeypatch.setattr(os, "getloadavg", lambda: (5.0 * cores, 1.0, 1.0))
+    assert "too busy (5 programs for each core)" in fault_of(timed_out, WELL, "a process")
+
+
+def test_a_crash_counts_against_a_candidate_unless_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed = Lost(False, "its process died (killed by signal 6)", 6)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: unlimited)
+    assert fault_of(crashed, WELL, "a process") == ""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, 2 << 30))
+    assert "crashed under a limit of memory" in fault_of(crashed, WELL, "a process")
+
+
+def stop_after(count: int, measurer: FakeMeasurer) -> None:
+    def judge(candidate: Candidate) -> Evaluation:
+        if len(measurer.seen) > count:
+            raise MachineError("the disk is full")
+        return by_tile(candidate)
+
+    measurer.judge = judge
+
+
+def test_a_search_that_the_machine_stops_keeps_what_was_finished(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+    stop_after(7, measurer)
+    with pytest.raises(MachineError) as caught:
+        search(store, measurer)
+    assert caught.value.exit_code == 1
+    kept = [entry.record for entry in store.records()]
+    assert {record.outcome for record in kept} == {Outcome.OK}
+    assert len(kept) == 7
+    (selected,) = store.selections()
+    assert selected.record.ms == min(record.ms or 0.0 for record in kept)
+    # The same search in a healthy environment goes on from there.
+    result = search(store, FakeMeasurer(by_tile))
+    assert result.tally.reused == 7
+    assert result.tally.outcomes == {Outcome.OK: SIZE}
+
+
+def test_what_the_gpu_finished_is_stored_when_the_compiler_finds_the_disk_full(store: Store) -> None:
+    seen: list[Candidate] = []
+
+    def judge(candidate: Candidate) -> Any:
+        seen.append(candidate)
+        if len(seen) > 5:
+            raise MachineError("the disk is full")
+        return fakes.compiled(candidate)
+
+    measurer = FakeMeasurer(by_tile)
+    with pytest.raises(MachineError):
+        search(store, measurer, FakeCompiler(judge))
+    assert len(store.records()) == len(measurer.seen) > 0

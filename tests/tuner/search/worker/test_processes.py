@@ -1,0 +1,197 @@
+"""Crashes and hangs of worker processes are outcomes, and another process takes the next job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashtune.core.record import Outcome
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.execution import compile_pool, gpu_worker
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
+from flashtune.tuner.execution.evaluation import DeviceLostError
+from flashtune.tuner.execution.gpu_worker import GpuWorker
+from flashtune.tuner.execution.processes import start_pool, stop_pool
+from tests.tuner.search import fakes
+from tests.tuner.search.fakes import FAMILY, a_config
+
+CANDIDATE = Candidate(FAMILY, a_config())
+WAIT = 60.0
+
+
+def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: Scope) -> None:
+    with CompilePool(1) as pool:
+        result = pool.submit(scope, CANDIDATE).result(WAIT)
+    assert result.outcome is Outcome.OK
+    assert result.resources is not None
+    assert result.resources.sram_bytes > 0
+    assert result.kernel is not None
+
+
+def test_a_signal_to_the_process_group_ends_workers_and_not_their_server() -> None:
+    pool = start_pool(1)
+    try:
+        worker_blocks, server_blocks = pool.schedule(fakes.blocked_by_worker_and_server).result(WAIT)
+    finally:
+        stop_pool(pool)
+    assert signal.SIGTERM not in worker_blocks
+    assert {signal.SIGTERM, signal.SIGINT} <= server_blocks
+
+
+def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
+    big = Candidate(FAMILY, a_config(block_m=128, block_n=256, num_warps=8, num_stages=4))
+    with CompilePool(1) as pool:
+        result = pool.submit(scope, big).result(WAIT)
+    assert result.outcome is Outcome.INFEASIBLE
+    assert "SRAM" in result.message
+    assert result.resources is not None
+
+
+@pytest.mark.usefixtures("healthy_machine")
+def test_a_compiler_that_crashes_or_hangs_is_an_outcome(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CompilePool(1, seconds=1.0) as pool:
+        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.crash)
+        crashed = pool.submit(scope, CANDIDATE).result(WAIT)
+        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+        hung = pool.submit(scope, CANDIDATE).result(WAIT)
+        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_well)
+        assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.OK
+    assert crashed == Compiled(
+        Outcome.COMPILE_ERROR, message="compiling its process died (killed by signal 6)"
+    )
+    assert hung == Compiled(Outcome.TIMEOUT, message="compiling did not end within its time limit")
+
+
+@pytest.mark.slow
+def test_workers_use_one_thread() -> None:
+    # A process of its own: the server that workers are forked from keeps the number that it started with.
+    code = (
+        "import torch; from flashtune.tuner.execution.processes import start_pool, stop_pool; "
+        "pool = start_pool(1); "
+        f"print(pool.schedule(torch.get_num_threads).result({WAIT})); stop_pool(pool)"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ended.stdout.strip(), ended.returncode) == ("1", 0), ended.stderr
+
+
+@pytest.fixture
+def healthy_gpu(healthy_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+def test_a_launch_that_crashes_or_hangs_is_an_outcome(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = fakes.compiled(CANDIDATE)
+    with GpuWorker(0, seconds=1.5) as gpu:
+        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.leave_with_illegal_access)
+        faulty = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
+        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
+        crashed = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
+        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.hang)
+        hung = gpu.evaluate(scope, CANDIDATE, compiled, None)
+        # What waits behind a job that hangs is done by the next process.
+        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.evaluate_right)
+        after = gpu.evaluate(scope, CANDIDATE, compiled, None)
+        assert hung.result(WAIT).outcome is Outcome.TIMEOUT
+        assert after.result(WAIT).outcome is Outcome.OK
+    assert (faulty.outcome, faulty.message) == (Outcome.LAUNCH_ERROR, "illegal memory access")
+    assert (crashed.outcome, crashed.message) == (
+        Outcome.LAUNCH_ERROR,
+        "running its process died (killed by signal 6)",
+    )
+
+
+def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
+    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
+    with GpuWorker(0) as gpu:
+        job = gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None)
+        with pytest.raises(DeviceLostError, match="unplugged"):
+            job.result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+def test_a_job_whose_process_died_before_taking_it_is_run_again(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.process_id)
+    compiled = fakes.compiled(CANDIDATE)
+    with GpuWorker(0) as gpu:
+        process: Any = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
+        # Stopped, it cannot say that it took the job; the pool then breaks as a whole.
+        os.kill(process, signal.SIGSTOP)
+        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.evaluate_right)
+        lost = gpu.evaluate(scope, CANDIDATE, compiled, None)
+        time.sleep(0.5)
+        os.kill(process, signal.SIGKILL)
+        assert lost.result(WAIT).outcome is Outcome.OK
+        assert gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT).outcome is Outcome.OK
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
+    found = []
+    with GpuWorker(0, seconds=0.5) as gpu:
+        for job in (fakes.hang, fakes.leave_with_illegal_access, fakes.evaluate_right):
+            monkeypatch.setattr(gpu_worker, "evaluate_late", job)
+            found.append(gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT))
+    said = [(one.outcome, one.message) for one in found if one is not None]
+    assert said == [
+        (Outcome.TIMEOUT, "delayed: running did not end within its time limit"),
+        (Outcome.LAUNCH_ERROR, "delayed: illegal memory access"),
+        (Outcome.OK, ""),
+    ]
+
+
+def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
+    monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
+    monkeypatch.setattr(gpu_worker, "evaluate_late", fakes.crash)
+    with GpuWorker(0) as gpu, pytest.raises(DeviceLostError, match="unplugged"):
+        gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT)
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+@pytest.mark.parametrize("build", [fakes.hang, fakes.crash, fakes.succeed], ids=lambda job: job.__name__)
+def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(gpu_worker, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_worker, "build_late", build)
+    monkeypatch.setattr(gpu_worker, "evaluate_late", fakes.evaluate_right)
+    with GpuWorker(0) as gpu:
+        assert gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT) is None
+
+
+@pytest.mark.usefixtures("healthy_gpu")
+def test_finals_whose_process_is_lost_come_to_nothing(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_worker, "time_finalists", fakes.crash)
+    with GpuWorker(0) as gpu:
+        assert gpu.finals(scope, (CANDIDATE,)).result(WAIT) == ()
+
+
+def test_a_pool_ends_at_once_whatever_its_workers_do(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+    with CompilePool(2) as pool:
+        pool.submit(scope, CANDIDATE)
+        pool.submit(scope, CANDIDATE)
+        time.sleep(0.5)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0

@@ -1,0 +1,213 @@
+"""The audit of the SRAM models: points, account, bar; and a few points held against the compiler."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from flashtune.core.errors import UsageError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.target import TARGETS, Target, find_target
+from flashtune.templates.common.model import sram
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterConfig
+from flashtune.templates.registry import families, find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_resources
+from flashtune.tuner.cli import main
+from flashtune.tuner.cli.commands.sram_audit import as_markdown
+from flashtune.tuner.sram_audit.audit import Audit, Request, Row, audit_targets, run_audit
+from flashtune.tuner.sram_audit.points import draw_points
+from tests.tuner.sram_audit.audit_fakes import Scripted
+
+H100 = find_target("h100")
+FAMILY = find_family("forward_q_outer")
+
+
+def audited(compiler: Scripted, points: int = 12, in_flight: int = 3) -> Audit:
+    return run_audit(Request((H100,), points, seed=1, in_flight=in_flight), compiler, lambda *_: None)
+
+
+def test_a_model_that_is_exact_passes() -> None:
+    audit = audited(Scripted(1.0))
+    assert audit.failures() == ()
+    assert {row.family for row in audit.rows} == {family.name for family in families()}
+    for row in audit.rows:
+        assert row.points == 12
+        assert row.in_band == 6
+        assert row.fits + row.misfits == 12
+        assert row.caught == row.misfits
+        assert row.wrongly_pruned == row.overestimates == 0
+        assert row.median_ratio == 1
+    assert sum(row.refused for row in audit.rows) > 0
+
+
+def test_a_model_that_claims_too_much_fails() -> None:
+    # Of decoding kernels few are near the capacity: with a smaller factor there are too few of them.
+    audit = audited(Scripted(0.9))
+    assert sum(row.wrongly_pruned for row in audit.rows) > 0
+    assert all(row.overestimates == row.points for row in audit.rows)
+    assert any("that fit were pruned" in failure for failure in audit.failures())
+
+
+def test_a_model_that_claims_too_little_fails() -> None:
+    audit = audited(Scripted(1.3))
+    assert sum(row.wrongly_pruned for row in audit.rows) == 0
+    assert any("that do not fit were caught" in failure for failure in audit.failures())
+
+
+def test_what_is_found_does_not_depend_on_how_many_compile_at_once() -> None:
+    assert audited(Scripted(1.0), in_flight=1) == audited(Scripted(1.0), in_flight=7)
+
+
+def test_points_out_of_reach_are_said_to_be() -> None:
+    with pytest.raises(UsageError, match="fewer --points"):
+        audited(Scripted(100.0))
+
+
+def test_points_are_varied_and_the_same_for_a_seed() -> None:
+    points = list(itertools.islice(draw_points(FAMILY, H100, 3), 60))
+    assert points == list(itertools.islice(draw_points(FAMILY, H100, 3), 60))
+    assert len(set(points)) == 60
+    assert {point.specialization.alignment for point in points} == set(Alignment)
+    assert {point.problem.dtype for point in points} == {Dtype.BF16, Dtype.FP16, Dtype.FP32}
+    assert {point.problem.causal for point in points} == set(Causal)
+    for point in points:
+        assert FAMILY.space(point.problem, H100).contains(point.candidate.config)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_only_problems_that_the_family_computes_are_drawn(family: Family) -> None:
+    points = list(itertools.islice(draw_points(family, H100, 3), 40))
+    refused = {why_not(family, point.problem, H100, point.specialization) for point in points}
+    assert refused == {None}
+
+
+def test_every_architecture_of_the_table_is_audited() -> None:
+    assert {target.arch for target in audit_targets()} == {target.arch for target in TARGETS}
+    assert set(sram.AUDITED) == {target.arch for target in TARGETS}
+
+
+def a_problem(head_dim: int, dtype: Dtype = Dtype.BF16) -> Problem:
+    return Problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=8,
+        kv_heads=8,
+        batch=1,
+        seqlen_q=512,
+        seqlen_kv=512,
+    )
+
+
+def a_config(**fields: object) -> QOuterConfig:
+    whole = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2, **fields}
+    return msgspec.convert(whole, QOuterConfig)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", audit_targets(), ids=lambda target: target.arch)
+@pytest.mark.parametrize("alignment", [Alignment.SIXTEEN, Alignment.ANY])
+def test_the_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> None:
+    problem, config, assumed = a_problem(64), a_config(), Specialization(alignment)
+    modelled = sum(item.bytes for item in FAMILY.sram_items(problem, config, target, assumed))
+    found = read_resources(render(FAMILY, problem, config, assumed), target)
+    assert modelled <= found.sram_bytes <= 1.1 * modelled + 16384
+    assert FAMILY.tensor_memory_columns(problem, config, target) <= found.tensor_memory_columns
+
+
+def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Specialization) -> dict[str, int]:
+    return {item.name: item.bytes for item in FAMILY.sram_items(problem, config, target, assumed)}
+
+
+def test_items_name_what_they_are() -> None:
+    found = items(H100, a_config(num_stages=3), a_problem(128), Specialization())
+    assert found == {"q": 16384, "k, 3 in flight": 49152, "v, 3 in flight": 49152}
+    assert items(find_target("a100"), a_config(num_stages=3), a_problem(64), Specialization()) == {
+        "q": 8192,
+        "k, 2 in flight": 16384,
+        "v, 2 in flight": 16384,
+    }
+
+
+def test_descriptors_and_qk_ahead_count() -> None:
+    config = a_config(loads=Loads.DESCRIPTOR, qk_ahead=True)
+    assert items(H100, config, a_problem(128), Specialization())["k of the block ahead"] == 16384
+    unaligned = items(H100, config, a_problem(128), Specialization(Alignment.ANY))
+    assert "k of the block ahead" not in unaligned
+
+
+def test_float32_is_held_in_other_places() -> None:
+    wide = a_problem(64, Dtype.FP32)
+    plain = items(H100, a_config(), wide, Specialization())
+    thirds = items(H100, a_config(products=Products.TF32X3), wide, Specialization())
+    assert plain["weights"] == 64 * 64 * 4
+    assert thirds["q in halves of tf32"] == thirds["q"] == 64 * 64 * 4
+
+
+def test_nothing_is_claimed_of_an_unknown_architecture() -> None:
+    stranger = msgspec.structs.replace(H100, arch="sm_130")
+    assert FAMILY.sram_items(a_problem(128), a_config(), stranger, Specialization()) == ()
+    assert FAMILY.tensor_memory_columns(a_problem(128), a_config(), stranger) == 0
+
+
+def test_a_tile_that_tensor_memory_cannot_hold_is_pruned() -> None:
+    config = a_config(block_m=256, block_n=64, num_warps=8)
+    assert FAMILY.tensor_memory_columns(a_problem(256), config, find_target("b200")) > 512
+
+
+def a_row(**changes: object) -> Row:
+    row = Row("forward_q_outer", "nvidia-h100", "sm_90", 10, 5, 3, 4, 6, 0, 6, 0, 1.0, 0)
+    return msgspec.structs.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "failures"), [({}, 0), ({"caught": 5}, 1), ({"wrongly_pruned": 1, "caught": 5}, 2)]
+)
+def test_the_bar(changes: dict[str, object], failures: int) -> None:
+    assert len(Audit("3.7.1", 0, (a_row(**changes),)).failures()) == failures
+
+
+def test_the_bar_is_held_by_a_target_as_a_whole() -> None:
+    rows = (a_row(caught=5), a_row(family="forward_kv_outer", misfits=40, caught=40))
+    assert Audit("3.7.1", 0, rows).failures() == ()
+
+
+def test_tables_sum_the_rows_by_family_and_by_gpu() -> None:
+    rows = (
+        a_row(caught=5),
+        a_row(family="forward_kv_outer", points=4, fits=3, misfits=1, caught=1, refused=2),
+        a_row(target="nvidia-a100", arch="sm_80", wrongly_pruned=1),
+    )
+    lines = as_markdown(Audit("3.7.1", 0, rows)).splitlines()
+    assert "| forward_q_outer | 20 | 10 | 6 | 8 | 12 | 1 | 11 (92%) | 0 | 0 |" in lines
+    assert "| forward_kv_outer | 4 | 5 | 3 | 3 | 1 | 0 | 1 (100%) | 0 | 2 |" in lines
+    assert "| nvidia-h100 | 14 | 10 | 6 | 7 | 7 | 0 | 6 (86%) | 0 | 2 |" in lines
+    assert lines.count("| all | 24 | 15 | 9 | 11 | 13 | 1 | 12 (92%) | 0 | 2 |") == 2
+
+
+@pytest.mark.parametrize(("form", "exit_code"), [("--json", 0), ("--markdown", 0), ("--markdown", 1)])
+def test_the_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: int) -> None:
+    asked: list[Request] = []
+
+    def scripted(request: Request, *_: object) -> Audit:
+        asked.append(request)
+        return Audit("3.7.1", request.seed, (a_row(caught=6 if exit_code == 0 else 0),))
+
+    monkeypatch.setattr("flashtune.tuner.sram_audit.audit.run_audit", scripted)
+    done = CliRunner().invoke(
+        main, ["sram-audit", "--target", "h100", "--points", "10", "--seed", "4", "--jobs", "1", form]
+    )
+    assert done.exit_code == exit_code, done.output
+    assert asked == [Request((H100,), 10, 4, in_flight=1)]
+    if form == "--json":
+        assert msgspec.json.decode(done.stdout, type=Audit).rows == (a_row(),)
+    else:
+        assert "| forward_q_outer | nvidia-h100 | sm_90 | 10 |" in done.stdout
+    if exit_code:
+        assert "0 of 6 that do not fit were caught" in done.stderr

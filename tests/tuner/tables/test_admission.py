@@ -1,0 +1,271 @@
+"""Import, export, merge and verification refuse records that disagree with their family, GPU or kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.core.errors import TableError
+from flashtune.core.kernel import Alignment
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.record import PeerTime, Provenance, Record, SharedTime
+from flashtune.core.target import TARGETS, find_target
+from flashtune.db.codec import decode_record, encode_record
+from flashtune.db.errors import UnreadableRecord
+from flashtune.db.store import open_store
+from flashtune.db.table import TunedTable, dump_table, shipped_table
+from flashtune.templates import rendering
+from flashtune.templates.hashing import template_hash
+from flashtune.tuner.tables import admission
+from flashtune.tuner.tables.admission import facts_of, least_ms, why_refused
+from flashtune.tuner.tables.export import json_table, kernel_files, triton_configs
+from flashtune.tuner.tables.table_import import import_tables
+from flashtune.tuner.verify.record_checks import verify_records
+
+H200 = find_target("h200")
+
+
+def shipped(family: str) -> Record:
+    """The first shipped record of a family."""
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    return next(record for record in table.records if record.family == family)
+
+
+def of_gpu(name: str) -> Record:
+    return msgspec.structs.replace(shipped("forward_q_outer"), target=name)
+
+
+def changed(record: Record, part: str, **changes: Any) -> Record:
+    value = msgspec.structs.replace(getattr(record, part), **changes)
+    return msgspec.structs.replace(record, **{part: value})
+
+
+@pytest.mark.parametrize("name", [target.name for target in TARGETS if shipped_table(target.name)])
+def test_every_shipped_record_is_admitted(name: str) -> None:
+    table = shipped_table(name)
+    assert table is not None
+    assert [reason for record in table.records if (reason := why_refused(record))] == []
+
+
+@pytest.mark.parametrize("name", [target.name for target in TARGETS if shipped_table(target.name)])
+def test_no_shipped_time_is_below_the_roofline(name: str) -> None:
+    table = shipped_table(name)
+    assert table is not None
+    target = find_target(name)
+    below = [
+        record.problem.key
+        for record in table.records
+        if record.ms is not None and record.ms < least_ms(record.problem, target)
+    ]
+    assert below == []
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("problem", {"window_left": 5}, "forward_q_outer has no window"),
+    ("problem", {"head_dim": 1000, "value_head_dim": 1000}, "does not compute its problem"),
+    ("problem", {"dtype": Dtype.E4M3}, "does not compute its problem"),
+    ("config", {"num_warps": 32}, "is not in the space"),
+    ("config", {"block_n": 1024}, "its kernel asks for"),
+    ("config", {"num_stages": 8}, "is not in the space"),
+    ("specialization", {"lse": True}, "stale receipt"),
+    ("specialization", {"alignment": Alignment.EIGHT}, "stale receipt"),
+    ("resources", {"sram_bytes": 300_000}, "asks for 300000 B of SRAM"),
+    ("resources", {"warps": 64}, "has 2048 threads"),
+    ("resources", {"tensor_memory_columns": 8}, "columns of tensor memory"),
+    ("verdict", {"device": "NVIDIA A100-SXM4-80GB"}, "receipt of another GPU"),
+    ("verdict", {"device": "interpreter"}, "no receipt"),
+    ("measurement", {"ms": 1e-6, "p20": 1e-6}, "is below"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing", "ms", "reason"),
+    [
+        ("forward_masked", MaskSharing.HEADS, 1e-6, "a time with a shared mask is below"),
+        ("forward_hopper", MaskSharing.HEADS, 1.0, "that its problem does not share"),
+        ("forward_masked", MaskSharing.HEADS, 1.0, ""),
+    ],
+)
+def test_impossible_times_with_shared_masks_are_refused(
+    family: str, sharing: MaskSharing, ms: float, reason: str
+) -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    biased = family == "forward_masked"
+    record = next(
+        one
+        for one in table.records
+        if one.family == family and (one.problem.bias is not Bias.NONE) is biased and one.problem.heads > 1
+    )
+    shared = SharedTime(sharing, ms, (PeerTime("sdpa-cudnn", 1.0),))
+    found = why_refused(changed(record, "measurement", shared=(shared,)))
+    assert (reason in found) if reason else (found == "")
+
+
+@pytest.mark.parametrize(("part", "changes", "reason"), REFUSED)
+def test_import_export_and_verify_refuse_the_same(
+    part: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    record = changed(shipped("forward_q_outer"), part, **changes)
+    assert reason in why_refused(record)
+    for export in (lambda: json_table(record.target, [record]), lambda: kernel_files([record])):
+        with pytest.raises(TableError, match=r"record 1 cannot be used: "):
+            export()
+    with pytest.raises(TableError, match="cannot be used"):
+        triton_configs([record])
+    path = tmp_path / "table.json"
+    path.write_bytes(dump_table(TunedTable(target=record.target, records=(record,))))
+    with pytest.raises(TableError, match=r"table\.json, record 1 cannot be used: "):
+        import_tables([path], str(tmp_path / "db.sqlite"))
+    assert not (tmp_path / "db.sqlite").exists()
+    (result,) = verify_records([record], gpu=None).results
+    assert reason in result.failed
+
+
+def test_another_digest_is_refused_under_our_template_and_kept_under_another(
+    tmp_path: Path,
+) -> None:
+    record = msgspec.structs.replace(shipped("forward_q_outer"), kernel="0" * 32)
+    assert record.versions.template == template_hash(record.family)
+    assert "stale receipt" in why_refused(record)
+    older = changed(record, "versions", template="0" * 32)
+    assert why_refused(older) == ""
+    path = tmp_path / "table.json"
+    path.write_bytes(json_table(record.target, [older]))
+    assert import_tables([path], str(tmp_path / "db.sqlite")).selections_added == 1
+
+
+def test_a_merge_leaves_such_selections_out(tmp_path: Path) -> None:
+    good = shipped("forward_q_outer")
+    bad = changed(good, "problem", window_left=5)
+    with open_store(str(tmp_path / "theirs.sqlite")) as store:
+        for record in (good, bad):
+            store.pin(store.add(record))
+    with open_store(str(tmp_path / "ours.sqlite")) as store:
+        with pytest.warns(UnreadableRecord, match="1 selections of .* were left out: .* no window"):
+            counts = store.merge_from(str(tmp_path / "theirs.sqlite"), why_refused)
+        assert counts.selections_added == 1
+        assert [found.record for found in store.selections()] == [good]
+
+
+def test_a_baseline_must_be_of_a_problem_that_some_family_computes() -> None:
+    good = shipped("forward_q_outer")
+    baseline = msgspec.structs.replace(good, family="sdpa", config=None, kernel=None)
+    assert why_refused(baseline) == ""
+    wide = changed(baseline, "problem", head_dim=1000, value_head_dim=1000)
+    assert "no kernel family computes its problem" in why_refused(wide)
+
+
+@pytest.mark.parametrize("packed", [1, 10**6])
+def test_packed_tokens_must_fit_their_sequences(packed: int) -> None:
+    record = changed(shipped("forward_q_outer"), "problem", packed=packed)
+    assert "packed tokens" in why_refused(record)
+
+
+def test_a_predicted_record_needs_no_receipt() -> None:
+    record = msgspec.structs.replace(
+        shipped("forward_q_outer"), provenance=Provenance.PREDICTED, verdict=None
+    )
+    assert why_refused(record) == ""
+
+
+def test_an_unknown_gpu_is_refused_and_a_sibling_has_the_facts_of_the_listed_one() -> None:
+    record = shipped("forward_q_outer")
+    unknown = msgspec.structs.replace(record, target="nvidia-x9000")
+    assert "there is no target 'nvidia-x9000' here" in why_refused(unknown)
+    assert facts_of(of_gpu("nvidia-h200-mig-1g.18gb")) == H200
+    # An alias is no name of a target: dispatch would never find the record.
+    assert facts_of(of_gpu("h200")) is None
+
+
+def test_this_machines_gpu_is_known_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = msgspec.structs.replace(H200, name="nvidia-of-mine")
+    monkeypatch.setattr(admission, "device_target", lambda index: mine)
+    assert facts_of(of_gpu("nvidia-of-mine")) is mine
+
+
+def test_a_record_of_an_unlisted_gpu_is_checked_by_the_facts_in_it() -> None:
+    gpu = msgspec.structs.replace(H200, name="nvidia-x9000")
+    record = changed(msgspec.structs.replace(of_gpu(gpu.name), gpu=gpu), "verdict", device="NVIDIA X9000")
+    assert facts_of(record) == gpu
+    assert why_refused(record) == ""
+    assert decode_record(encode_record(record)) == record
+    small = msgspec.structs.replace(gpu, sram_per_block=1024)
+    assert "its kernel asks for" in why_refused(msgspec.structs.replace(record, gpu=small))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "nvidia-x8000"}, "its facts are those of nvidia-x8000"),
+        ({"sram_per_block": -1}, "sram_per_block"),
+        ({"arch": "sm_ninety"}, "arch"),
+        ({"peak": {"half": 0.0, "fp32": 1.0}}, "half"),
+    ],
+)
+def test_impossible_facts_of_a_gpu_are_refused(changes: dict[str, Any], reason: str) -> None:
+    gpu = msgspec.to_builtins(msgspec.structs.replace(H200, name="nvidia-x9000")) | changes
+    raw = json.loads(encode_record(of_gpu("nvidia-x9000"))) | {"gpu": gpu}
+    with pytest.raises(TableError, match=reason):
+        decode_record(json.dumps(raw).encode())
+
+
+def test_each_distinct_kernel_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    records = [record for record in table.records if record.family == "forward_q_outer"][:40]
+    rendered: list[object] = []
+    render = rendering.render
+
+    def counted(*arguments: Any) -> Any:
+        rendered.append(arguments)
+        return render(*arguments)
+
+    monkeypatch.setattr("flashtune.tuner.tables.admission.render", counted)
+    admission._digest.cache_clear()
+    for _ in range(2):
+        assert [why_refused(record) for record in records] == [""] * len(records)
+    assert len(rendered) == len({record.kernel for record in records})
+
+
+def test_ragged_sequences_are_bounded_at_the_lengths_that_are_measured() -> None:
+    problem = shipped("decode_split_kv").problem
+    equal = msgspec.structs.replace(problem, batch=64, seqlen_kv=8192, page_size=0, window_left=None)
+    ragged = msgspec.structs.replace(equal, page_size=16)
+    assert 0.7 < least_ms(ragged, H200) / least_ms(equal, H200) < 0.8
+    many = msgspec.structs.replace(ragged, batch=2**31 - 1)
+    assert "too many" in why_refused(msgspec.structs.replace(shipped("decode_split_kv"), problem=many))
+
+
+def test_an_output_that_may_stay_in_the_cache_is_not_counted() -> None:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=10,
+        kv_heads=10,
+        batch=8,
+        seqlen_q=4096,
+        seqlen_kv=77,
+    )
+    assert problem.written_bytes() < H200.l2_bytes
+    read = problem.minimal_bytes() - problem.written_bytes()
+    assert least_ms(problem, H200) == pytest.approx(read / (H200.hbm_bandwidth * 1e6))
+
+
+def test_a_window_added_to_a_table_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    record = shipped("forward_q_outer")
+    table = json.loads(json_table(record.target, [record]))
+    table["records"][0]["problem"]["window_left"] = 5
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(TableError) as caught:
+        import_tables([path], str(tmp_path / "db.sqlite"))
+    assert "\n" not in str(caught.value)
+    assert "window" in str(caught.value)

@@ -1,0 +1,100 @@
+"""Records of backward passes on their way through verification and export."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
+from flashtune.core.target import find_target
+from flashtune.db.table import TunedTable, dump_table, parse_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.tables.export import kernel_files
+from flashtune.tuner.verify import record_checks, verify_jobs
+from flashtune.tuner.verify.report import Means
+
+FAMILY = find_family("backward_split")
+TARGET = find_target("h200")
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=64,
+    value_head_dim=64,
+    heads=4,
+    kv_heads=2,
+    batch=1,
+    seqlen_q=512,
+    seqlen_kv=512,
+    causal=Causal.BOTTOM_RIGHT,
+    direction=Direction.BACKWARD,
+)
+
+
+def a_record(**fields: object) -> Record:
+    config = msgspec.structs.replace(FAMILY.default(PROBLEM, TARGET), **fields)
+    return Record(
+        problem=PROBLEM,
+        target=TARGET.name,
+        family=FAMILY.name,
+        config=config,
+        specialization=Specialization(),
+        kernel=render(FAMILY, PROBLEM, config, Specialization()).digest,
+        outcome=Outcome.OK,
+        provenance=Provenance.MEASURED,
+        versions=current_versions(FAMILY.name),
+        resources=Resources(40000),
+        verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200"),
+        measurement=Measurement(1.0, 1.0, 1.0, 11),
+    )
+
+
+def test_a_table_holds_both_passes_of_a_shape() -> None:
+    record = a_record()
+    data = dump_table(TunedTable(target=TARGET.name, records=(record,)))
+    (found,) = parse_table(data, "a table").records
+    assert found == record
+    assert found.problem.key.startswith("backward_bf16_d64")
+
+
+def test_the_interpreter_is_asked_once_for_what_it_cannot_tell_apart() -> None:
+    subjects = [
+        record_checks._subject(a_record(dq_warps=warps, dq_stages=stages))
+        for warps, stages in ((4, 2), (8, 3))
+    ]
+    sources = set()
+    for subject in subjects:
+        assert isinstance(subject, verify_jobs.Subject)
+        assert record_checks._task(subject).problem.is_backward
+        sources.add(record_checks._source(subject))
+    assert len(sources) == 1
+    assert subjects[0] != subjects[1]
+
+
+def test_every_kernel_of_a_launch_must_compile_and_fit() -> None:
+    kernel = render(FAMILY, PROBLEM, a_record().config, Specialization())  # type: ignore[arg-type]
+    assert verify_jobs.why_not_compiled(kernel, TARGET) == ""
+    tight = msgspec.structs.replace(TARGET, sram_per_block=1024)
+    assert "of SRAM" in verify_jobs.why_not_compiled(kernel, tight)
+    assert kernel.epilogue is not None
+    lost = msgspec.structs.replace(kernel.epilogue, arguments=())
+    broken = msgspec.structs.replace(kernel, epilogue=lost)
+    assert "does not compile" in verify_jobs.why_not_compiled(broken, TARGET)
+
+
+def test_a_file_says_how_gradients_are_called() -> None:
+    (file,) = kernel_files([a_record()])
+    assert file.name.startswith("backward_split_bf16_d64_causal_bottom_right_m")
+    assert "# `attention_backward(q, k, v, out, lse, dout, scale)` runs it." in file.text
+    assert "def attention_backward(" in file.text
+
+
+@pytest.mark.slow
+def test_a_record_is_compiled_and_interpreted() -> None:
+    report = record_checks.verify_records([a_record()], gpu=None)
+    (result,) = report.results
+    assert result.failed == ""
+    assert result.means is Means.INTERPRETER
+    assert result.receipt is not None

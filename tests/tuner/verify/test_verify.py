@@ -1,0 +1,321 @@
+"""`flashtune verify` without a GPU: what compiles, fits, interprets and has a receipt, and what does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from flashtune.core.errors import VerificationError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
+from flashtune.core.target import find_target
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.cli import main
+from flashtune.tuner.tables.lookup import shipped_selections
+from flashtune.tuner.tables.receipts import Receipt
+from flashtune.tuner.verify import record_checks, verify_jobs
+from flashtune.tuner.verify.job_runner import Runs
+from flashtune.tuner.verify.record_checks import verify_records
+from flashtune.tuner.verify.report import Means, Report, Result
+
+FAMILY = find_family("forward_q_outer")
+TARGET = find_target("h200")
+GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200")
+
+
+def make_record(seqlen: int = 512, **changes: Any) -> Record:
+    problem = changes.pop("problem", None) or Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=4,
+        kv_heads=2,
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+    )
+    plain_config = msgspec.convert(
+        {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type
+    )
+    config = changes.pop("config", plain_config) if changes.get("family") != "standard" else plain_config
+    kernel = render(FAMILY, problem, config, Specialization())
+    plain = Record(
+        problem=problem,
+        target=TARGET.name,
+        family=FAMILY.name,
+        config=config,
+        specialization=Specialization(),
+        kernel=kernel.digest,
+        outcome=Outcome.OK,
+        provenance=Provenance.MEASURED,
+        versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
+        resources=Resources(40000),
+        verdict=GOOD,
+        measurement=Measurement(1.0, 1.0, 1.0, 11),
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+@pytest.fixture
+def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling and interpreting are taken as done, so that only judging is tested."""
+    monkeypatch.setattr(
+        record_checks, "_compile", lambda subjects, progress: {record_checks._binary(s): "" for s in subjects}
+    )
+    monkeypatch.setattr(
+        record_checks,
+        "_interpret",
+        lambda subjects, progress: {record_checks._source(s): "" for s in subjects},
+    )
+
+
+def only_result(
+    record: Record, *, require_gpu: bool = False, same_triton: bool = False, allow_unproven: bool = False
+) -> Result:
+    report = verify_records(
+        [record],
+        gpu=None,
+        require_gpu=require_gpu,
+        same_triton=same_triton,
+        allow_unproven=allow_unproven,
+    )
+    (result,) = report.results
+    return result
+
+
+@pytest.mark.slow
+def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
+    assert FAMILY.config_type
+    too_large = msgspec.convert(
+        {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 8}, FAMILY.config_type
+    )
+    seen: set[str] = set()
+    report = verify_records(
+        [make_record(512), make_record(1024), make_record(2048, config=too_large)],
+        gpu=None,
+        runs=Runs(progress=lambda phase, done, total: seen.add(phase)),
+    )
+    good, alike, large = report.results
+    assert not good.failed
+    assert not alike.failed
+    assert good.means is alike.means is Means.INTERPRETER
+    assert good.receipt is not None
+    assert good.receipt.triton == "3.6.0"
+    assert "SRAM" in large.failed or "compile" in large.failed
+    assert seen == {"compiling", "under the interpreter"}
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_a_good_receipt_passes() -> None:
+    probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
+    record = make_record(verdict=probed)
+    result = only_result(record)
+    assert (result.failed, result.means) == ("", Means.INTERPRETER)
+    versions = current_versions(FAMILY.name)
+    assert result.receipt == Receipt(
+        "NVIDIA H200",
+        "580.1",
+        "3.6.0",
+        versions.ptxas,
+        versions.torch,
+        record.kernel or "",
+        0.6,
+        300,
+        ("random", "needle"),
+    )
+
+
+@pytest.mark.usefixtures("quick_jobs")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"verdict": None}, "no receipt"),
+        ({"verdict": msgspec.structs.replace(GOOD, device="interpreter")}, "no receipt"),
+        ({"verdict": msgspec.structs.replace(GOOD, passed=False, failed="needle")}, "needle"),
+        ({"kernel": "0" * 32}, "stale"),
+        ({"versions": msgspec.structs.replace(current_versions(FAMILY.name), template="0" * 32)}, "stale"),
+        ({"target": "nvidia-h2000"}, "there is no target"),
+        ({"family": "forward_none"}, "no kernel family"),
+    ],
+)
+def test_missing_and_stale_receipts_fail(changes: dict[str, Any], words: str) -> None:
+    assert words in only_result(make_record(**changes)).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_another_triton_and_no_gpu_fail_where_that_is_asked() -> None:
+    assert "Triton 3.6.0" in only_result(make_record(), same_triton=True).failed
+    assert "not compared" in only_result(make_record(), require_gpu=True).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_predictions_need_no_receipt_where_the_interpreter_ran() -> None:
+    record = make_record(verdict=None, provenance=Provenance.PREDICTED)
+    assert not only_result(record).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_baselines_are_counted_and_not_checked() -> None:
+    report = verify_records([make_record(family="standard", config=None, kernel=None)], gpu=None)
+    assert report == Report((), 1)
+
+
+def test_what_no_interpreter_runs_passes_by_receipt_alone(
+    quick_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(FAMILY), "interpreted", False)
+    assert only_result(make_record()).means is Means.RECEIPT
+    for changes, words in (
+        ({"verdict": None}, "no receipt"),
+        ({"kernel": "0" * 32}, "stale receipt"),
+        ({"specialization": Specialization(lse=True)}, "stale receipt"),
+    ):
+        result = only_result(make_record(**changes))
+        assert (result.means, result.receipt) == (Means.NONE, None)
+        assert words in result.failed
+
+
+def test_unproven_kernels_pass_where_that_is_allowed(
+    quick_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(FAMILY), "interpreted", False)
+    for verdict in (None, msgspec.structs.replace(GOOD, device="interpreter")):
+        record = make_record(verdict=verdict, provenance=Provenance.PREDICTED)
+        assert "no receipt" in only_result(record).failed
+        result = only_result(record, allow_unproven=True)
+        assert (result.means, result.failed, result.receipt) == (Means.NONE, "", None)
+    # What a GPU said still counts.
+    for changes, words in (
+        ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),
+        ({"kernel": "0" * 32}, "stale receipt"),
+    ):
+        assert words in only_result(make_record(**changes), allow_unproven=True).failed
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_command_passes_unproven_kernels_where_it_is_asked(
+    table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(FAMILY), "interpreted", False)
+    path = str(table(make_record(verdict=None, provenance=Provenance.PREDICTED)))
+    assert CliRunner().invoke(main, ["verify", "--table", path]).exit_code == 1
+    result = CliRunner().invoke(main, ["verify", "--table", path, "--allow-unproven", "--verbose"])
+    assert result.exit_code == 0, result.output
+    assert "by receipt alone and 1 not at all; 0 failed" in result.stdout
+    assert "passed (none)" in result.stderr
+    both = CliRunner().invoke(main, ["verify", "--table", path, "--allow-unproven", "--require-gpu"])
+    assert both.exit_code == 2
+
+
+def test_failures_of_the_interpreter_fail(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        record_checks,
+        "_interpret",
+        lambda subjects, progress: {record_checks._source(s): "needle 7" for s in subjects},
+    )
+    assert only_result(make_record()).failed == "needle 7"
+
+
+def test_only_what_differs_under_the_interpreter_is_interpreted() -> None:
+    def source(record: Record) -> object:
+        subject = record_checks._subject(record)
+        assert not isinstance(subject, str)
+        return record_checks._source(subject)
+
+    record = make_record()
+    assert record.config is not None
+    stages = msgspec.structs.replace(record.config, num_stages=3)
+    half = msgspec.structs.replace(record.problem, dtype=Dtype.FP16, heads=32, batch=8)
+    tile = msgspec.structs.replace(record.config, block_n=64)
+    assert source(record) == source(make_record(config=stages)) == source(make_record(problem=half))
+    assert source(record) != source(make_record(config=tile))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Callable[..., Path]:
+    def write(*records: Record) -> Path:
+        path = tmp_path / "table.json"
+        path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=records)))
+        return path
+
+    return write
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_command_prints_counts_and_fails_by_exit_code(table: Callable[..., Path]) -> None:
+    path = table(make_record(512), make_record(1024, kernel="0" * 32))
+    result = CliRunner().invoke(main, ["verify", "--table", str(path)])
+    assert result.exit_code == 1
+    assert "of 2 selected kernels 1 were checked here (0 on the GPU, 1 under" in result.stdout
+    assert "0 by receipt alone and 1 not at all; 1 failed" in result.stdout
+    assert "1 of 2 have a receipt: NVIDIA H200, driver 580.1, Triton 3.6.0, ptxas " in result.stdout
+    assert "stale receipt" in result.stdout
+    assert "1 of 2 kernels failed" in result.stderr
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_command_prints_json(table: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(main, ["verify", "--table", str(table(make_record())), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    counts = [report[name] for name in ("kernels", "gpu", "interpreter", "receipt", "none", "failed")]
+    assert counts == [1, 0, 1, 0, 0, 0]
+    assert report["results"][0]["receipt"]["triton"] == "3.6.0"
+    assert report["results"][0]["receipt"]["worst_ratio"] == 0.6
+
+
+@pytest.mark.parametrize("options", [["--db", "nowhere.sqlite"], ["--table", "x.json", "--db", "y.sqlite"]])
+def test_nothing_to_verify_is_a_usage_error(options: list[str]) -> None:
+    result = CliRunner().invoke(main, ["verify", *options])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_interpreters_refuse_to_run_where_triton_compiles() -> None:
+    subject = record_checks._subject(make_record())
+    assert not isinstance(subject, str)
+    with pytest.raises(VerificationError, match="by itself"):
+        verify_jobs.check_interpreted(record_checks._task(subject))
+
+
+def test_writing_receipts_needs_the_gpu_of_the_table(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["verify", "--write", str(tmp_path / "table.json")])
+    assert done.exit_code == 2
+    assert "--write needs the table's GPU" in done.output
+    assert not (tmp_path / "table.json").exists()
+
+
+def test_the_kernels_that_take_the_interpreter_longest_are_begun_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding = [
+        record
+        for record in (entry.record for entry in shipped_selections())
+        if record.family == "decode_split_kv" and record.config is not None
+    ]
+    subjects = [
+        record_checks._subject(record) for record in (make_record(), *decoding[:20], make_record(600))
+    ]
+    begun: list[verify_jobs.Interpretable] = []
+
+    def run(self: Runs, phase: str, start: object, function: object, jobs: Any, seconds: float) -> Any:
+        begun.extend(task for (task,) in jobs.values())
+        return {}
+
+    monkeypatch.setattr(Runs, "run", run)
+    record_checks._interpret(
+        [subject for subject in subjects if isinstance(subject, verify_jobs.Subject)], Runs()
+    )
+    sizes = [task.problem.head_dim * getattr(task.config, "splits", 1) for task in begun]
+    assert len(set(sizes)) > 2
+    assert sizes == sorted(sizes, reverse=True)

@@ -1,0 +1,550 @@
+"""`flashtune verify` on a GPU, with jobs that no GPU runs: what is checked, timed, skipped and written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.kernel import Kernel
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.record import Measurement, PeerTime, Record, Resources, SharedTime, Verdict
+from flashtune.core.target import Target, find_target
+from flashtune.db.codec import Check
+from flashtune.db.table import TunedTable, dump_table, load_table, shipped_table
+from flashtune.dispatch.masked_sdpa import timed_ways
+from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.cli import main
+from flashtune.tuner.cli.commands import verify as command
+from flashtune.tuner.cli.output import progress_lines
+from flashtune.tuner.tables.table_receipts import sibling
+from flashtune.tuner.verify import job_runner, on_gpu, record_checks, verify_jobs
+from flashtune.tuner.verify.job_runner import Runs
+from flashtune.verification import check, passes
+from flashtune.verification.cases import Level
+from flashtune.verification.check import full_probes
+
+TARGET = find_target("h200")
+MEASURED = Measurement(0.25, 0.24, 0.26, 25)
+PEER = PeerTime("sdpa-cudnn", 0.3)
+SHARED = (SharedTime(MaskSharing.HEADS, 0.2, (PEER,)),)
+READ = Resources(sram_bytes=1024, registers=99)
+
+
+def record_of(family: str) -> Record:
+    """The first shipped record of a family, whose versions are older than those here."""
+    table = shipped_table(TARGET.name)
+    assert table is not None
+    return next(one for one in table.records if one.family == family)
+
+
+def kernel_of(record: Record, *, of_sibling: bool = False) -> Kernel:
+    assert record.config is not None
+    specialization = sibling(record) if of_sibling else record.specialization
+    return render(find_family(record.family), record.problem, record.config, specialization)
+
+
+class Machine:
+    """Worker processes and a GPU that note their jobs.
+
+    Attributes:
+        checked: Whether the kernel of each check writes the log-sum-exp.
+        timed: The records that were timed.
+        failing: A kernel's digest, and why it fails.
+        at_check: Called at each check.
+        unfit: Why a search would not launch changed kernels, empty if it would.
+    """
+
+    def __init__(self) -> None:
+        self.checked: list[bool] = []
+        self.timed: list[str] = []
+        self.failing: dict[str, str] = {}
+        self.at_check: Callable[[], None] = lambda: None
+        self.unfit = ""
+
+    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
+        assert timeout > 0
+        job: Future[Any] = Future()
+        try:
+            job.set_result(function(*args))
+        except KernelError as error:
+            job.set_exception(error)
+        return job
+
+    def check(self, kernel: Kernel, record: Record, index: int) -> Check:
+        self.at_check()
+        assert index == 0
+        assert record.config is not None
+        self.checked.append(kernel.specialization.lse)
+        failed = self.failing.get(kernel.digest, "")
+        if failed == "crash":
+            raise KernelError("launch failed")
+        verdict = Verdict(not failed, 0.5, 100, failed, "NVIDIA H200")
+        if not failed:
+            probes = tuple(sorted(full_probes(kernel, record.problem, record.config, TARGET)))
+            verdict = msgspec.structs.replace(verdict, probes=probes)
+        versions = current_versions(record.family)
+        return Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=verdict)
+
+    def read(self, kernel: Kernel, target: Target) -> Resources:
+        if self.unfit:
+            raise KernelError(self.unfit)
+        return READ
+
+    def time(self, record: Record, index: int, with_peers: bool) -> Measurement:
+        assert index == 0
+        self.timed.append(record.problem.key)
+        if not with_peers:
+            return MEASURED
+        shared = SHARED if timed_ways(record.problem) else msgspec.UNSET
+        return msgspec.structs.replace(MEASURED, peers=(PEER,), shared=shared)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    made = Machine()
+    for module in (record_checks, on_gpu):
+        monkeypatch.setattr(module, "start_pool", lambda workers: made)
+    monkeypatch.setattr(job_runner, "stop_pool", lambda pool: None)
+    monkeypatch.setattr(on_gpu, "_workers", lambda index: 1)
+    monkeypatch.setattr(verify_jobs, "why_not_compiled", lambda kernel, target: "")
+    monkeypatch.setattr(verify_jobs, "check_on_gpu", made.check)
+    monkeypatch.setattr(verify_jobs, "time_on_gpu", made.time)
+    monkeypatch.setattr(verify_jobs, "read_compiled", made.read)
+    monkeypatch.setattr(command, "_gpu", lambda: (0, TARGET))
+    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
+    return made
+
+
+@pytest.fixture
+def record() -> Record:
+    return record_of("forward_q_outer")
+
+
+@pytest.fixture
+def paths(record: Record, tmp_path: Path) -> tuple[Path, Path]:
+    """A table of one record, and a file to write."""
+    path = tmp_path / "table.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(record,))))
+    return path, tmp_path / "written.json"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("family", "delays"), [("forward_hopper", True), ("forward_q_outer", False)])
+def test_a_sibling_is_checked_as_the_record_s_own_kernel(
+    monkeypatch: pytest.MonkeyPatch, family: str, delays: bool
+) -> None:
+    seen: list[tuple[bool, Level, bool]] = []
+
+    def checked(
+        kernel: Kernel,
+        problem: object,
+        config: object,
+        target: object,
+        device: object,
+        *rest: Any,
+        **more: Any,
+    ) -> Verdict:
+        level = rest[0] if rest else Level.FULL
+        seen.append((kernel.specialization.lse, level, "fall_behind()" in kernel.source))
+        return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
+
+    monkeypatch.setattr(check, "check_rendered", checked)
+    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: TARGET)
+    record = record_of(family)
+    for of_sibling in (False, True):
+        kernel = kernel_of(record, of_sibling=of_sibling)
+        made = verify_jobs.check_on_gpu(kernel, record, 0)
+        assert (made.digest, made.verdict.passed) == (kernel.digest, True)
+        assert made.verdict.probes == (("random", "delays") if delays else ("random",))
+    late = [(Level.FULL, True)] if delays else []
+    assert [rest for lse, *rest in seen if not lse] == [[Level.FULL, False], *map(list, late)]
+    assert [rest for lse, *rest in seen if lse] == [[Level.FULL, False], *map(list, late)]
+
+
+@pytest.mark.parametrize(("reserved", "dropped"), [(2**30, False), (2**33, True)])
+def test_a_process_gives_back_memory_before_its_next_check(
+    monkeypatch: pytest.MonkeyPatch, record: Record, reserved: int, dropped: bool
+) -> None:
+    steps: list[str] = []
+
+    def checked(*_: object, **__: object) -> Verdict:
+        steps.append("check")
+        return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
+
+    monkeypatch.setattr(check, "check_rendered", checked)
+    monkeypatch.setattr(passes, "forget", lambda: steps.append("forget"))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: reserved)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: steps.append("empty"))
+    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: TARGET)
+    verify_jobs.check_on_gpu(kernel_of(record), record, 0)
+    assert steps == [*(["forget", "empty"] if dropped else []), "check"]
+
+
+def test_all_kernels_of_checks_are_compiled_on_all_cores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[bool, bool]] = []
+
+    def compile_(kernel: Kernel, target: object) -> str:
+        compiled.append((kernel.specialization.lse, "fall_behind()" in kernel.source))
+        return ""
+
+    monkeypatch.setattr(verify_jobs, "why_not_compiled", compile_)
+    report = record_checks.verify_records([record_of("forward_hopper")], gpu=(0, TARGET))
+    assert not report.failures
+    assert sorted(compiled) == [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("why", "words"), [("needle 7", "needle 7"), ("crash", "launch failed")])
+def test_a_failing_sibling_is_named(
+    machine: Machine, record: Record, paths: tuple[Path, Path], why: str, words: str
+) -> None:
+    machine.failing[kernel_of(record, of_sibling=True).digest] = why
+    done = run("--table", paths[0], "--write", paths[1])
+    assert done.exit_code == 1
+    assert f"its sibling with lse: {words}" in done.output
+    written = load_table(paths[1])
+    assert [one.digest for one in written.receipts] == [kernel_of(record).digest]
+
+
+def test_a_check_that_lacked_memory_beside_others_runs_again_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    workers: list[int] = []
+
+    def start(count: int) -> Machine:
+        workers.append(count)
+        return machine
+
+    monkeypatch.setattr(on_gpu, "start_pool", start)
+    monkeypatch.setattr(on_gpu, "_workers", lambda index: 8)
+    full = iter([True, False])
+
+    def lack() -> None:
+        if workers[-1] > 1 and next(full):
+            raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    machine.at_check = lack
+    report = record_checks.verify_records([record], gpu=(0, TARGET))
+    assert not report.failures
+    assert len(report.on_gpu.receipts) == 2
+    assert workers[-2:] == [8, 1]
+
+
+def test_a_check_that_lacks_memory_alone_fails(machine: Machine, record: Record) -> None:
+    def lack() -> None:
+        raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    machine.at_check = lack
+    (result,) = record_checks.verify_records([record], gpu=(0, TARGET)).results
+    assert "out of memory" in result.failed
+
+
+def test_a_kernel_that_fails_loses_its_earlier_receipt(
+    machine: Machine, record: Record, paths: tuple[Path, Path]
+) -> None:
+    assert run("--table", paths[0], "--write", paths[1]).exit_code == 0
+    machine.failing[kernel_of(record).digest] = "needle 7"
+    assert run("--table", paths[1], "--write", paths[1]).exit_code == 1
+    siblings = [kernel_of(record, of_sibling=True).digest]
+    assert [one.digest for one in load_table(paths[1]).receipts] == siblings
+
+
+def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, record: Record) -> None:
+    longer = msgspec.structs.replace(record.problem, batch=2 * record.problem.batch)
+    other = msgspec.structs.replace(record, problem=longer)
+    results = iter(["", "", "needle 7", ""])
+    failing = kernel_of(record).digest
+    machine.at_check = lambda: machine.failing.update({failing: next(results)})
+    report = record_checks.verify_records([record, other], gpu=(0, TARGET))
+    assert [one.failed for one in report.results] == ["", "needle 7"]
+    assert [one.digest for one in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
+
+
+def test_times_are_written_under_the_versions_here(
+    machine: Machine, record: Record, paths: tuple[Path, Path]
+) -> None:
+    done = run("--table", paths[0], "--write", paths[1], "--time")
+    assert done.exit_code == 0, done.output
+    written = load_table(paths[1])
+    (timing,) = written.times
+    assert (timing.problem, timing.kernel) == (record.problem.key, record.kernel)
+    assert timing.versions == current_versions(record.family)
+    assert timing.measurement == MEASURED
+    assert written.records == (record,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
+    machine: Machine, record: Record, tmp_path: Path, timed: bool
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+
+    assert run("--table", path, "--write", written, *(["--time"] if timed else [])).exit_code == 0
+
+    table = load_table(written)
+    (found,) = table.records
+    if not timed:
+        assert found == earlier
+        return
+    assert found.kernel == kernel_of(record).digest
+    assert found.versions == current_versions(record.family)
+    assert found.verdict is not None
+    assert found.verdict.passed
+    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    assert found.resources == READ
+    assert table.times == ()
+    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
+
+
+def test_a_record_whose_kernel_renders_the_same_takes_the_template_version_and_keeps_its_time(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    here = current_versions(record.family)
+    earlier = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, template="0" * 16))
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    assert run("--table", path, "--write", written, "--time").exit_code == 0
+    table = load_table(written)
+    (found,) = table.records
+    assert (found.versions, found.measurement) == (here, record.measurement)
+    assert (machine.timed, table.times) == ([], ())
+    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
+
+
+def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    assert run("--table", path, "--write", written).exit_code == 0
+    machine.checked.clear()
+    done = run("--table", written, "--write", written, "--time", "--missing")
+    assert done.exit_code == 0, done.output
+    assert machine.checked == []
+    (found,) = load_table(written).records
+    assert (found.kernel, found.versions) == (kernel_of(record).digest, current_versions(record.family))
+    assert found.verdict is not None
+    assert found.verdict.passed
+    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    siblings = [kernel_of(record, of_sibling=True).digest]
+    assert [one.digest for one in load_table(written).receipts] == siblings
+    # Nothing is left to be done.
+    assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
+    assert (machine.checked, len(machine.timed)) == ([], 1)
+
+
+@pytest.mark.parametrize("template", [None, "0" * 16])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it_lacks(
+    machine: Machine, tmp_path: Path, timed: bool, template: str | None
+) -> None:
+    table = shipped_table(TARGET.name)
+    assert table is not None
+    masked = next(one for one in table.records if timed_ways(one.problem))
+    assert masked.measurement is not None
+    measurement = msgspec.structs.replace(masked.measurement, shared=msgspec.UNSET)
+    masked, plain = (
+        msgspec.structs.replace(one, versions=current_versions(one.family))
+        for one in (msgspec.structs.replace(masked, measurement=measurement), record_of("forward_hopper"))
+    )
+    if template is not None:
+        # Another version of the template, which renders the same kernel.
+        versions = msgspec.structs.replace(masked.versions, template=template)
+        masked = msgspec.structs.replace(masked, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(masked, plain))))
+
+    done = run("--table", path, "--write", written, *(["--time"] if timed else []))
+
+    assert done.exit_code == 0, done.output
+    assert machine.timed == ([masked.problem.key] if timed else [])
+    found = {one.problem: one.measurement for one in load_table(written).records}
+    # The time beside the peers stays.
+    kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
+    assert found == {masked.problem: kept, plain.problem: plain.measurement}
+    assert load_table(written).times == ()
+    if timed:
+        machine.checked.clear()
+        assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
+        assert (machine.checked, len(machine.timed)) == ([], 1)
+        assert {one.problem: one.measurement for one in load_table(written).records} == found
+
+
+def test_a_changed_kernel_that_a_search_would_not_launch_is_not_timed(
+    machine: Machine, record: Record, tmp_path: Path
+) -> None:
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+    path, written = tmp_path / "table.json", tmp_path / "written.json"
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    machine.unfit = "ptxas serialised the matrix instructions"
+
+    result = run("--table", path, "--write", written, "--time")
+
+    assert result.exit_code == 1
+    assert "cannot be timed: ptxas serialised the matrix instructions" in result.output
+    assert machine.timed == []
+    assert load_table(written).records == (earlier,)
+
+
+def test_an_error_of_the_machine_ends_the_run_after_the_results_are_written(
+    machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(record: Record, index: int, with_peers: bool) -> Measurement:
+        raise MachineError("the disk is full: free some space")
+
+    monkeypatch.setattr(verify_jobs, "time_on_gpu", fail)
+
+    result = run("--table", paths[0], "--write", paths[1], "--time")
+
+    assert result.exit_code == 1
+    assert "the disk is full: free some space" in result.output
+    assert {one.digest for one in load_table(paths[1]).receipts} == {
+        kernel_of(record, of_sibling=lse).digest for lse in (False, True)
+    }
+
+
+def test_a_record_of_the_versions_here_is_not_timed(machine: Machine, record: Record) -> None:
+    here = msgspec.structs.replace(record, versions=current_versions(record.family))
+    report = record_checks.verify_records([here], gpu=(0, TARGET), timed=True)
+    assert report.on_gpu.passed
+    assert (report.on_gpu.times, machine.timed) == ((), [])
+
+
+def test_a_kernel_that_failed_is_not_timed(machine: Machine, record: Record) -> None:
+    machine.failing[kernel_of(record).digest] = "needle 7"
+    report = record_checks.verify_records([record], gpu=(0, TARGET), timed=True)
+    assert [one.failed for one in report.failures] == ["needle 7"]
+    assert machine.timed == []
+
+
+def test_missing_skips_what_the_table_has_already(
+    machine: Machine, record: Record, paths: tuple[Path, Path]
+) -> None:
+    table, written = paths
+    assert run("--table", table, "--write", written).exit_code == 0
+    assert machine.checked == [False, True]
+    done = run("--table", written, "--write", written, "--missing", "--time")
+    assert done.exit_code == 0, done.output
+    assert machine.checked == [False, True]
+    assert machine.timed == [record.problem.key]
+    again = run("--table", written, "--write", written, "--missing", "--time")
+    assert "1 by receipt alone" in again.output
+    assert "no interpreter runs" not in again.output
+    assert machine.timed == [record.problem.key]
+    receipts = load_table(written).receipts
+    assert {one.digest for one in receipts} == {
+        kernel_of(record, of_sibling=lse).digest for lse in (False, True)
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}],
+)
+def test_missing_checks_again_what_lacks_a_probe_or_the_gpu(
+    machine: Machine, record: Record, changes: dict[str, Any]
+) -> None:
+    done = record_checks.verify_records([record], gpu=(0, TARGET)).on_gpu.receipts
+    first = msgspec.structs.replace(done[0], verdict=msgspec.structs.replace(done[0].verdict, **changes))
+    known = TunedTable(target=TARGET.name, records=(record,), receipts=(first, done[1]))
+    machine.checked.clear()
+    record_checks.verify_records([record], gpu=(0, TARGET), known=known)
+    assert machine.checked == [kernel_of(record).specialization.lse]
+
+
+def test_a_signal_writes_what_is_done(machine: Machine, record: Record, paths: tuple[Path, Path]) -> None:
+    usual = signal.getsignal(signal.SIGTERM)
+    ended = iter([False, True])
+
+    def stop() -> None:
+        if next(ended):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    machine.at_check = stop
+    done = run("--table", paths[0], "--write", paths[1], "--time")
+    assert done.exit_code == 130
+    assert len(load_table(paths[1]).receipts) == 2
+    assert machine.timed == []
+    assert signal.getsignal(signal.SIGTERM) is usual
+
+
+class Late(Machine):
+    """A machine whose second check never ends."""
+
+    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
+        if len(self.checked) == 1 and function == self.check:
+            return Future()
+        return super().schedule(function, args, timeout)
+
+
+def test_a_time_limit_writes_what_is_done_and_says_how_to_go_on(
+    machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late()
+    monkeypatch.setattr(on_gpu, "start_pool", lambda workers: late)
+    monkeypatch.setattr(verify_jobs, "check_on_gpu", late.check)
+    done = run("--table", paths[0], "--write", paths[1], "--seconds", "0.5")
+    assert done.exit_code == 1
+    assert "1 more were not reached" in done.output
+    assert f"continue with --missing --table {paths[1]}" in done.output
+    assert [one.digest for one in load_table(paths[1]).receipts] == [kernel_of(record).digest]
+    late.checked.clear()
+    done = run("--table", paths[1], "--write", paths[1], "--missing", "--seconds", "100")
+    assert done.exit_code == 0, done.output
+    assert len(load_table(paths[1]).receipts) == 2
+
+
+def test_a_run_that_ended_starts_nothing(machine: Machine, record: Record) -> None:
+    runs = Runs(seconds=1e-9)
+    report = record_checks.verify_records([record], gpu=(0, TARGET), runs=runs)
+    assert (report.results, report.missed, machine.checked) == ((), 1, [])
+
+
+@pytest.mark.parametrize("option", ["--time", "--missing"])
+def test_times_and_what_is_missing_need_a_file_to_write(option: str) -> None:
+    done = run(option)
+    assert done.exit_code == 2
+    assert "go with --write" in done.output
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    return advance
+
+
+def test_progress_is_written_by_lines_where_there_is_no_terminal(
+    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = progress_lines()
+    for done in range(5):
+        clock(9.0)
+        show("compiling", done, 5)
+    assert capsys.readouterr().err == "flashtune: compiling: 2 of 5\n"

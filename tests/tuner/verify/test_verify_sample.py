@@ -1,0 +1,155 @@
+"""`flashtune verify --sample`: one kernel of each class."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict
+from flashtune.core.target import find_target
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
+from flashtune.tuner.cli import main
+from flashtune.tuner.tables.lookup import shipped_selections
+from flashtune.tuner.verify import record_checks
+from flashtune.tuner.verify.report import Report
+from flashtune.tuner.verify.sample import sample
+
+FAMILY = find_family("forward_q_outer")
+TARGET = find_target("h200")
+CONFIG = msgspec.convert({"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type)
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=64,
+    value_head_dim=64,
+    heads=4,
+    kv_heads=2,
+    batch=1,
+    seqlen_q=512,
+    seqlen_kv=512,
+)
+PLAIN = Record(
+    problem=PROBLEM,
+    target=TARGET.name,
+    family=FAMILY.name,
+    config=CONFIG,
+    specialization=Specialization(),
+    kernel="0" * 32,
+    outcome=Outcome.OK,
+    provenance=Provenance.MEASURED,
+    versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
+    verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200"),
+    measurement=Measurement(1.0, 1.0, 1.0, 11),
+)
+
+
+def record_of(family: str = FAMILY.name, **changes: Any) -> Record:
+    problem = msgspec.structs.replace(PROBLEM, **changes)
+    return msgspec.structs.replace(PLAIN, problem=problem, family=family)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "forward_masked"},
+        {"dtype": Dtype.FP16},
+        {"head_dim": 128},
+        {"value_head_dim": 128},
+        {"causal": Causal.BOTTOM_RIGHT},
+        {"window_left": 7},
+        {"bias": Bias.ADDITIVE},
+    ],
+)
+def test_records_of_different_classes_are_all_kept(changes: dict[str, Any]) -> None:
+    records = (record_of(), record_of(**changes))
+
+    assert sample(records) == records
+
+
+def test_records_of_two_gpus_are_both_kept() -> None:
+    records = (PLAIN, msgspec.structs.replace(PLAIN, target="nvidia-a100"))
+
+    assert sample(records) == records
+
+
+def test_one_record_of_a_class_is_kept_whatever_the_order() -> None:
+    alike = [record_of(), record_of(heads=8), record_of(seqlen_q=64, seqlen_kv=64), record_of(batch=3)]
+    first = min(alike, key=lambda record: record.problem.key)
+
+    assert {sample(order) for order in permutations(alike)} == {(first,)}
+
+
+def test_records_without_a_config_are_all_kept() -> None:
+    baselines = tuple(
+        msgspec.structs.replace(record_of("standard", batch=batch), config=None) for batch in (1, 2)
+    )
+
+    assert sample((*baselines, PLAIN)) == (*baselines, PLAIN)
+
+
+def test_every_class_of_the_shipped_tables_is_in_their_sample() -> None:
+    records = [entry.record for entry in shipped_selections()]
+
+    def classes(of: tuple[Record, ...] | list[Record]) -> set[object]:
+        return {(r.family, r.problem.dtype, r.problem.head_dim, r.problem.causal) for r in of}
+
+    chosen = sample(records)
+    assert classes(chosen) == classes(records)
+    assert len(chosen) < len(records) / 4
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "table.json"
+    records = (record_of(), record_of(heads=8), record_of(dtype=Dtype.FP16))
+    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=records)))
+    return path
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the problems that a command verified; nothing is compiled."""
+    keys: list[str] = []
+
+    def verify_records(records: tuple[Record, ...], **options: Any) -> Report:
+        keys.extend(record.problem.key for record in records)
+        return Report((), 0)
+
+    monkeypatch.setattr(record_checks, "verify_records", verify_records)
+    return keys
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, ["verify", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_command_checks_one_of_each_class(table: Path, checked: list[str]) -> None:
+    shown = run("--table", str(table), "--sample")
+
+    assert checked == [record_of().problem.key, record_of(dtype=Dtype.FP16).problem.key]
+    assert "1 more kernels were left out" in shown
+
+
+def test_command_checks_every_kernel_by_default(table: Path, checked: list[str]) -> None:
+    shown = run("--table", str(table))
+
+    assert len(checked) == 3
+    assert "left out" not in shown
+
+
+@pytest.mark.parametrize(("options", "left_out"), [([], 0), (["--sample"], 1)])
+def test_command_says_in_json_how_many_were_left_out(
+    table: Path, checked: list[str], options: list[str], left_out: int
+) -> None:
+    assert json.loads(run("--table", str(table), "--json", *options))["left_out"] == left_out

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.errors import UsageError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Provenance
+from flashtune.core.target import find_target
+from flashtune.recording.call_log import CallCount, add_counts
+from flashtune.tuner.analysis.explain import roofline
+from flashtune.tuner.analysis.recorded import Weighed, read_weighed, summary, weigh
+from flashtune.tuner.cli import main
+from flashtune.tuner.cli.commands import search
+from flashtune.tuner.search.request import SearchRequest, SearchResult, Stop, Tally
+from flashtune.tuner.workloads.passes import backward_of
+from flashtune.tuner.workloads.shapes import parse_shape
+
+H200 = find_target("h200")
+ALIGNED, UNALIGNED = Specialization(), Specialization(Alignment.ANY)
+
+
+def shape(seqlen: int, **changes: object) -> Problem:
+    (problem,) = parse_shape(f"heads=8,seqlen={seqlen},head_dim=64,causal")
+    return msgspec.structs.replace(problem, **changes)
+
+
+def test_calls_that_take_most_time_come_first() -> None:
+    short, long = shape(64), shape(8192)
+    rare = weigh((CallCount(short, ALIGNED, 100), CallCount(long, ALIGNED, 2)), H200)
+    assert [found.problem for found in rare] == [long, short]
+    often = weigh((CallCount(short, ALIGNED, 10**7), CallCount(long, ALIGNED, 2)), H200)
+    assert [found.problem for found in often] == [short, long]
+    assert often[1] == Weighed(long, 2, 2 * roofline(long, H200).bound_ms)
+
+
+def test_a_problem_is_searched_once_whatever_its_tensors_were() -> None:
+    (found,) = weigh((CallCount(shape(64), ALIGNED, 2), CallCount(shape(64), UNALIGNED, 3)), H200)
+    assert found.calls == 5
+
+
+def test_features_are_weighed_too() -> None:
+    decode = shape(64, seqlen_q=1, seqlen_kv=4096, page_size=16)
+    windowed = shape(4096, window_left=127)
+    assert {
+        found.least_ms > 0
+        for found in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
+    }
+    with pytest.raises(UsageError, match="chunks"):
+        weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
+
+
+def test_the_sentence_says_what_is_covered() -> None:
+    weighed = (Weighed(shape(64), 1, 9.0), Weighed(shape(128), 1, 1.0))
+    assert summary(weighed, 1).startswith("1 of 2 recorded problems are searched, 90% of the time")
+    assert summary(weighed, 20).startswith("2 of 2 recorded problems are searched, 100% of the time")
+
+
+def test_a_file_without_calls_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    path.write_bytes(b"")
+    with pytest.raises(UsageError, match="holds no recorded calls"):
+        read_weighed(path, H200)
+
+
+extents = st.integers(0, 2**31 - 1) | st.integers(0, 4096)
+
+
+@given(seqlen_q=extents, seqlen_kv=extents, batch=extents, chunk=extents, left=st.none() | extents)
+def test_any_recorded_problem_is_weighed_or_one_sentence(
+    seqlen_q: int, seqlen_kv: int, batch: int, chunk: int, left: int | None
+) -> None:
+    posed = shape(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, chunk=chunk, window_left=left)
+    try:
+        (found,) = weigh((CallCount(posed, ALIGNED, 1),), H200)
+    except UsageError as error:
+        assert "chunks" in str(error)  # noqa: PT017
+        return
+    assert found.least_ms >= 0
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recorded.jsonl"
+    add_counts(path, [CallCount(shape(length), ALIGNED, 1) for length in (64, 1024, 8192)])
+    return path
+
+
+def test_the_command_takes_the_first_of_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = shape(512)
+    assert search._with_recorded((named,), file, 2, H200) == (named, shape(8192), shape(1024))
+    assert "2 of 3 recorded problems" in capsys.readouterr().err
+    assert len(search._with_recorded((), file, None, H200)) == 3
+
+
+def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calls.jsonl"
+    wide = shape(512, head_dim=512, value_head_dim=512)
+    add_counts(path, (CallCount(problem=wide, specialization=ALIGNED, calls=9),))
+    with pytest.raises(UsageError, match="no kernel family computes any problem"):
+        search._with_recorded((), path, None, H200)
+    add_counts(path, (CallCount(problem=shape(512), specialization=ALIGNED, calls=1),))
+    assert search._with_recorded((), path, None, H200) == (shape(512),)
+    assert "1 recorded problems are left out" in capsys.readouterr().err
+
+
+def test_training_searches_both_passes_of_what_was_called(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[SearchRequest] = []
+
+    def searched(request: SearchRequest, *rest: object) -> SearchResult:
+        seen.append(request)
+        return SearchResult(
+            problem=request.problem,
+            target=H200,
+            provenance=Provenance.PREDICTED,
+            stop=Stop.TRIALS,
+            seconds=1.0,
+            tally=Tally({}),
+            candidates=1,
+            best=None,
+            best_id=None,
+            pinned=False,
+            default=None,
+        )
+
+    monkeypatch.setattr("flashtune.tuner.search.driver.run_search", searched)
+    monkeypatch.setattr("flashtune.tuner.execution.backend.open_equipment", lambda *_: nullcontext())
+    options = ["--target", "h200", "--db", str(tmp_path / "own.sqlite"), "--json"]
+    recorded = ["--from", str(file), "--top", "2"]
+    CliRunner().invoke(main, ["search", *options, *recorded, "--phase", "training"])
+    longest, middle = shape(8192), shape(1024)
+    assert [(request.problem, request.lse) for request in seen] == [
+        (longest, True),
+        (backward_of(longest), False),
+        (middle, True),
+        (backward_of(middle), False),
+    ]
+    seen.clear()
+    CliRunner().invoke(main, ["search", *options, *recorded])
+    assert [(request.problem, request.lse) for request in seen] == [(longest, False), (middle, False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "or a file of recorded calls by --from"),
+        (("--top", "3", "--model", "gpt2"), "name their file by --from"),
+        (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
+    ],
+)
+def test_mistakes_get_a_sentence(options: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(main, ["search", *options, "--target", "h200"], prog_name="flashtune")
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

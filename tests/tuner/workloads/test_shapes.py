@@ -1,0 +1,166 @@
+"""Shapes as users write them: ranges, lists, features, defaults, and mistakes that get a sentence."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Causal, Direction, Dtype, Feature, KvScale, Problem
+from flashtune.tuner.workloads.shapes import MAX_PROBLEMS, parse_shape
+
+
+def test_the_documented_shape() -> None:
+    (problem,) = parse_shape("heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2")
+    assert problem == Problem(
+        dtype=Dtype.BF16,
+        head_dim=128,
+        value_head_dim=128,
+        heads=32,
+        kv_heads=8,
+        batch=2,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        causal=Causal.BOTTOM_RIGHT,
+    )
+
+
+def test_bounds_that_bound_nothing_are_left_out_as_calls_leave_them_out() -> None:
+    (problem,) = parse_shape("heads=4,seqlen=1024,head_dim=64,causal,window=4096")
+    assert problem == parse_shape("heads=4,seqlen=1024,head_dim=64,causal")[0]
+
+
+def test_what_is_left_out_has_defaults() -> None:
+    (problem,) = parse_shape("heads=4,seqlen=100,head_dim=64")
+    assert (problem.kv_heads, problem.batch, problem.dtype, problem.causal) == (4, 1, Dtype.BF16, Causal.NONE)
+
+
+def test_ranges_double_and_lists_combine() -> None:
+    found = parse_shape("heads=16,seqlen=512..4096,head_dim=64|128,dtype=bf16|fp16,causal=none|top_left")
+    assert len(found) == 4 * 2 * 2 * 2
+    assert sorted({problem.seqlen_q for problem in found}) == [512, 1024, 2048, 4096]
+    assert {problem.causal for problem in found} == {Causal.NONE, Causal.TOP_LEFT}
+
+
+def test_a_list_may_hold_ranges_and_repeats() -> None:
+    found = parse_shape("heads=1,seqlen=64|128..512|512,head_dim=64")
+    assert [problem.seqlen_q for problem in found] == [64, 128, 256, 512]
+
+
+def test_tokens_fix_the_product_of_batch_and_length() -> None:
+    found = parse_shape("heads=16,seqlen=128..16384,head_dim=128,tokens=16384")
+    assert {problem.batch * problem.seqlen_q for problem in found} == {16384}
+
+
+def test_lengths_may_differ() -> None:
+    (problem,) = parse_shape("heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,value_head_dim=64")
+    assert (problem.seqlen_q, problem.seqlen_kv, problem.value_head_dim) == (1, 8192, 64)
+    (one_side,) = parse_shape("heads=8,seqlen=64,seqlen_kv=128,head_dim=128")
+    assert (one_side.seqlen_q, one_side.seqlen_kv) == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("head=32,seqlen=1,head_dim=64", "did you mean 'heads' or 'head_dim'?"),
+        ("heads=32,seqlen=1,head_dim=64,dtype=bfloat", "did you mean 'bfloat16'?"),
+        ("heads=32,seqlen=1,head_dim=64,causal=topleft", "did you mean 'top_left'?"),
+        ("heads=32,seqlen=1,head_dim=64,dtype=int8", "bf16, fp16, fp32"),
+        ("heads=32,kv_heads=5,seqlen=1,head_dim=64", "do not divide"),
+        ("heads=32,seqlen=512..1000,head_dim=64", "doubles"),
+        ("heads=32,seqlen=512..256,head_dim=64", "doubles"),
+        ("heads=32,seqlen=0,head_dim=64", "between 1 and"),
+        ("heads=32,seqlen=-1,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen=1e3,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen=,head_dim=64", "whole numbers"),
+        ("heads=32,seqlen,head_dim=64", "seqlen has no value"),
+        ("heads=32,seqlen=1,head_dim=4096", "between 1 and 1,024"),
+        ("heads=32,head_dim=64", "needs its lengths"),
+        ("heads=32,seqlen_q=4,head_dim=64", "needs its lengths"),
+        ("seqlen=32,head_dim=64", "needs heads"),
+        ("heads=32,seqlen=64", "needs head_dim"),
+        ("", "needs heads"),
+        ("heads=32,heads=16,seqlen=1,head_dim=64", "given twice"),
+        ("heads=32,seqlen=1,seqlen_q=1,seqlen_kv=1,head_dim=64", "leave one of the three out"),
+        ("heads=32,seqlen=3,head_dim=64,tokens=16", "no multiple"),
+        ("heads=32,seqlen=4,head_dim=64,tokens=16,batch=2", "leave one of the two out"),
+        ("heads=32,seqlen=4,head_dim=64,window", "window has no value"),
+        ("heads=32,seqlen=4,head_dim=64,window=:", "window has no bound"),
+        ("heads=32,seqlen=4,head_dim=64,window=1:2:3", "window_right takes whole numbers"),
+        ("heads=32,seqlen=4,head_dim=64,window=-1", "window_left takes whole numbers"),
+        ("heads=32,seqlen=4,head_dim=64,window=8,window_left=4", "leave one of the two ways out"),
+        ("heads=32,seqlen=4,head_dim=64,softcap=50", "choose one of true, false"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=24", "16, 32, 64, 128, 256"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=16,lengths", "leave lengths out"),
+        ("heads=32,seqlen=4,head_dim=64,kv_dtype=int4", "did you mean 'int8'?"),
+        ("heads=32,seqlen=4,head_dim=64,kv_scale=page", "add kv_dtype"),
+        ("heads=32,seqlen=4,head_dim=64,dtype=e4m3,kv_dtype=int8", "leave queries in"),
+        ("heads=32,seqlen=4,head_dim=64,bias=alibi", "additive"),
+        ("heads=32,seqlen=4,head_dim=64,sink", "did you mean 'sinks'?"),
+    ],
+)
+def test_mistakes_get_a_sentence_that_helps(text: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part.replace("?", r"\?")) as raised:
+        parse_shape(text)
+    assert raised.value.exit_code == 2
+
+
+def test_a_shape_cannot_name_millions_of_problems() -> None:
+    lengths = "|".join(str(number) for number in range(1, MAX_PROBLEMS + 2))
+    with pytest.raises(UsageError, match="shorten"):
+        parse_shape(f"heads=1,head_dim=64,seqlen={lengths}")
+    with pytest.raises(UsageError, match="shorten"):
+        parse_shape("heads=1..16777216,head_dim=1..1024,seqlen=1..1073741824,batch=1..1073741824")
+
+
+def test_quantized_inputs_are_named_like_other_types() -> None:
+    (problem,) = parse_shape("heads=8,seqlen=512,head_dim=128,dtype=e4m3,causal")
+    assert problem.dtype is Dtype.E4M3
+    assert problem.key == "forward_e4m3_d128_h8x8_b1_q512_k512_bottom_right"
+
+
+def test_a_window_bounds_one_side_or_both() -> None:
+    found = parse_shape("heads=1,seqlen=2048,head_dim=64,window=1023|127:1|127:0|:9|0")
+    assert [(problem.window_left, problem.window_right, problem.causal) for problem in found] == [
+        (1023, None, Causal.NONE),
+        (127, 1, Causal.NONE),
+        (127, None, Causal.BOTTOM_RIGHT),
+        (None, 9, Causal.NONE),
+        (0, None, Causal.NONE),
+    ]
+
+
+def test_every_feature_has_a_key() -> None:
+    text = (
+        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=2048,"
+        "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent,"
+        "dropout,backward,deterministic"
+    )
+    (problem,) = parse_shape(text)
+    assert set(Feature) - problem.features == {Feature.LENGTHS}
+    (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,lengths")
+    assert dense.features == {Feature.LENGTHS}
+
+
+def test_the_backward_pass_is_a_shape_of_its_own() -> None:
+    shape = "heads=16,seqlen=4096,head_dim=128,causal,batch=2"
+    (forward,) = parse_shape(shape)
+    (backward,) = parse_shape(f"{shape},backward")
+    assert backward == msgspec.structs.replace(forward, direction=Direction.BACKWARD)
+    assert parse_shape(f"{shape},direction=backward") == (backward,)
+    assert parse_shape(f"{shape},backward=false|true") == (forward, backward)
+    assert parse_shape(f"{shape},backward,deterministic")[0].deterministic
+    # The forward pass always gives the same bits.
+    assert parse_shape(f"{shape},deterministic") == (forward,)
+    with pytest.raises(UsageError, match="leave one of the two out"):
+        parse_shape(f"{shape},backward,direction=forward")
+
+
+def test_lists_of_features_combine() -> None:
+    found = parse_shape(
+        "heads=8,seqlen=64,head_dim=64,page_size=0|16|64,kv_dtype=none|int8,softcap=true|false"
+    )
+    assert len(found) == 3 * 2 * 2
+    assert {problem.page_size for problem in found} == {0, 16, 64}
+    one_scale = parse_shape("heads=8,seqlen=64,head_dim=64,kv_dtype=none|int8,kv_scale=head")
+    assert [problem.kv_scale for problem in one_scale] == [KvScale.TENSOR, KvScale.HEAD]

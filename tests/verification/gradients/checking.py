@@ -1,0 +1,91 @@
+"""Puts plain torch in the place of a backward kernel and says what its proof finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune.core.config import Config, LaunchOptions
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.backward import BackwardTensors
+from flashtune.verification.cases import Case, Level
+from flashtune.verification.comparison import Finding
+from flashtune.verification.gradients import comparison
+from flashtune.verification.gradients.cases import companions
+from flashtune.verification.gradients.inputs import prepare
+from tests.verification.gradients.plain_kernel import RIGHT, Hooks, TwoTiles, differentiate
+
+CPU = torch.device("cpu")
+H200 = find_target("h200")
+SEED = 3
+
+
+def a_problem(**fields: Any) -> Problem:
+    plain: dict[str, Any] = {
+        "dtype": Dtype.BF16,
+        "head_dim": 32,
+        "value_head_dim": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "batch": 1,
+        "seqlen_q": 100,
+        "seqlen_kv": 100,
+        "causal": Causal.BOTTOM_RIGHT,
+        "direction": Direction.BACKWARD,
+    }
+    return Problem(**{**plain, **fields})
+
+
+def a_kernel(dlse: bool) -> Kernel:
+    """What the proof wants to know of a kernel; it has no source."""
+    return Kernel(
+        "backward_split",
+        "backward_split",
+        "",
+        (),
+        LaunchOptions(num_warps=4, num_stages=1),
+        Specialization(alignment=Alignment.EIGHT, lse=dlse),
+    )
+
+
+def found_at(
+    monkeypatch: pytest.MonkeyPatch, case: Case, hooks: Hooks = RIGHT, *, dlse: bool = False
+) -> list[Finding]:
+    """All that decides at one problem."""
+    prepared = prepare(case, Alignment.EIGHT, CPU, SEED, dlse)
+
+    def bind(*_: object, **__: object) -> Any:
+        def launch(tensors: BackwardTensors, scale: float, side: Side) -> None:
+            differentiate(case.problem, tensors, scale, side, hooks)
+
+        return launch
+
+    monkeypatch.setattr(comparison, "bind_backward", bind)
+    return list(comparison.gradient_findings(a_kernel(dlse), None, case, prepared, H200, 0))
+
+
+def failures(found: list[Finding]) -> list[str]:
+    """What does not hold, in words."""
+    return [f"{one.what} {one.figure.item():.3g}" for one in found if not one.holds()]
+
+
+def refused(
+    monkeypatch: pytest.MonkeyPatch,
+    problem: Problem,
+    hooks: Hooks = RIGHT,
+    *,
+    level: Level = Level.QUICK,
+    config: Config | None = None,
+    dlse: bool = False,
+) -> list[str]:
+    """What is found wrong at the first problem of a level where something is."""
+    for case in companions(problem, config or TwoTiles(), level, reduced=True):
+        wrong = failures(found_at(monkeypatch, case, hooks, dlse=dlse))
+        if wrong:
+            return wrong
+    return []

@@ -1,0 +1,88 @@
+"""Which problems a backward kernel is put on, what they are given, and what a large reference costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.problem import Causal, Dtype
+from flashtune.verification.cases import Level
+from flashtune.verification.gradients.cases import RACE_REPEATS, companions, main_cases, tiles_of
+from flashtune.verification.gradients.head_sampling import pieces, sample_pairs
+from flashtune.verification.gradients.inputs import make_dout
+from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.probes import Probe
+from flashtune.verification.shapes import ROUNDS
+from tests.verification.gradients.checking import a_problem
+from tests.verification.gradients.plain_kernel import TwoTiles
+
+
+def test_problems_lie_around_all_sides_of_both_kernels() -> None:
+    config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
+    tiles = tiles_of(config, reduced=False)
+    assert (tiles.queries, tiles.keys, tiles.depth, tiles.least) == ((32, 128), (16, 64), 2, 16)
+    cases = companions(a_problem(), config, Level.FULL, reduced=False)
+    queries, keys = {case.problem.seqlen_q for case in cases}, {case.problem.seqlen_kv for case in cases}
+    for sides, lengths in ((tiles.queries, queries), (tiles.keys, keys)):
+        around = {multiple * side + step for side in sides for multiple in range(1, 5) for step in (-1, 0, 1)}
+        assert around <= lengths
+    assert {case.problem.group_size for case in cases} >= {1, 2, 3, 13}
+    assert {case.problem.causal for case in cases} == {Causal.BOTTOM_RIGHT}
+    quick = companions(a_problem(), config, Level.QUICK, reduced=False)
+    assert len(quick) < 20
+    assert {case.probe for case in quick} == {case.probe for case in cases} - {Probe.FIRST}
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_what_has_many_tiles_is_launched_often_but_in_a_self_check(alibi: bool) -> None:
+    config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
+    full, quick = (
+        companions(a_problem(alibi=alibi), config, level, reduced=False)
+        for level in (Level.FULL, Level.QUICK)
+    )
+    often = [case for case in full if case.repeats == RACE_REPEATS]
+    assert len(often) == 2 * len(ROUNDS)
+    assert all(case.problem.batch * case.problem.heads >= 65 for case in often)
+    assert max(case.repeats for case in quick) < RACE_REPEATS
+
+
+@pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
+def test_each_block_of_queries_has_a_hot_row(probe: Probe) -> None:
+    problem, block = a_problem(seqlen_q=70), 16
+    dout = make_dout(probe, problem, block, torch.Generator().manual_seed(1))
+    for start in range(0, 70, block):
+        hot = (dout[:, :, start : start + block].abs() == 8.0).sum((2, 3))
+        assert (hot == 1).all()
+
+
+def test_heads_that_share_keys_are_thinned_out_of_a_large_problem() -> None:
+    small = a_problem(heads=16, kv_heads=2, seqlen_q=2048, seqlen_kv=2048)
+    assert [case.problem for case in main_cases(small)] == [small, small]
+    for case in main_cases(a_problem(heads=16, kv_heads=2, seqlen_q=16384, seqlen_kv=16384)):
+        assert (case.problem.heads, case.problem.kv_heads) == (8, 2)
+
+
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.TOP_LEFT])
+def test_rows_in_slices_make_the_same_gradients(monkeypatch: pytest.MonkeyPatch, causal: Causal) -> None:
+    problem = a_problem(dtype=Dtype.FP16, causal=causal, batch=2, alibi=True)
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(heads: int, rows: int, width: int) -> Tensor:
+        return torch.randn(2, heads, rows, width, generator=generator).half()
+
+    q, k, v, dout = drawn(4, 100, 32), drawn(2, 100, 32), drawn(2, 100, 24), drawn(4, 100, 24)
+    side = NO_SIDE._replace(slopes=torch.rand(2, 4, generator=generator))
+    given = Given(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
+    chosen = Chosen(sample_pairs(problem, generator), torch.arange(100))
+    whole = expect_gradients(problem, given, chosen)
+    monkeypatch.setattr("flashtune.verification.gradients.head_sampling.CHUNK_SCORES", {"cpu": 3000})
+    assert [len(piece.rows) for piece in pieces(problem, chosen.pairs, "cpu")] == [7] * 4
+    sliced = expect_gradients(problem, given, chosen)
+    torch.testing.assert_close(sliced.lse, whole.lse)
+    for name, one in whole.gradients.items():
+        for part, other in zip(one, sliced.gradients[name], strict=True):
+            torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-12)

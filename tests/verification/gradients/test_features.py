@@ -1,0 +1,193 @@
+"""The proof of gradients with masks, biases, sinks and sequences of unlike lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.verification.cases import Case, Level, lengths_of
+from flashtune.verification.gradients.cases import companions
+from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
+from flashtune.verification.gradients.inputs import make_dlse, make_dout
+from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.inputs.side_inputs import make_side
+from flashtune.verification.probes import Probe, make_values
+from tests.problems.plain_masks import plain_attention
+from tests.verification.gradients.checking import a_problem, failures, found_at, refused
+from tests.verification.gradients.plain_kernel import Hooks, Scores, TwoTiles
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 24},
+    "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
+    "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
+    "first tokens": {"window_left": 20, "first_tokens": 3},
+    "chunk": {"chunk": 32},
+    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
+    "prefix": {"prefix": True},
+    "prefix and window": {"prefix": True, "window_left": 16},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "alibi both ways": {"alibi": True, "causal": Causal.NONE},
+    "bias": {"bias": Bias.ADDITIVE, "causal": Causal.NONE},
+    "bias under a cap": {"bias": Bias.ADDITIVE, "softcap": True},
+    "mask": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
+    "packed": {"packed": 1000},
+    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
+    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
+    "packed with lengths": {"packed": 1000, "lengths": True},
+    "lengths": {"lengths": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
+def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # Types in turn: each mask meets one, and each type many masks.
+    turn = list(MASKS).index(name)
+    dtype = (Dtype.BF16, Dtype.FP16, Dtype.FP32)[turn % 3]
+    assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), dlse=turn % 2 == 0) == []
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
+@pytest.mark.parametrize(("kv_heads", "rows", "bias"), [(1, 20, Bias.ADDITIVE), (4, 1, Bias.NONE)])
+def test_weights_below_the_normal_numbers_of_float32_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, rows: int, bias: Bias, dtype: Dtype
+) -> None:
+    # Under steep slopes weights pass through all magnitudes; what a single query gives a key is all it gets.
+    shape = {"heads": 4, "kv_heads": kv_heads, "seqlen_q": rows, "seqlen_kv": 640}
+    problem = a_problem(dtype=dtype, causal=Causal.NONE, alibi=True, bias=bias, **shape)
+    case = Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.07)
+
+    def found(least: float) -> list[str]:
+        def lost(_: str, scores: Scores) -> Scores:
+            return Scores(*(torch.where(scores.weights < least, 0.0, one) for one in scores))
+
+        return failures(found_at(monkeypatch, case, Hooks(scores=lost)))
+
+    assert found(2.0**-126) == []
+    assert found(2.0**-110) != []
+
+
+@pytest.mark.parametrize("name", ["plain", *MASKS])
+def test_the_reference_is_what_autograd_makes(name: str) -> None:
+    fields = MASKS.get(name, {})
+    if "packed" in fields:
+        pytest.skip("autograd is asked of sequences side by side")
+    cases = companions(a_problem(dtype=Dtype.FP32, **fields), TwoTiles(), Level.QUICK, reduced=True)
+    for case in cases[1::4]:
+        problem, generator = case.problem, torch.Generator().manual_seed(5)
+        lengths = lengths_of(case)
+        q, k, v = make_values(case.probe, problem, case.scale, 16, generator, lengths)
+        side = make_side(case.probe, problem, lengths, 16, generator)
+        if side.bias is not None:
+            # Autograd makes NaN of rows that see nothing.
+            open_bias = side.bias.clone()
+            open_bias[..., 0] = 1
+            side = side._replace(bias=open_bias)
+        dout, dlse = make_dout(case.probe, problem, 16, generator), make_dlse(problem, generator)
+        chosen = Chosen(sample_pairs(problem, generator), torch.arange(problem.seqlen_q))
+        given = Given(q, k, v, dout, dlse, side, case.scale, lengths)
+        expected = expect_gradients(problem, given, chosen)
+        found = differentiated(problem, given, chosen.pairs)
+        assert found.keys() == expected.gradients.keys()
+        for one, tensor in found.items():
+            torch.testing.assert_close(tensor, expected.gradients[one].exact, rtol=1e-8, atol=1e-8)
+
+
+def differentiated(problem: Problem, given: Given, pairs: Pairs) -> dict[str, Tensor]:
+    """Gradients by torch's autograd, of attention as another hand wrote it, at some pairs."""
+    side = given.side
+    inputs = {"dq": given.q.double(), "dk": given.k.double(), "dv": given.v.double()}
+    if problem.bias is Bias.ADDITIVE and side.bias is not None:
+        inputs["dbias"] = side.bias.double()
+        side = side._replace(bias=inputs["dbias"])
+    if side.slopes is not None:
+        inputs["dslopes"] = side.slopes.double()
+        side = side._replace(slopes=inputs["dslopes"])
+    if problem.lengths:
+        side = side._replace(seqlens_kv=torch.tensor(given.lengths.keys, dtype=torch.int32))
+    for one in inputs.values():
+        one.requires_grad_()
+    out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, given.scale)
+    assert given.dlse is not None
+    ((lse * given.dlse)[~lse.isneginf()].sum() + (out * given.dout).sum()).backward()
+    batch, heads = pairs.batch[:, None], pairs.heads(problem)
+    places: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(inputs, (batch, heads))
+    places |= dict.fromkeys(("dk", "dv"), pairs)
+    found = {}
+    for name, one in inputs.items():
+        assert one.grad is not None
+        found[name] = one.grad[places[name]]
+    return {name: one[..., None] if name in ("dbias", "dslopes") else one for name, one in found.items()}
+
+
+def of_problem(**fields: object) -> Hooks:
+    return Hooks(problem=lambda problem: a_problem(**{**_fields(problem), **fields}))
+
+
+def _fields(problem: Problem) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in problem.__struct_fields__}
+
+
+def of_side(name: str, change: Callable[[Any], Any]) -> Hooks:
+    return Hooks(side=lambda side: side._replace(**{name: change(getattr(side, name))}))
+
+
+def without_the_cap_s_slope(_: str, right: Scores) -> Scores:
+    return right._replace(slopes=right.laid)
+
+
+def capped_bias(name: str, right: Scores) -> Scores:
+    return right._replace(laid=right.slopes) if name == "dbias" else right
+
+
+def of_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Hooks:
+    return Hooks(gradient=lambda gradient, right: change(right) if gradient == name else right)
+
+
+MISTAKES: list[tuple[str, str, Hooks]] = [
+    ("window", "one key too far", of_problem(window_left=25)),
+    ("window", "one key too short", of_problem(window_left=23)),
+    ("window", "none", of_problem(window_left=None)),
+    ("window of both sides", "right one too far", of_problem(window_right=13)),
+    ("window of both sides", "left one too short", of_problem(window_left=6)),
+    ("window aligned top-left", "aligned bottom-right", of_problem(causal=Causal.BOTTOM_RIGHT)),
+    ("first tokens", "one too many", of_problem(first_tokens=4)),
+    ("first tokens", "forgotten", of_problem(first_tokens=0)),
+    ("chunk", "of one key more", of_problem(chunk=33)),
+    ("prefix", "one key more", of_side("prefix", lambda prefix: prefix + 1)),
+    ("prefix and window", "window forgotten", of_problem(window_left=None)),
+    ("softcap", "forgotten", of_side("softcap", lambda _: None)),
+    ("softcap", "slope forgotten", Hooks(scores=without_the_cap_s_slope)),
+    ("alibi", "of another head", of_side("slopes", lambda slopes: slopes.roll(1, 1))),
+    ("alibi", "gradient of another sign", of_gradient("dslopes", lambda dslopes: -dslopes)),
+    ("alibi", "gradient of another head", of_gradient("dslopes", lambda dslopes: dslopes.roll(1, 0))),
+    ("bias", "forgotten", of_side("bias", lambda _: None)),
+    ("bias", "of the next key", of_side("bias", lambda bias: bias.roll(-1, 3))),
+    ("bias", "gradient scaled", of_gradient("dbias", lambda dbias: 1.02 * dbias)),
+    ("bias", "gradient not cleared", of_gradient("dbias", lambda dbias: dbias + 1e-3)),
+    ("bias under a cap", "gradient capped", Hooks(scores=capped_bias)),
+    ("mask", "of the next key", of_side("bias", lambda bias: bias.roll(1, 3))),
+    ("sinks", "not in the weights", Hooks(log=lambda lse: lse + 0.03)),
+    ("packed both ways", "a key too few", of_side("cu_seqlens_kv", lambda first: first - (first > 3).int())),
+    ("packed", "queries shifted", of_side("cu_seqlens_q", lambda first: (first - 1).clamp_min(0))),
+    ("lengths", "one key less", of_side("seqlens_kv", lambda keys: (keys - 1).clamp_min(0))),
+    ("lengths", "of another sequence", of_side("seqlens_kv", lambda keys: keys.roll(1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks"),
+    [(name, hooks) for name, _, hooks in MISTAKES],
+    ids=[f"{name}: {words}" for name, words, _ in MISTAKES],
+)
+def test_one_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, hooks: Hooks) -> None:
+    assert refused(monkeypatch, a_problem(**MASKS[name]), hooks)

@@ -1,0 +1,194 @@
+"""What decides of a backward launch: the results, what other launches gave, and what is written elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from flashtune.core.extra_inputs import Side
+from flashtune.core.kernel import Alignment
+from flashtune.core.problem import Bias, Causal, Dtype
+from flashtune.launch.backward import BackwardTensors
+from flashtune.verification.cases import Case
+from flashtune.verification.gradients import comparison
+from flashtune.verification.gradients.inputs import prepare
+from flashtune.verification.inputs.guarded_tensors import bits_of
+from flashtune.verification.inputs.prepared import ROWS_BEHIND
+from flashtune.verification.lengths import Lengths
+from flashtune.verification.probes import Probe
+from tests.verification.gradients.checking import CPU, H200, a_kernel, a_problem, failures
+from tests.verification.gradients.plain_kernel import differentiate
+
+Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
+OTHERWISE = "elements of {} farther from an earlier launch's than another order of sums"
+
+
+def a_case(*, deterministic: bool = False) -> Case:
+    problem = a_problem(seqlen_q=9, seqlen_kv=20, deterministic=deterministic)
+    return Case(problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, repeats=3)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]:
+    """What is found wrong with right gradients that `spoil` has been at, launch by launch."""
+    prepared = prepare(case, Alignment.SIXTEEN, CPU, 1, False)
+    launches = 0
+
+    def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Any:
+        def launch(tensors: BackwardTensors, scale: float, side: Side) -> None:
+            nonlocal launches
+            differentiate(case.problem, tensors, scale, side)
+            spoil(launches, tensors, allocate)
+            launches += 1
+
+        return launch
+
+    monkeypatch.setattr(comparison, "bind_backward", bind)
+    wrong = failures(list(comparison.gradient_findings(a_kernel(False), None, case, prepared, H200, 0)))
+    assert launches == case.repeats
+    return {one.partition(": ")[2].rpartition(" ")[0] for one in wrong}
+
+
+def outside(tensor: Tensor) -> Tensor:
+    """The element that lies before a tensor's first one."""
+    return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() - 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_right_launches_hold(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    assert found(monkeypatch, a_case(deterministic=deterministic), lambda *_: None) == set()
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_bits_may_differ_where_nothing_else_was_promised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            row = getattr(tensors, name)[0, 1, 3]
+            # The number beside.
+            bits_of(row)[row.abs().argmax()] += 1
+
+    assert found(monkeypatch, a_case(), spoil) == set()
+    unlike = f"elements of {name} unlike an earlier launch's"
+    assert found(monkeypatch, a_case(deterministic=True), spoil) == {unlike}
+
+
+def test_zeros_of_another_sign_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        # A key behind the last query: nobody sees it.
+        tensors.dk[0, 1, 15] = -0.0 if number == 2 else 0.0
+
+    def a_causal_case(*, deterministic: bool) -> Case:
+        case = a_case(deterministic=deterministic)
+        return replace(case, problem=replace(case.problem, causal=Causal.TOP_LEFT))
+
+    assert found(monkeypatch, a_causal_case(deterministic=False), spoil) == set()
+    unlike = "elements of dk unlike an earlier launch's"
+    assert found(monkeypatch, a_causal_case(deterministic=True), spoil) == {unlike}
+
+
+@pytest.mark.parametrize("launch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_each_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == launch:
+            getattr(tensors, name)[0, 1, 3] *= 1.1
+
+    assert found(monkeypatch, a_case(), spoil) == {f"row errors of {name}", OTHERWISE.format(name)}
+
+
+@pytest.mark.parametrize("launch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_each_launch_must_be_like_the_first(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == launch:
+            # A row may be off by more than this, but an element is not moved so far by an order.
+            row = getattr(tensors, name)[0, 1, 3]
+            row[row.abs().argmin()] += 2.0**-7 * row.abs().max()
+
+    assert found(monkeypatch, a_case(), spoil) == {OTHERWISE.format(name)}
+
+
+@pytest.mark.parametrize("launch", [0, 1])
+def test_a_launch_that_is_no_number_is_unlike(monkeypatch: pytest.MonkeyPatch, launch: int) -> None:
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == launch:
+            tensors.dk[0, 1, 3] = math.nan
+
+    assert OTHERWISE.format("dk") in found(monkeypatch, a_case(), spoil)
+
+
+def test_float32_launches_are_right_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = a_case()
+    case = replace(case, problem=replace(case.problem, dtype=Dtype.FP32))
+
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            tensors.dk[0, 1, 3] *= 1 + 2.0**-12
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"row errors of dk"}
+
+
+def test_gradients_of_what_is_added_to_scores_are_held_to_the_first_launch_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = a_case()
+    case = replace(case, problem=replace(case.problem, bias=Bias.ADDITIVE, alibi=True))
+
+    def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
+        if number == 2:
+            assert tensors.dbias is not None
+            row = tensors.dbias[0, 1, 3]
+            row[row.abs().argmax()] *= 1.1
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"row errors of dbias", OTHERWISE.format("dbias")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda _, tensors, __: outside(tensors.dq).fill_(1.0), "writes around dq"),
+        (lambda _, tensors, __: outside(tensors.dv).fill_(1.0), "writes around dv"),
+        (lambda _, __, allocate: outside(allocate((4,), CPU)).fill_(1.0), "writes around a workspace"),
+        (lambda _, tensors, __: outside(tensors.dout).fill_(1.0), "inputs overwritten"),
+        (lambda _, tensors, __: tensors.lse[0, 0].add_(0.0).fill_(2.0), "inputs overwritten"),
+    ],
+    ids=["before dq", "before dv", "before a workspace", "before dout", "lse"],
+)
+def test_what_is_written_elsewhere_is_named(
+    monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expected: str
+) -> None:
+    def last(number: int, tensors: BackwardTensors, allocate: Callable[..., Tensor]) -> None:
+        if number == 2:
+            spoil(number, tensors, allocate)
+
+    assert found(monkeypatch, a_case(), last) == {expected}
+
+
+def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
+    case = Case(
+        problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)), repeats=3
+    )
+    assert found(monkeypatch, case, lambda *_: None) == set()
+
+
+def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
+    case = Case(
+        problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)), repeats=3
+    )
+
+    def spoil(_: int, tensors: BackwardTensors, __: object) -> None:
+        for tensor in (tensors.q, tensors.dout, tensors.lse, tensors.dq):
+            assert tensor.shape[2] == 9 + ROWS_BEHIND
+        tensors.dq[0, 0, 9, 0] = 0.0
+
+    assert found(monkeypatch, case, lambda *_: None) == set()
+    assert found(monkeypatch, case, spoil) == {"writes around dq"}

@@ -1,0 +1,57 @@
+"""Pairs of sequences and KV heads: what is picked of tensors is the same with look-ups and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.verification.gradients.head_sampling import Pairs
+
+PROBLEM = Problem(
+    dtype=Dtype.BF16, head_dim=8, value_head_dim=8, heads=6, kv_heads=2, batch=3, seqlen_q=4, seqlen_kv=5,
+    causal=Causal.NONE,
+)  # fmt: skip
+EVERY = torch.arange(6)
+
+
+def pairs_of(number: torch.Tensor) -> Pairs:
+    return Pairs(number // 2, number % 2)
+
+
+@pytest.mark.parametrize("rows", [(), (4,), (4, 7)], ids=str)
+def test_all_pairs_are_what_looking_each_up_gives(rows: tuple[int, ...]) -> None:
+    every = pairs_of(EVERY)
+    assert every.are_all(PROBLEM)
+    queries, keys = torch.randn(3, 6, *rows), torch.randn(3, 2, *rows)
+    for number in range(6):
+        one = pairs_of(EVERY[number : number + 1])
+        assert not one.are_all(PROBLEM)
+        sequence, head = divmod(number, 2)
+        shared = queries[sequence, 3 * head : 3 * head + 3]
+        assert torch.equal(every.of_queries(PROBLEM, queries)[number], shared)
+        assert torch.equal(one.of_queries(PROBLEM, queries)[0], shared)
+        assert torch.equal(every.of_keys(PROBLEM, keys)[number], keys[sequence, head])
+        assert torch.equal(one.of_keys(PROBLEM, keys)[0], keys[sequence, head])
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 4), (0, 1), (0, 5), (1, 3, 4), (4, 3)], ids=str)
+def test_some_pairs_are_what_looking_each_up_gives(numbers: tuple[int, ...]) -> None:
+    some = pairs_of(torch.tensor(numbers))
+    assert not some.are_all(PROBLEM)
+    queries, keys = torch.randn(3, 6, 4, 7), torch.randn(3, 2, 5, 7)
+    heads = some.numbers(PROBLEM)
+    assert torch.equal(some.of_queries(PROBLEM, queries), queries.flatten(0, 1)[heads])
+    assert torch.equal(some.of_queries(PROBLEM, queries, EVERY[1:3]), queries.flatten(0, 1)[heads][:, :, 1:3])
+    assert torch.equal(some.of_keys(PROBLEM, keys), keys.flatten(0, 1)[list(numbers)])
+
+
+def test_pairs_in_another_order_are_looked_up() -> None:
+    turned = pairs_of(EVERY.flip(0))
+    assert not turned.are_all(PROBLEM)
+    keys = torch.randn(3, 2, 4)
+    assert torch.equal(turned.of_keys(PROBLEM, keys), keys.flatten(0, 1).flip(0))
+
+
+def test_heads_are_numbered_through_all_sequences() -> None:
+    assert torch.equal(pairs_of(EVERY).numbers(PROBLEM).flatten(), torch.arange(18))

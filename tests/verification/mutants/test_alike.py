@@ -1,0 +1,66 @@
+"""What holds accepted mutants against right kernels: on which problems, and how near they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune.core.target import find_target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from tests.mutants import alike
+from tests.mutants.backward_hopper.backward_hopper import FULL, ORDERED
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.core import Subject, rendered
+
+H200 = find_target("h200")
+SUBJECTS = {mutant.subject.family: mutant.subject for mutant in gpu_mutants()}
+
+
+def cases_of(subject: Subject, seed: int = 7) -> list[Any]:
+    return list(alike.cases_of(rendered(subject), H200, subject.problem, subject.config, seed))
+
+
+@pytest.mark.parametrize("family", SUBJECTS)
+def test_problems_are_those_of_a_check_and_random_ones_that_the_family_computes(family: str) -> None:
+    subject = SUBJECTS[family]
+    found = cases_of(subject)
+    assert len(found) > 50
+    assert all(case.problem.computation == subject.problem.computation for case in found)
+    for case in found:
+        assert why_not(find_family(family), case.problem, H200, subject.specialization) is None
+    # Another seed draws other problems, beside the same ones of the check.
+    assert 0 < sum(one not in found for one in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
+
+
+def test_a_launch_s_bits_decide_but_where_sums_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {name: torch.tensor([[1.0, 0.5, 0.001]]).bfloat16() for name in ("dq", "dk", "dv")}
+
+    def found(name: str, change: float, subject: Subject) -> str:
+        broken = right | {name: right[name] + torch.tensor([[0.0, change, 0.0]]).bfloat16()}
+        written = iter((right, broken))
+
+        def prepared(*_: object) -> alike.Write:
+            return lambda kernel, launches: iter([next(written)] * launches)
+
+        monkeypatch.setattr(alike, "_gradients", prepared)
+        case = cases_of(subject)[0]
+        kernel = rendered(subject)
+        return alike.unlike(kernel, kernel, H200, case, 1, 2)
+
+    # Of bfloat16, between a half and one.
+    step = 2.0**-8
+    assert found("dq", step, FULL) == ""
+    assert found("dq", 4 * step, FULL) == "dq"
+    assert found("dq", float("nan"), FULL) == "dq"
+    assert found("dk", step, FULL) == "dk"
+    assert found("dq", step, ORDERED) == "dq"
+    assert found("dv", 0.0, ORDERED) == ""
+
+
+def test_what_nobody_writes_is_alike() -> None:
+    unwritten = torch.tensor([float("nan"), 1.0])
+    assert alike._near(unwritten, [unwritten, unwritten])
+    assert not alike._near(unwritten.nan_to_num(), [unwritten, unwritten])

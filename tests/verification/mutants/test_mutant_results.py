@@ -1,0 +1,84 @@
+"""Runs over mutants and right kernels are kept, counted and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.core.errors import FlashtuneError
+from tests.mutants import pages, results
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.results import Control, Fate, Run
+
+MUTANTS = gpu_mutants()
+REFUSED = "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed"
+
+
+def a_run(**changes: Any) -> Run:
+    found = tuple(
+        results.found_of(mutant, fate, REFUSED, 1.5)
+        for mutant, fate in zip(MUTANTS, (Fate.REFUSED, Fate.HUNG, Fate.SURVIVED), strict=False)
+    )
+    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), found)
+    return msgspec.structs.replace(run, **changes)
+
+
+def damage(data: bytes) -> bytes:
+    """A file with another byte behind what a header would be."""
+    return data[:10] + b"\xff" + data[11:]
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
+    run = a_run()
+    results.save(run, tmp_path / name)
+    assert results.load(tmp_path / name) == run
+    for damaged in (b"{}", damage((tmp_path / name).read_bytes())):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(FlashtuneError, match=name):
+            results.load(tmp_path / name)
+    with pytest.raises(FlashtuneError, match="nowhere"):
+        results.load(tmp_path / "nowhere.json")
+
+
+def test_summaries_count() -> None:
+    assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
+    lines = results.tally(a_run().found).splitlines()
+    assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]
+    assert lines[2] == "refused first by: random 1"
+    controls = (Control("a", True), Control("b", False, confirmed=True), Control("c", False, confirmed=False))
+    words = results.summary(a_run(found=(), controls=controls))
+    assert words.startswith("3 right kernels: 2 refused, 1 of them wrongly.")
+
+
+def shown(runs: list[Run]) -> str:
+    return "\n".join(pages.texts(runs).values())
+
+
+def test_pages_show_the_largest_run_and_all_counts() -> None:
+    filled = shown([a_run(), a_run(found=())])
+    assert "| `forward_q_outer` | wrong result | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
+    assert "with delays" not in filled
+    late = [msgspec.structs.replace(one, fate=results.Fate.DELAYED) for one in a_run().found[:1]]
+    told = shown([a_run(found=(*late, *a_run().found[1:]))])
+    assert "| hung or died | with delays | equivalent |" in told
+    assert "| `forward_q_outer` | wrong result | 3 | 0 | 1 | 1 | 0 | 1 | 0 |" in told
+    assert "| random q=1 kv=2 |" in filled
+    assert "1 sampled\nconfigs were verified: 0 were refused" in filled
+    assert "All 1 unmodified kernels were accepted." in filled
+    assert "3 of the 3 mutants still render to the source that was run." in filled
+
+
+def test_pages_name_refused_kernels_and_kernels_that_changed_since() -> None:
+    changed = msgspec.structs.replace(a_run().found[0], kernel="0" * 32)
+    judged = (("d40", False), ("d64", True), ("d96", None))
+    controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
+    filled = shown([a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)])
+    assert "1 of the 2 mutants still render to the source that was run." in filled
+    assert "- Refused, by the strict level too: d40. died\n" in filled
+    assert "- Refused, and the strict level accepts it: d64. died\n" in filled
+    assert "- Refused, and not judged again: d96. died" in filled
+    assert "3 were refused, 2 of them wrongly" in filled

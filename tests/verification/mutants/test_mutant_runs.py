@@ -1,0 +1,242 @@
+"""The script that runs mutants and right kernels judges them as it should."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from pebble import ProcessExpired
+
+from flashtune.core.kernel import Kernel
+from flashtune.core.record import Verdict
+from flashtune.core.target import find_target
+from flashtune.templates.registry import family_names
+from tests.mutants import jobs, right, runner
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.core import Mutant, broken, rendered
+from tests.mutants.jobs import Checked
+from tests.mutants.portable import pools
+from tests.mutants.portable.pools import Plan
+from tests.mutants.results import Fate, Found
+
+H200 = find_target("h200")
+MUTANTS = gpu_mutants()
+RIGHT = Verdict(True, 0.5, 70, "", "a GPU")
+WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed", "a GPU")
+
+
+class FakePool:
+    """Runs jobs where they are scheduled; what raises is the job's end."""
+
+    def schedule(self, function: Callable[..., Any], args: Any = (), timeout: float = 0.0) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args))
+        except (TimeoutError, ProcessExpired, MemoryError) as error:
+            done.set_exception(error)
+        return done
+
+
+class Gpu:
+    """A GPU on which kernels behave as their sources say, or as they say where warps fall behind.
+
+    Attributes:
+        checks: What was verified, in order.
+    """
+
+    def __init__(
+        self,
+        behaviour: dict[str, Callable[[int], Checked]],
+        late: dict[str, Callable[[int], Checked]] | None = None,
+    ) -> None:
+        self._behaviour = behaviour
+        self._late = late or {}
+        self.checks: list[str] = []
+
+    def check(self, kernel: Kernel, problem: object, config: object, level: object, seed: int) -> Checked:
+        self.checks.append(kernel.digest)
+        behave = self._behaviour.get(kernel.digest)
+        return behave(seed) if behave else Checked(RIGHT, "", 1.0)
+
+    def check_late(self, kernel: Kernel, problem: object, config: object, seed: int) -> Checked:
+        behave = self._late.get(kernel.digest)
+        return behave(seed) if behave else Checked(None, "", 1.0)
+
+
+def refuse(seed: int) -> Checked:
+    return Checked(WRONG, "", 1.0)
+
+
+def hang(seed: int) -> Checked:
+    raise TimeoutError
+
+
+def die(seed: int) -> Checked:
+    error = ProcessExpired("died")  # type: ignore[no-untyped-call]
+    error.exitcode = 70
+    raise error
+
+
+def run_out(seed: int) -> Checked:
+    raise MemoryError("out of memory")
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan(H200, 7, time.monotonic() + 60.0, 2)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
+    def set_up(gpu: Gpu) -> None:
+        monkeypatch.setattr(pools, "start_pool", lambda workers: FakePool())
+        monkeypatch.setattr(pools, "stop_pool", lambda pool: None)
+        monkeypatch.setattr(jobs, "compile_fitting", lambda kernel, target: "")
+        monkeypatch.setattr(jobs, "warm", lambda: None)
+        monkeypatch.setattr(jobs, "check", gpu.check)
+        monkeypatch.setattr(jobs, "check_late", gpu.check_late)
+        monkeypatch.setattr(jobs, "differ", lambda *arguments: "")
+
+    return set_up
+
+
+def digest(mutant: Mutant) -> str:
+    return broken(mutant).digest
+
+
+def of_kind(**kind: bool) -> Iterator[Mutant]:
+    return (one for one in MUTANTS if all(getattr(one, name) == value for name, value in kind.items()))
+
+
+def test_fates(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = of_kind(racy=False, hangs=False)
+    refused, equal, other, dying, hanging = (next(steady) for _ in range(5))
+    racy = next(of_kind(racy=True))
+    gpu = Gpu(
+        {
+            digest(refused): refuse,
+            digest(dying): die,
+            digest(hanging): hang,
+            digest(racy): lambda seed: Checked(WRONG if seed == 9 else RIGHT, "", 1.0),
+        }
+    )
+    install(gpu)
+    monkeypatch.setattr(
+        jobs, "differ", lambda right, broken, *_: "random" if broken.digest == digest(other) else ""
+    )
+    mutants = (refused, equal, other, dying, hanging, racy)
+    told: list[Found] = []
+    controls, found = runner.run_mutants(mutants, plan, told.append)
+    assert [one.fate for one in found] == [
+        Fate.REFUSED,
+        Fate.EQUIVALENT,
+        Fate.SURVIVED,
+        Fate.DIED,
+        Fate.HUNG,
+        Fate.REFUSED,
+    ]
+    assert sorted(told, key=str) == sorted(found, key=str)
+    assert found[0].caught_by == WRONG.failed
+    assert all(control.passed and control.checks == 70 for control in controls)
+    assert len(controls) == len({mutant.subject for mutant in mutants})
+    # A hang beside others may be another's: it is tried again alone. Races are looked for until they show.
+    assert gpu.checks.count(digest(hanging)) == 2
+    assert gpu.checks.count(digest(racy)) == 3
+
+
+def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
+    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (next(one) for one in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
+    install(Gpu({}))
+    monkeypatch.setattr(
+        jobs, "compile_fitting", lambda kernel, target: "no" if kernel.digest == digest(first) else ""
+    )
+    _, found = runner.run_mutants((first, second), plan._replace(deadline=0.0), lambda one: None)
+    assert [one.fate for one in found] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
+
+
+@pytest.mark.parametrize(
+    ("end", "fate"),
+    [(refuse, Fate.DELAYED), (hang, Fate.DELAYED), (die, Fate.DELAYED), (run_out, Fate.NOT_RUN)],
+)
+def test_what_delays_alone_show_is_told_apart(
+    end: Callable[[int], Checked],
+    fate: Fate,
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, equal = (next(of_kind(racy=racy, hangs=False)) for racy in (True, False))
+    install(Gpu({}, {digest(late): end}))
+    _, found = runner.run_mutants((late, equal), plan, lambda one: None)
+    assert [one.fate for one in found] == [fate, Fate.EQUIVALENT]
+
+
+def test_delays_excuse_no_survivor(
+    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = next(of_kind(racy=True))
+    install(Gpu({}, {digest(mutant): refuse}))
+    monkeypatch.setattr(jobs, "differ", lambda *arguments: "random")
+    _, (found,) = runner.run_mutants((mutant,), plan, lambda one: None)
+    assert found.fate is Fate.SURVIVED
+
+
+@pytest.mark.parametrize("end", [refuse, hang, die, run_out])
+def test_a_right_kernel_that_delays_alone_refuse_is_refused_wrongly(
+    end: Callable[[int], Checked],
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subjects = right.sampled_subjects(2, 3, H200)[:3]
+    install(Gpu({}, {rendered(subjects[1]).digest: end}))
+    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: False)
+    controls = right.verify_right(subjects, plan, lambda control: None)
+    assert [control.wrongly_refused for control in controls] == [False, True, False]
+    assert controls[1].delayed
+    assert controls[1].failed
+
+
+def test_a_check_that_fails_itself_catches_nothing(install: Callable[[Gpu], None], plan: Plan) -> None:
+    mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
+    install(Gpu({digest(mutant): run_out for mutant in mutants}))
+    _, found = runner.run_mutants(mutants, plan, lambda one: None)
+    assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
+
+
+def test_right_kernels_that_are_refused_are_judged_again(
+    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subjects = right.sampled_subjects(6, 3, H200)
+    assert right.sampled_subjects(6, 3, H200) == subjects
+    assert {subject.family for subject in subjects} == set(family_names())
+    with_features = {subject.family for subject in subjects if subject.problem.features}
+    assert {"forward_hopper", "backward_fused"} <= with_features
+    wrong, tight = subjects[2], subjects[5]
+    install(Gpu({rendered(one).digest: refuse for one in (wrong, tight)}))
+    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
+    controls = right.verify_right(subjects, plan, lambda control: None)
+    assert [control.passed for control in controls] == [subject not in {wrong, tight} for subject in subjects]
+    assert [control.confirmed for control in controls if not control.passed] == [False, True]
+
+
+@pytest.mark.parametrize(("end", "confirmed"), [(die, False), (hang, None), (run_out, None)])
+def test_a_strict_check_that_gives_no_verdict_is_told_apart(
+    end: Callable[[int], Checked],
+    confirmed: bool | None,
+    install: Callable[[Gpu], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (subject,) = right.sampled_subjects(1, 3, H200)[:1]
+    install(Gpu({rendered(subject).digest: refuse}))
+    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: end(seed))
+    (control,) = right.verify_right([subject], plan, lambda control: None)
+    assert not control.passed
+    assert control.confirmed is confirmed
+    assert "; judged again, " in control.failed

@@ -1,0 +1,86 @@
+"""What a check does to its process: torch's threads are the process's own again, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.forward import Binary
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.verification import check
+from flashtune.verification.cases import Level
+from flashtune.verification.single_thread import one_thread
+
+H200 = find_target("h200")
+FAMILY = find_family("forward_q_outer")
+PROBLEM = Problem(
+    dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=2, kv_heads=1, batch=1, seqlen_q=9, seqlen_kv=20
+)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def of_a_new_thread() -> int:
+    """The count that a thread has which uses torch for the first time now."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_other_threads_keep_their_count() -> None:
+    with one_thread():
+        assert (torch.get_num_threads(), of_a_new_thread()) == (1, 2)
+    assert (torch.get_num_threads(), of_a_new_thread()) == (2, 2)
+
+
+def test_a_thread_with_a_count_of_its_own_keeps_it_and_others_theirs() -> None:
+    found: list[tuple[int, int]] = []
+
+    def check_something() -> None:
+        torch.set_num_threads(1)
+        # A count is a thread's own from its first use on.
+        assert torch.get_num_threads() == 1
+        other = threading.Thread(target=lambda: torch.set_num_threads(2))
+        other.start()
+        other.join()
+        with one_thread():
+            pass
+        found.append((torch.get_num_threads(), of_a_new_thread()))
+
+    thread = threading.Thread(target=check_something)
+    thread.start()
+    thread.join()
+    assert found == [(1, 2)]
+
+
+def test_a_check_works_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fail(*_: object, **__: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(check, "case_findings", fail)
+    config = FAMILY.default(PROBLEM, H200)
+    kernel = render(FAMILY, PROBLEM, config, Specialization())
+    given = (kernel, PROBLEM, config, H200, torch.device("cpu"), Level.QUICK)
+    with pytest.raises(KernelError, match="the GPU is gone"):
+        check.check_rendered(*given, compiled=cast("Binary", object()))
+    assert (*seen, torch.get_num_threads()) == (1, 2)

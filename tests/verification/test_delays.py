@@ -1,0 +1,110 @@
+"""Kernels whose warps fall behind: the same text but for sleeps, at every place that orders anything."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flashtune.core.config import Config
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.core.record import Verdict
+from flashtune.core.target import Target, find_target
+from flashtune.templates.registry import find_family
+from flashtune.verification import check
+from flashtune.verification.cases import Level
+from flashtune.verification.schedule_fuzzing import delayed
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.core import Subject, broken, rendered
+
+H200 = find_target("h200")
+SUBJECTS = list(dict.fromkeys(mutant.subject for mutant in gpu_mutants()))
+WITH_BARRIERS = [subject for subject in SUBJECTS if not find_family(subject.family).interpreted]
+SLEEP = "fall_behind()"
+# What orders a kernel's accesses, or is an access to what its warps share, wherever it stands in a line.
+ORDERS = re.compile(
+    r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\(|_turn\("
+    r"|\bfence_async_shared\(|\badd_sums\(|\bspread\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("
+)
+CPU = torch.device("cpu")
+
+
+def late(subject: Subject) -> Kernel:
+    kernel = delayed(rendered(subject))
+    assert kernel is not None
+    return kernel
+
+
+def test_families_with_barriers_of_their_own_are_delayed_and_no_others() -> None:
+    native = {subject.family for subject in WITH_BARRIERS}
+    assert native == {"forward_hopper", "backward_hopper", "decode_latent_hopper"}
+    for subject in SUBJECTS:
+        assert (delayed(rendered(subject)) is None) == (subject.family not in native)
+
+
+@pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
+def test_nothing_but_sleeps_is_added(subject: Subject) -> None:
+    kernel, original = late(subject), rendered(subject)
+    assert kernel.digest != original.digest
+    head, _, _ = kernel.source.partition("\n\n\n@gluon.jit\ndef fall_behind")
+    kept = [line for line in head.splitlines() if line.strip() != SLEEP]
+    assert kept == original.source.splitlines()
+
+
+@pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
+def test_a_warp_may_fall_behind_before_all_that_orders_anything(subject: Subject) -> None:
+    lines = late(subject).source.splitlines()
+    places = [
+        number
+        for number, line in enumerate(lines)
+        if ORDERS.search(line) and line.startswith(" ") and not line.strip().startswith(("#", '"""'))
+    ]
+    assert len(places) > 20
+    assert [lines[number] for number in places if lines[number - 1].strip() != SLEEP] == []
+
+
+def test_mutants_are_delayed_as_well() -> None:
+    mutant = next(one for one in gpu_mutants() if one.id == "forward_hopper: values not waited for")
+    kernel = delayed(broken(mutant))
+    assert kernel is not None
+    assert kernel.source.count(SLEEP) < late(mutant.subject).source.count(SLEEP)
+
+
+@pytest.mark.parametrize("subject", [WITH_BARRIERS[0], SUBJECTS[0]], ids=str)
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize(("plain", "late"), [(True, True), (True, False), (False, True)])
+def test_the_strict_level_delays_what_has_barriers(
+    subject: Subject, level: Level, plain: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def judge(
+        kernel: Kernel,
+        problem: Problem,
+        config: Config,
+        target: Target,
+        device: torch.device,
+        level: Level = Level.FULL,
+        *,
+        seed: int | None,
+    ) -> Verdict:
+        asleep = SLEEP in kernel.source
+        checked.append((asleep, problem, config, level, seed))
+        passed = late if asleep else plain
+        return Verdict(passed, 0.5, 70, "" if passed else "random q=1", "a GPU")
+
+    monkeypatch.setattr(check, "check_rendered", judge)
+    family, problem, config, specialization = subject
+    verdict = check.check_kernel(
+        find_family(family), problem, config, specialization, H200, CPU, level, seed=8
+    )
+    delays = level is Level.STRICT and subject in WITH_BARRIERS and plain
+    assert verdict.passed == (plain and (late or not delays))
+    assert verdict.failed == ("" if verdict.passed else "delayed random q=1" if plain else "random q=1")
+    awake = [one[1:] for one in checked if not one[0]]
+    assert all(one[1:] == (config, level, 8) for one in awake)
+    assert [one[1:] for one in checked if one[0]] == [
+        (problem, config, Level.FULL, 8) for problem, *_ in awake if delays
+    ]

@@ -1,0 +1,54 @@
+"""Which random problems are drawn for the GPU: all features and pairs that some family computes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.target import find_target
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.verification.inputs.prepared import prepare
+from tests.gpu.random.random_cases import random_case
+from tests.gpu.random.random_problems import feature_sets, subjects, trials
+from tests.problems.plain_masks import plain_attention
+
+H200 = find_target("h200")
+SUBJECTS = list(subjects(1, H200))
+
+
+def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS}
+    absent = {asked for asked in feature_sets() if asked not in drawn}
+    # Pages bring their lengths along, no family lays a bias over packed sequences, and none drops weights of
+    # latent keys.
+    pairs = {("lengths", "pages"), ("bias", "packed"), ("latent", "dropout")}
+    assert absent == set(map(frozenset, pairs))
+    assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
+
+
+def test_kernels_are_few_and_families_compute_what_they_are_given() -> None:
+    drawn = list(trials(3 * len(SUBJECTS), 1, H200))
+    assert len({trial.subject for trial in drawn}) == len(SUBJECTS)
+    assert drawn[:20] == list(trials(20, 1, H200))
+    for subject, case in drawn:
+        family = find_family(subject.family)
+        assert why_not(family, case.problem, H200, subject.specialization) is None
+        # The same source serves: nothing differs but extents.
+        assert case.problem.computation == subject.problem.computation
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cases_are_prepared_rightly(seed: int) -> None:
+    chance = random.Random(seed)
+    subject = chance.choice([one for one in SUBJECTS if one.problem.head_dim < 256])
+    case = random_case(chance, subject.problem, subject.config)
+    while case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv > 2**19:
+        case = random_case(chance, subject.problem, subject.config)
+    ready = prepare(case, Specialization().alignment, torch.device("cpu"), seed)
+    out, _ = plain_attention(case.problem, ready.q.view, ready.k.view, ready.v.view, ready.side, case.scale)
+    assert out.shape == ready.out.view.shape
+    assert out.isfinite().all()

@@ -1,0 +1,116 @@
+"""Self-checks gone through without launches: they call all that a check calls, and end when told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.verification import check, comparison, passes
+from flashtune.verification.cases import Case, Level
+from flashtune.verification.gradients import comparison as gradient_findings
+from flashtune.verification.inputs import prepared
+from flashtune.verification.passes import planned_cases
+from flashtune.verification.reference import chunks
+from flashtune.verification.warmup import rehearse
+
+CPU = torch.device("cpu")
+H200 = find_target("h200")
+SPECIALIZATION = Specialization(lse=True)
+PROBLEM = Problem(
+    dtype=Dtype.BF16,
+    head_dim=32,
+    value_head_dim=32,
+    heads=4,
+    kv_heads=2,
+    batch=2,
+    seqlen_q=500,
+    seqlen_kv=600,
+    causal=Causal.BOTTOM_RIGHT,
+)
+PROBLEMS = {
+    "plain": PROBLEM,
+    "window": msgspec.structs.replace(PROBLEM, window_left=100),
+    "bias": msgspec.structs.replace(PROBLEM, causal=Causal.NONE, bias=Bias.ADDITIVE),
+    "gradients": msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD),
+    "gradients, packed": msgspec.structs.replace(
+        PROBLEM, direction=Direction.BACKWARD, packed=900, dropout=True
+    ),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Notes which of torch's operations are called on which types."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for one in (*args, out) if isinstance(one, torch.Tensor)]
+        if tensors:
+            self.met.add((str(func), tensors[0].dtype))
+        return out
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that do nothing, and heads worked out as many at a time as on a GPU."""
+    monkeypatch.setattr(check, "interpreting", lambda: False)
+    monkeypatch.setattr(passes, "interpreting", lambda: False)
+    monkeypatch.setattr(check, "compile_binary", lambda *_: None)
+    monkeypatch.setattr(check, "_device_name", lambda _: "none")
+    monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
+    monkeypatch.setattr(gradient_findings, "bind_backward", lambda *_, **__: comparison.no_launch)
+    monkeypatch.setitem(chunks.CHUNK_SCORES, "cpu", chunks.CHUNK_SCORES["cuda"])
+    monkeypatch.setitem(chunks.CHUNK_KEYS, "cpu", chunks.CHUNK_KEYS["cuda"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_a_check_calls_nothing_of_torch_that_was_not_rehearsed(problem: Problem) -> None:
+    family = find_family("backward_split" if problem.is_backward else "forward_masked")
+    config = family.default(problem, H200)
+    kernel = render(family, problem, config, SPECIALIZATION)
+    with Operations() as rehearsed:
+        rehearse(kernel, problem, config, H200, CPU, never)
+    with Operations() as checked:
+        verdict = check.check_rendered(kernel, problem, config, H200, CPU, Level.QUICK, seed=3)
+    assert not verdict.passed, "nothing was written"
+    assert len(checked.met) > 50
+    assert checked.met <= rehearsed.met
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("most", [0, 2, 100])
+def test_one_case_of_each_probe_is_gone_through_until_it_is_enough(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    family = find_family("forward_masked")
+    config = family.default(PROBLEM, H200)
+    kernel = render(family, PROBLEM, config, SPECIALIZATION)
+    met: list[Case] = []
+    prepare = prepared.prepare
+
+    def noted(case: Case, *rest: Any) -> Any:
+        met.append(case)
+        return prepare(case, *rest)
+
+    monkeypatch.setattr(prepared, "prepare", noted)
+    rehearse(kernel, PROBLEM, config, H200, CPU, lambda: len(met) >= most)
+    probes = [case.probe for case, _ in planned_cases(kernel, PROBLEM, config, Level.QUICK, 0)]
+    assert [case.probe for case in met] == list(dict.fromkeys(probes))[:most]

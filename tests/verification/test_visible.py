@@ -1,0 +1,71 @@
+"""Masks of some heads: one where all are alike, and on the CPU where they are small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.core.extra_inputs import Side
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.verification.lengths import Lengths
+from flashtune.verification.reference.masks import (
+    FEW_COMPARISONS,
+    Rows,
+    compared_on,
+    distinct_masks,
+    unhidden_keys,
+)
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(
+    dtype=Dtype.FP32,
+    head_dim=16,
+    value_head_dim=16,
+    heads=2,
+    kv_heads=1,
+    batch=3,
+    seqlen_q=5,
+    seqlen_kv=7,
+    causal=Causal.BOTTOM_RIGHT,
+)
+# All rows of all heads.
+SOME = Rows(torch.arange(6) // 2, torch.arange(6) % 2, torch.arange(5))
+EQUAL, OWN = Lengths((5, 5, 5), (7, 7, 7)), Lengths((5, 5, 5), (7, 2, 4))
+
+
+def boolean() -> torch.Tensor:
+    return torch.rand(3, 2, 5, 7, generator=torch.Generator().manual_seed(1)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("features", "lengths", "side", "count"),
+    [
+        ({}, EQUAL, Side(), 1),
+        ({"window_left": 2}, EQUAL, Side(), 1),
+        ({"alibi": True}, EQUAL, Side(slopes=torch.rand(3, 2)), 1),
+        ({"lengths": True}, OWN, Side(), 3),
+        ({"prefix": True}, EQUAL, Side(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 3),
+        ({"bias": Bias.BOOLEAN, "causal": Causal.NONE}, EQUAL, Side(bias=boolean()), 6),
+        ({"bias": Bias.ADDITIVE}, EQUAL, Side(bias=boolean().float().log()), 6),
+    ],
+)
+def test_heads_share_a_mask_where_all_are_alike(
+    features: dict[str, Any], lengths: Lengths, side: Side, count: int
+) -> None:
+    problem = msgspec.structs.replace(PROBLEM, **features)
+    masks = distinct_masks(lengths, side, SOME)
+    seen = unhidden_keys(problem, lengths, side, masks.rows, CPU)
+    assert seen.shape == (count, 5, 7)
+    assert masks.one_each == (count == 6)
+    for head in range(6):
+        one = Rows(SOME.batch[head : head + 1], SOME.head[head : head + 1], SOME.rows)
+        assert torch.equal(unhidden_keys(problem, lengths, side, one, CPU)[0], seen[masks.of_head[head]])
+
+
+def test_few_comparisons_load_no_kernels() -> None:
+    device = torch.device("meta")
+    assert compared_on(FEW_COMPARISONS, device) == CPU
+    assert compared_on(FEW_COMPARISONS + 1, device) == device

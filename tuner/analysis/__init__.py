@@ -1,0 +1,1 @@
+"""`flashtune explain` and `flashtune doctor`, and the overview of a model's attention."""

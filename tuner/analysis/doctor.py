@@ -1,0 +1,205 @@
+"""What this machine has and lacks, check by check."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+
+from flashtune.core.errors import FlashtuneError, TargetError
+from flashtune.core.machine import WRITTEN_FOLDERS, folder_fault
+from flashtune.core.target import TARGETS, Target, device_target, find_target
+from flashtune.tuner.analysis.compilers import compilers
+from flashtune.tuner.analysis.diagnostic import Finding, Level
+from flashtune.tuner.tables.table_receipts import verified_kernels
+
+OLDEST_TORCH = (2, 10)
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+# What stands in where there is neither a GPU nor --target: compilers need no GPU.
+OFFLINE_TARGET = "h100"
+
+
+def examine(
+    target: Target | None, db: str | None, watch: Callable[[str], None] = lambda step: None
+) -> Iterator[Finding]:
+    """All findings, one after another.
+
+    Args:
+        target: The GPU to work for; None for this machine's, or a stand-in where it has none.
+        db: The database, as the user names it.
+        watch: Called with each step before it begins.
+    """
+    yield Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
+    watch("importing torch and triton")
+    libraries = [library("torch", OLDEST_TORCH, None), library("triton", OLDEST_TRITON, NEWEST_TRITON)]
+    yield from libraries
+    watch("trying the caches and the database")
+    yield from caches()
+    yield database(db)
+    if any(finding.level is Level.FAIL for finding in libraries):
+        return
+    watch("asking for GPUs")
+    yield from gpus()
+    chosen = target or _target_here()
+    yield interpreter()
+    yield from compilers(chosen, watch)
+    yield shipped(chosen)
+
+
+def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) -> Finding:
+    """Whether a library can be imported, in a version that flashtune was tested with."""
+    import importlib
+
+    try:
+        version = str(importlib.import_module(name).__version__)
+    except (ImportError, OSError) as error:
+        return Finding(name, Level.FAIL, f"cannot be imported: {error}", f"install it: pip install {name}")
+    number = _numbers(version)
+    if number < oldest:
+        return Finding(name, Level.FAIL, version, f"flashtune needs {_dotted(oldest)} or newer: upgrade it")
+    if newest and number > newest:
+        return Finding(
+            name, Level.WARN, version, f"flashtune is tested up to {_dotted(newest)}: run flashtune verify"
+        )
+    return Finding(name, Level.OK, version)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    first, _, rest = version.partition(".")
+    second = rest.partition(".")[0]
+    return (int(first), int(second)) if first.isdigit() and second.isdigit() else (0, 0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def gpus() -> Iterator[Finding]:
+    """The GPUs that torch sees, their driver, and whether their facts agree with the table."""
+    import torch
+
+    from flashtune.dispatch.versions import driver_version
+
+    driver = driver_version()
+    if not torch.cuda.is_available():
+        advice = "searches work offline with --target, and nothing is timed"
+        if driver != "none":
+            advice = (
+                f"driver {driver} is loaded, so install a torch built for GPUs, or check CUDA_VISIBLE_DEVICES"
+            )
+        yield Finding("gpu", Level.WARN, "torch sees none", advice)
+        return
+    yield Finding("driver", Level.OK, driver)
+    for index in range(torch.cuda.device_count()):
+        try:
+            yield gpu(index, device_target(index))
+        except FlashtuneError as error:
+            yield Finding(
+                f"gpu {index}", Level.FAIL, str(error), "it cannot be searched: use another --device"
+            )
+
+
+def gpu(index: int, target: Target) -> Finding:
+    """One GPU against the table's entry of its name."""
+    facts = (
+        f"{target.name}, {target.arch}, {target.sm_count} multiprocessors, "
+        f"{target.sram_per_block:,} B of SRAM a block"
+    )
+    name = f"gpu {index}"
+    listed = next((entry for entry in TARGETS if entry.name == target.name), None)
+    if listed is None:
+        advice = "not in the table of GPUs: capacities are the device's, peak rates are estimates"
+        return Finding(name, Level.WARN, facts, advice)
+    fields = ("arch", "sram_per_block", "sram_per_sm", "registers_per_sm", "sm_count")
+    differing = [
+        f"{field} {getattr(target, field)} instead of {getattr(listed, field)}"
+        for field in fields
+        if getattr(target, field) != getattr(listed, field)
+    ]
+    if differing:
+        advice = "the device's own facts are used; results are not comparable with a whole GPU's"
+        return Finding(name, Level.WARN, f"{facts}; unlike the table: {', '.join(differing)}", advice)
+    return Finding(name, Level.OK, facts)
+
+
+def _target_here() -> Target:
+    try:
+        return device_target(0)
+    except TargetError:
+        return find_target(OFFLINE_TARGET)
+
+
+def interpreter() -> Finding:
+    """Whether kernels run on the CPU, step by step."""
+    import numpy as np
+    import triton
+
+    from flashtune.launch.compilation import interpreting
+
+    if not interpreting():
+        return Finding("interpreter", Level.OK, "off (TRITON_INTERPRET=1 runs kernels on the CPU, slowly)")
+    if _numbers(triton.__version__) == (3, 6) and _numbers(np.__version__) >= (2, 4):
+        advice = "Triton 3.6 interprets with numpy below 2.4 only: pip install 'numpy<2.4'"
+        return Finding("interpreter", Level.FAIL, f"on, with numpy {np.__version__}", advice)
+    advice = "16-bit problems are computed in fp32 and nothing is timed: unset TRITON_INTERPRET for a GPU"
+    return Finding("interpreter", Level.WARN, "on: kernels run on the CPU", advice)
+
+
+def caches() -> Iterator[Finding]:
+    """Whether the folders that compiling writes can be written and have space left."""
+    for written in WRITTEN_FOLDERS:
+        name = written.what.removeprefix("the ").lower()
+        fault = folder_fault(*written)
+        if fault is None:
+            yield Finding(name, Level.OK, str(written.where()))
+        else:
+            yield Finding(name, Level.FAIL, fault)
+
+
+def database(db: str | None) -> Finding:
+    """Whether the database can be read, and what it holds."""
+    from flashtune.db.location import database_url, describe, sqlite_path
+    from flashtune.tuner.tables.lookup import existing_store
+
+    try:
+        where = describe(database_url(db))
+        with existing_store(db) as store:
+            if store is None:
+                return Finding("database", Level.OK, f"{where}: none yet, the first search creates it")
+            count = len(store.selections())
+    except FlashtuneError as error:
+        return Finding("database", Level.FAIL, str(error), "or name another one by --db or FLASHTUNE_DB")
+    file = sqlite_path(database_url(db))
+    said = f"{where}: {count} selections"
+    if file is not None and not os.access(file, os.W_OK):
+        return Finding("database", Level.WARN, f"{said}, read-only", "a search needs another --db")
+    return Finding("database", Level.OK, said)
+
+
+def shipped(target: Target) -> Finding:
+    """Whether a tuned table ships for the target."""
+    from flashtune.db.table import shipped_table
+
+    name = "shipped table"
+    try:
+        table = shipped_table(target.name)
+    except FlashtuneError as error:
+        return Finding(name, Level.FAIL, str(error), "reinstall flashtune")
+    if table is None:
+        return Finding(
+            name, Level.WARN, f"none for {target.name}", "run flashtune search for the shapes in use"
+        )
+    import triton
+
+    shapes = {record.problem for record in table.records}
+    kernels = {record.kernel for record in table.records if record.kernel is not None}
+    verified = verified_kernels(table)
+    found = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
+    for version, passed in verified.items():
+        found += f", {len(passed) if passed < kernels else 'all'} verified under Triton {version}"
+    left = len(kernels - verified.get(triton.__version__, frozenset()))
+    if not left:
+        return Finding(name, Level.OK, found)
+    advice = f"under Triton {triton.__version__}, {left} of the kernels are checked before their first use"
+    return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check them now")

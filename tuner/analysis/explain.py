@@ -1,0 +1,240 @@
+"""Why a kernel is as fast as it is: its SRAM budget, roofline, traffic, occupancy and rivals."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from flashtune.core.config import Config
+from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Outcome, Provenance, Record, Resources
+from flashtune.core.target import Target
+from flashtune.runtime.unfused import standard_hbm_items
+from flashtune.templates.family import TrafficItem, why_not
+from flashtune.templates.registry import families
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import Occupancy, occupancy, read_resources
+from flashtune.tuner.perf_model.roofline import softmax_seconds
+from flashtune.tuner.tables.kernel_choice import Chosen
+
+
+class SramBudget(msgspec.Struct, frozen=True):
+    """Shared memory of one block: the model's items, the compiler's figure and the capacity, in bytes."""
+
+    items: tuple[TrafficItem, ...]
+    modelled: int
+    compiled: int | None
+    capacity: int
+    tensor_memory_columns: int
+    tensor_memory_capacity: int
+
+
+class Roofline(msgspec.Struct, frozen=True):
+    """The least time that a target needs for a problem, in ms, and what sets it.
+
+    Attributes:
+        flops: Operations of all products over the pairs that the mask keeps.
+        minimal_bytes: Each input read once, each output written once.
+        intensity: Operations per byte.
+        ridge: The intensity above which this target's matrix units, not its memory, set the time.
+        matrix_ms: The products at the matrix units' peak.
+        softmax_ms: Exponentials and the arithmetic around them, at their units' peak.
+        memory_ms: The minimal bytes at the datasheet's bandwidth.
+        bound_ms: The longest of the three.
+        bound_by: `matrix units`, `softmax` or `memory`.
+    """
+
+    flops: int
+    minimal_bytes: int
+    intensity: float
+    ridge: float
+    matrix_ms: float
+    softmax_ms: float
+    memory_ms: float
+    bound_ms: float
+    bound_by: str
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """HBM bytes that one way of computing moves, item by item."""
+
+    name: str
+    items: tuple[TrafficItem, ...]
+    bytes: int
+
+
+class Rival(msgspec.Struct, frozen=True):
+    """A stored candidate that ended well, or a peer timed beside one."""
+
+    family: str
+    config: str
+    ms: float
+    provenance: Provenance
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `flashtune explain` says of one problem on one target.
+
+    `tuned_for` names the shape that the config was selected for, if it was. `ms` is the stored time
+    of the chosen kernel, where there is one; `compile_error` says why there are no `resources`, and
+    `occupancy` follows from them. `rivals` are ranked by time; `failures` counts the other stored
+    candidates by outcome.
+    """
+
+    problem: Problem
+    target: str
+    family: str
+    config: Config
+    source: str
+    tuned_for: str | None
+    ms: float | None
+    provenance: Provenance | None
+    sram: SramBudget
+    roofline: Roofline
+    traffic: tuple[Traffic, ...]
+    resources: Resources | None
+    compile_error: str
+    occupancy: Occupancy | None
+    rivals: tuple[Rival, ...]
+    failures: dict[Outcome, int]
+
+
+def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
+    """Explains a chosen kernel among the stored records of its problem; needs no GPU.
+
+    Compiles the kernel where no record says what it takes.
+    """
+    problem, target = chosen.problem, chosen.target
+    resources, refusal = _resources(chosen)
+    options = chosen.family.options(chosen.config)
+    return Explanation(
+        problem=problem,
+        target=target.name,
+        family=chosen.family.name,
+        config=chosen.config,
+        source=chosen.source,
+        tuned_for=chosen.tuned_for.key if chosen.tuned_for else None,
+        ms=chosen.record.ms if chosen.record else None,
+        provenance=chosen.record.provenance if chosen.record else None,
+        sram=sram_budget(chosen, resources),
+        roofline=roofline(problem, target),
+        traffic=compare_traffic(chosen),
+        resources=resources,
+        compile_error=refusal,
+        occupancy=occupancy(resources, options, target) if resources else None,
+        rivals=rank(records),
+        failures=dict(Counter(record.outcome for record in records if record.outcome is not Outcome.OK)),
+    )
+
+
+def _resources(chosen: Chosen) -> tuple[Resources | None, str]:
+    """What the compiler says, or why it refused."""
+    if chosen.record and chosen.record.resources:
+        return chosen.record.resources, ""
+    kernel = render(chosen.family, chosen.problem, chosen.config, chosen.specialization)
+    try:
+        return read_resources(kernel, chosen.target), ""
+    except MachineError:
+        raise
+    except KernelError as error:
+        return None, str(error)
+
+
+def sram_budget(chosen: Chosen, resources: Resources | None) -> SramBudget:
+    """The SRAM of a kernel, item by item, against its target's capacity."""
+    target = chosen.target
+    items = chosen.family.sram_items(chosen.problem, chosen.config, target, chosen.specialization)
+    columns = (
+        resources.tensor_memory_columns
+        if resources
+        else chosen.family.tensor_memory_columns(chosen.problem, chosen.config, target)
+    )
+    return SramBudget(
+        items,
+        sum(item.bytes for item in items),
+        resources.sram_bytes if resources else None,
+        target.sram_per_block,
+        columns,
+        target.tensor_memory_columns,
+    )
+
+
+def roofline(problem: Problem, target: Target) -> Roofline:
+    """The least time of a problem on a target, by peak rates alone."""
+    peak = _peak(problem.dtype, target) * 1e12
+    bandwidth = target.hbm_bandwidth * 1e9
+    pairs = problem.batch * problem.heads * problem.visible_pairs()
+    times = {
+        "matrix units": 1e3 * problem.flops() / peak,
+        "softmax": 1e3 * softmax_seconds(pairs, target),
+        "memory": 1e3 * problem.minimal_bytes() / bandwidth,
+    }
+    bound_by = max(times, key=lambda name: times[name])
+    return Roofline(
+        flops=problem.flops(),
+        minimal_bytes=problem.minimal_bytes(),
+        intensity=problem.flops() / max(problem.minimal_bytes(), 1),
+        ridge=peak / bandwidth,
+        matrix_ms=times["matrix units"],
+        softmax_ms=times["softmax"],
+        memory_ms=times["memory"],
+        bound_ms=times[bound_by],
+        bound_by=bound_by,
+    )
+
+
+def _peak(dtype: Dtype, target: Target) -> float:
+    """TFLOP/s of the units that multiply such elements."""
+    if dtype.is_quantized:
+        return target.peak.fp8
+    return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
+
+
+def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
+    """HBM bytes of the chosen config, of the other families' defaults and of the standard computation.
+
+    The standard computation takes no quantised inputs.
+    """
+    problem, target = chosen.problem, chosen.target
+    ways = [_traffic(chosen.family.name, chosen.family.hbm_items(problem, chosen.config, target))]
+    for family in families():
+        refused = why_not(family, problem, target, chosen.specialization)
+        if family.name != chosen.family.name and refused is None:
+            items = family.hbm_items(problem, family.default(problem, target), target)
+            ways.append(_traffic(family.name, items))
+    if not problem.dtype.is_quantized:
+        ways.append(_traffic("standard", standard_hbm_items(problem)))
+    return tuple(ways)
+
+
+def _traffic(name: str, items: tuple[TrafficItem, ...]) -> Traffic:
+    return Traffic(name, items, sum(item.bytes for item in items))
+
+
+def rank(records: tuple[Record, ...]) -> tuple[Rival, ...]:
+    """The candidates that ended well, fastest first, each once at its best; measured before predicted.
+
+    Peers that were timed beside a candidate take part with the median of their times.
+    """
+    best: dict[tuple[str, str], Rival] = {}
+    peers: dict[str, list[float]] = {}
+    for record in records:
+        for peer in record.measurement.peers if record.measurement else ():
+            peers.setdefault(peer.name, []).append(peer.ms)
+        if record.outcome is not Outcome.OK or record.ms is None:
+            continue
+        label = record.config.label() if record.config else ""
+        rival = Rival(record.family, label, record.ms, record.provenance)
+        known = best.get((record.family, label))
+        if known is None or _order(rival) < _order(known):
+            best[record.family, label] = rival
+    others = (
+        Rival(name, "", sorted(times)[len(times) // 2], Provenance.MEASURED) for name, times in peers.items()
+    )
+    return tuple(sorted((*best.values(), *others), key=_order))
+
+
+def _order(rival: Rival) -> tuple[bool, float]:
+    return rival.provenance is Provenance.PREDICTED, rival.ms

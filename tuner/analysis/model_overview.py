@@ -1,0 +1,219 @@
+"""Attention of a whole model over sequence length: memory, HBM traffic and roofline times."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.core.problem import Causal, Dtype, Problem, score_bytes
+from flashtune.core.target import Target
+from flashtune.runtime.unfused import standard_hbm_items
+from flashtune.templates.rendering import render
+from flashtune.tuner.analysis.explain import roofline
+from flashtune.tuner.analysis.workspaces import workspace_bytes
+from flashtune.tuner.tables.kernel_choice import Chosen, choose
+from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
+from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, model_calls
+from flashtune.tuner.workloads.passes import backward_of
+
+# `standard_attention` holds its scores, what becomes of them, and half as much in 16 bits at once.
+SCORE_COPIES = 2.5
+# Its backward pass holds the weights in both types, their gradients in both, and the scores' gradients.
+GRADIENT_SCORE_COPIES = 4
+LSE_BYTES = 4
+
+
+class Way(msgspec.Struct, frozen=True):
+    """One way to compute a model's attention at one length.
+
+    Attributes:
+        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; in
+            training what the backward pass reads and writes beside these, too. Of the kind of layer that
+            needs most.
+        traffic: HBM bytes that its order of loops moves, of all layers: of repeated reads those that miss L2.
+        bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
+            cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
+            each input and output once.
+        bound_by: `matrix units`, `softmax` or `memory`; of the kind of layer that takes longest.
+    """
+
+    memory: int
+    traffic: int
+    bound_ms: float
+    bound_by: str
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A model's attention at one length.
+
+    Attributes:
+        seqlen: Tokens of a sequence.
+        kv_bytes: What the caches of all layers and sequences hold, one after the other without gaps: keys
+            and values once for each KV head, or latent keys.
+        standard: The unfused computation, which writes its scores.
+        flash: The kernels that dispatch would use.
+        families: Those kernels' families, each once.
+        speedup: By the rooflines, how many times as long the unfused computation takes.
+    """
+
+    seqlen: int
+    kv_bytes: int
+    standard: Way
+    flash: Way
+    families: tuple[str, ...]
+    speedup: float
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """A model's attention in one phase on one target, over sequence length."""
+
+    model: str
+    phase: Phase
+    target: str
+    layers: int
+    batch: int
+    dtype: Dtype
+    points: tuple[Point, ...]
+
+
+def overviews(
+    attention: ModelAttention, sizes: ModelSizes, target: Target, db: str | None
+) -> tuple[Overview, ...]:
+    """A model's attention, one overview for each batch size and type.
+
+    Args:
+        attention: The model's attention.
+        sizes: What it does, and its lengths, batch sizes and types.
+        target: The GPU.
+        db: The database whose selections count, None for the default one.
+
+    Raises:
+        UsageError: A size that no shape can have, or the model is an encoder and does not decode.
+        ProblemError: No family computes the problem on this target.
+        StoreError: The database cannot be read.
+    """
+    groups: dict[tuple[int, Dtype], list[Point]] = {}
+    for calls in model_calls(attention, sizes):
+        problem = calls[0].problem
+        points = groups.setdefault((problem.batch, problem.dtype), [])
+        gradients = (LayerCall(backward_of(call.problem), call.layers) for call in calls)
+        both = (*calls, *gradients) if sizes.phase is Phase.TRAINING else calls
+        points.append(_point(attention, both, target, db))
+    return tuple(
+        Overview(
+            attention.name,
+            sizes.phase,
+            target.name,
+            attention.layers,
+            batch,
+            dtype,
+            tuple(sorted(points, key=lambda point: point.seqlen)),
+        )
+        for (batch, dtype), points in groups.items()
+    )
+
+
+def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Target, db: str | None) -> Point:
+    chosen = [choose(call.problem, target, db) for call in calls]
+    flash = _together([_flash(kernel, call, target) for kernel, call in zip(chosen, calls, strict=True)])
+    standard = _together([_standard(call, target) for call in calls])
+    problem = calls[0].problem
+    return Point(
+        seqlen=problem.seqlen_kv,
+        kv_bytes=attention.cache_bytes(problem),
+        standard=standard,
+        flash=flash,
+        families=tuple(dict.fromkeys(kernel.family.name for kernel in chosen)),
+        speedup=standard.bound_ms / flash.bound_ms,
+    )
+
+
+def _together(ways: list[Way]) -> Way:
+    """All kinds of layers, and both passes of training, one after the other."""
+    longest = max(ways, key=lambda way: way.bound_ms)
+    return Way(
+        max(way.memory for way in ways),
+        sum(way.traffic for way in ways),
+        sum(way.bound_ms for way in ways),
+        longest.bound_by,
+    )
+
+
+def _out_bytes(problem: Problem) -> int:
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    return rows * problem.value_head_dim * problem.out_dtype.itemsize
+
+
+def _gradient_bytes(problem: Problem) -> int:
+    """The gradients of the output, of queries, keys and values."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    both = problem.head_dim + problem.value_head_dim
+    return (rows + keys) * both * problem.dtype.itemsize
+
+
+def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
+    problem, layers = call
+    moved = sum(item.bytes for item in chosen.family.hbm_items(problem, chosen.config, target))
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_kv
+    # Values of 8 bits are transposed into memory of their own size.
+    scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
+    memory = _out_bytes(problem) + rows * LSE_BYTES + scratch
+    if problem.is_backward:
+        kernel = render(chosen.family, problem, chosen.config, chosen.specialization)
+        memory += _gradient_bytes(problem) + workspace_bytes(kernel, problem)
+    return _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
+
+
+def _standard(call: LayerCall, target: Target) -> Way:
+    """It computes what the mask hides too, and takes quantised inputs as 16 bits."""
+    problem, layers = call
+    dtype = Dtype.BF16 if problem.dtype.is_quantized else problem.dtype
+    plain = msgspec.structs.replace(problem, dtype=dtype)
+    traffic = sum(item.bytes for item in standard_hbm_items(plain))
+    full = msgspec.structs.replace(
+        plain, causal=Causal.NONE, window_left=None, window_right=None, first_tokens=0, chunk=0
+    )
+    copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
+    memory = _out_bytes(problem) + int(copies * score_bytes(plain))
+    memory += _gradient_bytes(problem) if problem.is_backward else 0
+    return _way(full, memory, traffic, traffic, layers, target)
+
+
+def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers: int, target: Target) -> Way:
+    least = roofline(problem, target)
+    times = {
+        "matrix units": layers * least.matrix_ms,
+        "softmax": layers * least.softmax_ms,
+        "memory": layers * least_traffic / (target.hbm_bandwidth * 1e6),
+    }
+    bound_by = max(times, key=lambda name: times[name])
+    return Way(memory, layers * traffic, times[bound_by], bound_by)
+
+
+MODEL_HEADS = ("model", "layers", "heads, KV heads, head dim", "type", "from")
+
+
+def model_row(model: ModelAttention) -> tuple[str, ...]:
+    """A model's cells, one for each of `MODEL_HEADS`."""
+    width = str(model.head_dim)
+    if model.value_head_dim != model.head_dim:
+        width += f" (values {model.value_head_dim})"
+    mask = "" if model.causal else ", not causal"
+    sizes = f"{model.heads}, {model.kv_heads}, {width}{mask}"
+    if model.latent:
+        sizes += f"; decode {model.heads}, 1, {model.latent.width} (values {model.latent.values})"
+    layers = " and ".join(map(_kind, model.kinds))
+    return model.name, layers, sizes, model.dtype.value, model.source
+
+
+def _kind(kind: Layers) -> str:
+    """Layers of one kind: how many, and what they ask for."""
+    words = (
+        f"window {kind.window}" if kind.window else "",
+        f"chunk {kind.chunk}" if kind.chunk else "",
+        "softcap" if kind.softcap else "",
+        "sinks" if kind.sinks else "",
+    )
+    asked = ", ".join(word for word in words if word)
+    return f"{kind.count} with {asked}" if asked else str(kind.count)

@@ -1,0 +1,78 @@
+"""Which recorded problems are worth a search: those whose calls take most time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.recording.call_log import CallCount, read_counts
+from flashtune.tuner.analysis.explain import roofline
+
+# Counting the pairs that a chunked mask keeps takes a step for each chunk.
+MAX_CHUNKS = 2**20
+
+
+class Weighed(NamedTuple):
+    """A problem that programs called.
+
+    Attributes:
+        problem: What they asked for.
+        calls: How often, whatever the alignment of their tensors.
+        least_ms: What all these calls take at the least on a target, by its peak rates.
+    """
+
+    problem: Problem
+    calls: int
+    least_ms: float
+
+
+def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[Weighed, ...]:
+    """Recorded problems, each once, those first whose calls take most time on a target.
+
+    Raises:
+        UsageError: A problem has more chunks than any real one.
+    """
+    calls: dict[Problem, int] = {}
+    for count in counts:
+        calls[count.problem] = calls.get(count.problem, 0) + count.calls
+    weighed = [
+        Weighed(problem, number, number * _least_ms(problem, target)) for problem, number in calls.items()
+    ]
+    return tuple(sorted(weighed, key=lambda found: -found.least_ms))
+
+
+def _least_ms(problem: Problem, target: Target) -> float:
+    if problem.chunk and problem.seqlen_q // problem.chunk > MAX_CHUNKS:
+        raise UsageError(
+            f"{problem.key} has more than {MAX_CHUNKS:,} chunks: leave it out of what is recorded"
+        )
+    return roofline(problem, target).bound_ms
+
+
+def read_weighed(path: Path, target: Target) -> tuple[Weighed, ...]:
+    """The problems of a file that `flashtune.record_calls` wrote, as `weigh` ranks them.
+
+    Raises:
+        UsageError: It is no such file, or holds nothing.
+    """
+    weighed = weigh(read_counts(path), target)
+    if not weighed:
+        raise UsageError(
+            f"{path} holds no recorded calls: run a program with FLASHTUNE_RECORD set to a file, or call "
+            "flashtune.attention within flashtune.record_calls"
+        )
+    return weighed
+
+
+def summary(weighed: tuple[Weighed, ...], top: int) -> str:
+    """How much of the recorded time the first of the problems cover, in one sentence."""
+    taken = weighed[:top]
+    whole = sum(found.least_ms for found in weighed)
+    share = sum(found.least_ms for found in taken) / whole if whole else 1.0
+    return (
+        f"{len(taken)} of {len(weighed)} recorded problems are searched, {share:.0%} of the time that all "
+        "recorded calls take by peak rates"
+    )

@@ -1,0 +1,25 @@
+"""How much memory a launch takes beside its inputs and outputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.launch.backward import NUMBERS
+from flashtune.launch.compilation import load_module
+from flashtune.tuner.execution.inputs import make_inputs
+
+FLOAT32_BYTES = 4
+
+
+def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
+    """Bytes of the workspaces that a backward kernel asks for, on a problem's usual tensors."""
+    given = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    beside = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
+    workspaces: tuple[tuple[int, ...], ...]
+    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *beside)
+    return FLOAT32_BYTES * sum(math.prod(shape) for shape in workspaces)

@@ -1,0 +1,1 @@
+"""Kernels timed beside SDPA's backends and other peers."""

@@ -1,0 +1,144 @@
+"""Backward passes side by side: each implementation's own, of the same inputs.
+
+Each forward pass runs once, before anything is timed. What is timed is what autograd then runs: ours is
+`flashtune.attention`, called as a program calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.tables import tuned_records
+from flashtune.tuner.bench.admission import Bind, Judge
+from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, Contestant, RefusalError, bind_peer
+from flashtune.tuner.bench.results import OURS
+from flashtune.tuner.candidates import contiguous_specialization
+from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
+from flashtune.tuner.workloads.passes import forward_of
+from flashtune.verification.gradients.head_sampling import sample_pairs
+from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
+from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.reference.forward import sample
+from flashtune.verification.tolerance import worst_ratio
+
+SEED = 0
+
+
+@contextlib.contextmanager
+def recording(device: torch.device) -> Iterator[None]:
+    """Autograd records, on a stream on which its backward passes can be captured too."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), torch.enable_grad():
+        yield
+
+
+def selected(problem: Problem, target: Target) -> tuple[str, str]:
+    """Family of the kernels that dispatch selects, and what to say of them."""
+    tables = tuned_records(target.name)
+    found = select(problem, target, tables, contiguous_specialization(problem), generated=True)
+    record = found.record
+    label = record.config.label() if record.config else ""
+    return record.family, f"{record.family} {label} ({found.source})"
+
+
+def gradient_binders(
+    problem: Problem, tensors: Tensors, detail: str, peers: Sequence[str]
+) -> dict[str, Bind]:
+    """What binds each contestant to the inputs, by its name.
+
+    Args:
+        problem: The backward problem.
+        tensors: Its inputs.
+        detail: What to say of our kernels.
+        peers: Who takes part beside us.
+    """
+    given = differentiable(tensors)
+    binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, given, detail)}
+    return binders | {name: functools.partial(_peer, name, problem, given) for name in peers}
+
+
+def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
+    options: dict[str, Any] = {"deterministic": True} if problem.deterministic else {}
+    forward = functools.partial(
+        flashtune.attention,
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        causal=problem.causal.value,
+        prefer="generated",
+        **options,
+    )
+    run = gradient_run(forward, tensors)
+    return Contestant(OURS, detail, run, run)
+
+
+def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
+    if name == FLASH_ATTN_4:
+        raise RefusalError("its backward pass is not timed: it takes gradients of its own layout")
+    if name == FLEX:
+        # A compiled backward pass would give its saved tensors away, and could run once only.
+        import torch._functorch.config as compiling
+
+        compiling.donated_buffer = False
+    contestant = bind_peer(name, forward_of(problem), tensors)
+    with contestant.setting():
+        run = gradient_run(contestant.run, tensors)
+    return Contestant(name, contestant.detail, run, run)
+
+
+def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
+    """Holds gradients against float64: all rows of some heads, the same for all contestants."""
+    assert tensors.backward is not None
+    generator = torch.Generator(tensors.q.device).manual_seed(SEED)
+    chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
+    given = Given(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.backward.dout,
+        None,
+        tensors.side,
+        tensors.scale,
+        equal_lengths(problem),
+    )
+    with torch.no_grad():
+        expected = expect_gradients(problem, given, chosen)
+    return functools.partial(error_of, problem=problem, chosen=chosen, expected=expected)
+
+
+def error_of(result: object, problem: Problem, chosen: Chosen, expected: Expected) -> float:
+    """The largest row error of gradients over what is allowed; infinite where anything is not finite.
+
+    Args:
+        result: The gradients of q, k and v, each like what it is a gradient of.
+        problem: The backward problem.
+        chosen: The heads that are compared.
+        expected: The reference of these.
+    """
+    assert isinstance(result, tuple)
+    dq, dk, dv = result[:3]
+    pairs = chosen.pairs
+    picked: dict[str, Tensor] = {
+        "dq": dq[pairs.batch[:, None], pairs.heads(problem)],
+        "dk": dk[pairs.batch, pairs.kv_head],
+        "dv": dv[pairs.batch, pairs.kv_head],
+    }
+    ratios = [
+        float(worst_ratio(picked[name], gradient.exact, gradient.allowed))
+        for name, gradient in expected.gradients.items()
+        if name in picked
+    ]
+    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)

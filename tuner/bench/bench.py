@@ -1,0 +1,225 @@
+"""Side by side in one run: the selected generated kernel, SDPA's backends and other peers.
+
+Only right results are timed: each contestant's output, or gradients, are first held against the float64
+reference by the gate that candidates of a search must pass. Figures are of graph replays, so no host time is
+in them; all contestants of a problem take turns, each after the same flush of the L2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.errors import TargetError, UsageError
+from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.problem import Feature, Problem
+from flashtune.core.record import Measurement
+from flashtune.core.target import Target, device_target
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.bench import backward
+from flashtune.tuner.bench.admission import Admitted, Bind, Judge, admit, capture, capture_here
+from flashtune.tuner.bench.ceiling import clock_mhz
+from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
+from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row
+from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.verification.reference.forward import Expected, Sample, expect, sample
+from flashtune.verification.tolerance import worst_ratio
+
+ROUNDS = 21
+# Host time is that of queueing: the device is kept busy for longer than a batch of calls takes.
+HOST_ROUNDS = 5
+HOST_CALLS = 10
+HOST_PAUSE_CYCLES = 10_000_000
+SEED = 0
+
+
+def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rounds: int = ROUNDS) -> Bench:
+    """Times the contestants at one problem.
+
+    Args:
+        problem: What to compute.
+        index: Which GPU.
+        peers: Who takes part beside the selected kernel, as `bench_peers` names them.
+        rounds: Samples of each contestant.
+
+    Raises:
+        TargetError: There is no such GPU.
+        ProblemError: No family computes the problem on this GPU.
+        UsageError: There is nothing to compute.
+    """
+    require_gpu()
+    require_work(problem)
+    start = time.perf_counter()
+    target = device_target(index)
+    device = torch.device("cuda", index)
+    setting = backward.recording(device) if problem.is_backward else torch.no_grad()
+    with torch.cuda.device(device), setting:
+        tensors = make_tensors(problem, device)
+        admission = _admit_gradients if problem.is_backward else _admit_outputs
+        family_name, entries = admission(problem, tensors, peers, target)
+        admitted = [entry for entry in entries if isinstance(entry, Admitted)]
+        measured = measure_interleaved([entry.replay for entry in admitted], device, rounds=rounds)
+        clock = clock_mhz(device)
+        hosts = host_times([entry.contestant for entry in admitted], device)
+    return Bench(
+        problem=problem,
+        target=target.name,
+        rows=tuple(
+            _row(problem, entry, measurement, host)
+            for entry, measurement, host in zip(admitted, measured, hosts, strict=True)
+        ),
+        left_out=tuple(entry for entry in entries if isinstance(entry, LeftOut)),
+        rounds=rounds,
+        throttled=any(measurement.throttled for measurement in measured),
+        clock_mhz=clock,
+        seconds=time.perf_counter() - start,
+        versions=current_versions(family_name),
+    )
+
+
+def require_gpu() -> None:
+    """Checks that there is something to time on.
+
+    Raises:
+        TargetError: No GPU is visible.
+    """
+    if not torch.cuda.is_available():
+        raise TargetError(
+            "bench times kernels and no GPU is visible here: run it on a machine with one, or let "
+            "flashtune explain --target NAME predict"
+        )
+
+
+def require_work(problem: Problem) -> None:
+    """Checks that there is something to time.
+
+    Raises:
+        UsageError: The problem is empty, or asks for what is not benched.
+    """
+    # The peers add up gradients in whatever order they do: they are compared with all the same.
+    benched = {Feature.DETERMINISTIC} if problem.is_backward else {Feature.BIAS}
+    further = problem.features - benched
+    if further:
+        asked = ", ".join(sorted(further))
+        raise UsageError(f"bench times no {asked} so far: leave {problem.key} out, or search it for its time")
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
+        raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")
+
+
+def _admit_outputs(
+    problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
+) -> tuple[str, list[Admitted | LeftOut]]:
+    """The family of the selected kernel, and who takes part in a forward problem."""
+    del target  # the call knows it
+    family_name, detail = _selected(problem, tensors)
+    binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, tensors, detail)}
+    binders |= {name: functools.partial(bind_peer, name, problem, tensors) for name in peers}
+    return family_name, admit(binders, _judge(problem, tensors), capture)
+
+
+def _admit_gradients(
+    problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
+) -> tuple[str, list[Admitted | LeftOut]]:
+    """The same of a backward problem."""
+    family_name, detail = backward.selected(problem, target)
+    binders = backward.gradient_binders(problem, tensors, detail, peers)
+    return family_name, admit(binders, backward.gradient_judge(problem, tensors), capture_here)
+
+
+def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
+    """Family of the kernel that dispatch selects, no baseline in its place, and what to say of it."""
+    told = flashtune.explain(tensors.q, tensors.k, tensors.v, **_options(problem, tensors))
+    assert told.selection is not None
+    record = told.selection.record
+    label = record.config.label() if record.config else ""
+    return record.family, f"{record.family} {label} ({told.selection.source})"
+
+
+def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
+    inputs = (tensors.q, tensors.k, tensors.v)
+    options = _options(problem, tensors)
+    planned = flashtune.plan(*inputs, **options)
+    run = functools.partial(planned, *inputs, **side_options(tensors))
+    return Contestant(OURS, detail, run, functools.partial(flashtune.attention, *inputs, **options))
+
+
+def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """What a program would pass beside the inputs; the generated kernel serves, whatever is faster."""
+    return {"causal": problem.causal.value, "prefer": "generated", **side_options(tensors)}
+
+
+def side_options(tensors: Tensors) -> dict[str, Any]:
+    """The scales of quantised inputs and the bias or mask, as arguments; a call without them names none."""
+    bias = tensors.side.bias
+    if bias is not None:
+        return {"attn_mask" if bias.dtype is torch.bool else "attn_bias": bias}
+    q, k, v = tensors.side.scales
+    return {} if tensors.side is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
+
+
+def _judge(problem: Problem, tensors: Tensors) -> Judge:
+    """Holds an output against the reference at sampled rows, the same for all contestants."""
+    chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
+    inputs = (tensors.q, tensors.k, tensors.v)
+    expected = expect(problem, *inputs, tensors.scale, chosen, tensors.side)
+    return functools.partial(error_of, chosen=chosen, expected=expected)
+
+
+def error_of(result: object, chosen: Sample, expected: Expected) -> float:
+    """The largest row error of a result over what is allowed; infinite where anything is not finite.
+
+    Args:
+        result: The output [batch, heads, seqlen_q, value_head_dim], or a tuple that starts with it.
+        chosen: The rows that are compared.
+        expected: The reference at these rows.
+    """
+    out = result[0] if isinstance(result, tuple) else result
+    assert isinstance(out, Tensor)
+    batch = (chosen.heads // out.shape[1])[:, None]
+    head = (chosen.heads % out.shape[1])[:, None]
+    ratio = float(worst_ratio(out[batch, head, chosen.rows], expected.out, expected.allowed))
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def host_times(contestants: Sequence[Contestant], device: torch.device) -> list[float]:
+    """Median host time of queueing each contestant's call, in microseconds, taken in turn."""
+    samples: list[list[float]] = [[] for _ in contestants]
+    for _ in range(HOST_ROUNDS):
+        for contestant, times in zip(contestants, samples, strict=True):
+            with contestant.setting():
+                times.append(_host_time(contestant.call, device))
+    torch.cuda.synchronize(device)
+    return [statistics.median(times) for times in samples]
+
+
+def _host_time(call: Call, device: torch.device) -> float:
+    """Host time of one call in microseconds, over a batch that only queues."""
+    call()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(HOST_PAUSE_CYCLES)
+    start = time.perf_counter_ns()
+    for _ in range(HOST_CALLS):
+        call()
+    return (time.perf_counter_ns() - start) / HOST_CALLS / 1e3
+
+
+def _row(problem: Problem, entry: Admitted, measurement: Measurement, host: float) -> Row:
+    return Row(
+        name=entry.contestant.name,
+        detail=entry.contestant.detail,
+        ms=measurement.ms,
+        p20=measurement.p20,
+        p80=measurement.p80,
+        tflops=problem.nominal_flops() / measurement.ms / 1e9,
+        host_us=host,
+        error=entry.error,
+    )

@@ -1,0 +1,81 @@
+"""What the GPU gives to a plain matrix product and a plain copy, measured beside attention: its ceilings."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Dtype
+from flashtune.tuner.bench.results import Ceiling, Copy
+from flashtune.tuner.execution.timing import Run, measure_interleaved
+
+# Large enough that waves, borders and launches do not show.
+SIDE = 8192
+# Far beyond any last-level cache.
+COPIED_BYTES = 2**29
+# The clock is timed over a millisecond: long to an event, short to the clock's own control.
+CLOCK_CYCLES = 2_000_000
+
+
+def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceiling:
+    """Times a square product of an element type, on random values: power, and so the clock, hangs on them.
+
+    Args:
+        dtype: Element type of both factors; accumulation is torch's own for it.
+        device: The GPU.
+        rounds: Samples.
+
+    Raises:
+        RuntimeError: torch multiplies no such matrices on this GPU.
+    """
+    with torch.cuda.device(device):
+        run = _product(TORCH_DTYPES[dtype], device)
+        (measured,) = measure_interleaved([run], device, rounds=rounds)
+        run()
+        clock = clock_mhz(device)
+    return Ceiling(dtype, SIDE, measured.ms, 2 * SIDE**3 / measured.ms / 1e9, clock)
+
+
+def _product(dtype: torch.dtype, device: torch.device) -> Run:
+    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    if dtype.itemsize == 1:
+        # 8-bit factors come with scales, and the second one column by column.
+        one = torch.ones((), device=device)
+        # Torch has no public name for it.
+        multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        return functools.partial(
+            multiply, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+
+
+def measure_copy(device: torch.device, *, rounds: int) -> Copy:
+    """Times a copy of device memory.
+
+    Args:
+        device: The GPU.
+        rounds: Samples.
+    """
+    with torch.cuda.device(device):
+        source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+        run = functools.partial(torch.empty_like(source).copy_, source)
+        (measured,) = measure_interleaved([run], device, rounds=rounds)
+    moved = 2 * COPIED_BYTES
+    return Copy(moved, measured.ms, moved / measured.ms / 1e6)
+
+
+def clock_mhz(device: torch.device) -> float:
+    """The multiprocessors' clock just now: how long a fixed number of its cycles takes.
+
+    Queued behind work, it tells the clock that the work has left behind.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        start.record()
+        torch.cuda._sleep(CLOCK_CYCLES)
+        end.record()
+        torch.cuda.synchronize(device)
+    milliseconds: float = start.elapsed_time(end)
+    return CLOCK_CYCLES / milliseconds / 1e3

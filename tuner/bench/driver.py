@@ -1,0 +1,140 @@
+"""Runs `flashtune bench` over many problems, after compiling their kernels in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target, device_target
+from flashtune.dispatch.tables import tuned_records
+from flashtune.tuner.bench.bench import require_gpu, require_work, run_bench
+from flashtune.tuner.bench.ceiling import measure_ceiling, measure_copy
+from flashtune.tuner.bench.grids import PeerFile
+from flashtune.tuner.bench.peer_runs import cudnn_version, flash_attn_4_version
+from flashtune.tuner.bench.results import BenchRun, Environment
+from flashtune.tuner.bench.summary import Against, OfCopy, Ratios, against, of_copy, ratios
+from flashtune.tuner.candidates import contiguous_specialization
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.tables.warm import compile_needs, needs_of
+
+# Starting compiler processes takes seconds: worth it for more than a few kernels.
+COMPILED_HERE = 3
+
+
+class BenchRequest(msgspec.Struct, frozen=True):
+    """What to time.
+
+    Attributes:
+        problems: At least one, none empty.
+        device: Which GPU.
+        peers: Who takes part beside the selected kernels.
+        rounds: Samples of each contestant.
+        command: The command line, for who reads the results.
+    """
+
+    problems: tuple[Problem, ...]
+    device: int
+    peers: tuple[str, ...]
+    rounds: int
+    command: str
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run and what follows from it.
+
+    Attributes:
+        run: What was measured.
+        ratios: Our speed over the peers'.
+        against: Our standing among figures measured elsewhere, where some were given.
+        of_copy: How fast decoding reads, beside a plain copy of device memory.
+    """
+
+    run: BenchRun
+    ratios: tuple[Ratios, ...]
+    against: Against | None = None
+    of_copy: tuple[OfCopy, ...] = ()
+
+
+def report_of(run: BenchRun, file: PeerFile | None) -> Report:
+    """What follows from a run, and from figures measured elsewhere."""
+    standing = against(run.benches, file) if file else None
+    return Report(run, ratios(run.benches), standing, of_copy(run))
+
+
+def read_report(data: bytes, name: str) -> BenchRun:
+    """The run of a saved report; what follows from it is worked out anew.
+
+    Args:
+        data: What was saved.
+        name: How the user calls it.
+
+    Raises:
+        UsageError: It is not what this version saves, or holds no results.
+    """
+    try:
+        run = msgspec.json.decode(data, type=Report).run
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{name} is no report that this version of flashtune bench saves: {error}; make it anew by --save"
+        ) from error
+    if not run.benches:
+        raise UsageError(f"{name} holds no results: make it anew by --save")
+    return run
+
+
+def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
+    """Times all problems, one after the other.
+
+    Args:
+        request: What to time.
+        watch: Told after each problem what is known by then.
+
+    Raises:
+        FlashtuneError: As `run_bench`; nothing was timed where a problem is empty or there is no GPU.
+    """
+    require_gpu()
+    for problem in request.problems:
+        require_work(problem)
+    target = device_target(request.device)
+    if len(request.problems) > COMPILED_HERE:
+        compile_ahead(request.problems, target)
+    device = torch.device("cuda", request.device)
+    dtypes = dict.fromkeys(problem.dtype for problem in request.problems)
+    ceilings = tuple(measure_ceiling(dtype, device, rounds=request.rounds) for dtype in dtypes)
+    copy = measure_copy(device, rounds=request.rounds)
+    run = BenchRun(request.command, environment(device), ceilings, (), copy)
+    for problem in request.problems:
+        bench = run_bench(problem, request.device, peers=request.peers, rounds=request.rounds)
+        run = msgspec.structs.replace(run, benches=(*run.benches, bench))
+        watch(run)
+    return run
+
+
+def environment(device: torch.device) -> Environment:
+    """What the peers are on this machine."""
+    return Environment(
+        gpu=torch.cuda.get_device_name(device),
+        cuda=torch.version.cuda or "",
+        cudnn=cudnn_version(),
+        flash_attn_4=flash_attn_4_version(),
+    )
+
+
+def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled, ...]:
+    """Leaves the kernels that dispatch would select in Triton's cache, compiled on all cores.
+
+    Whatever goes wrong here is told where the kernel is called.
+
+    Args:
+        problems: What will be computed, on contiguous tensors.
+        target: The GPU.
+
+    Returns:
+        What compiling each distinct kernel gave.
+    """
+    calls = [(problem, contiguous_specialization(problem)) for problem in problems]
+    return tuple(compile_needs(needs_of(calls, target, tuned_records(target.name)), target).values())

@@ -1,0 +1,147 @@
+"""Grids of shapes that attention papers report, and the figures that others measured at them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Causal, Dtype, Problem, feature_words
+from flashtune.core.record import ShortText
+from flashtune.tuner.bench.rates import decode_case, is_decode
+from flashtune.tuner.workloads.shapes import parse_shape
+
+MODEL_WIDTH = 2048
+TOKENS = 16_384
+PAPER_HEAD_DIMS = (64, 128, 256)
+# Each entry is a shape as for --shape; lengths vary fastest.
+GRIDS: dict[str, tuple[str, ...]] = {
+    "paper": tuple(
+        f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"
+        f"tokens={TOKENS},seqlen=512..16384"
+        for width in PAPER_HEAD_DIMS
+    ),
+    "gqa": (
+        "dtype=bf16,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
+    ),
+    "fp8": (
+        "dtype=e4m3,heads=64,kv_heads=8,head_dim=128,causal=none|bottom_right,tokens=32768,seqlen=2048..32768",
+    ),
+    "backward": tuple(
+        f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"
+        f"tokens={TOKENS},seqlen=2048|8192,backward"
+        for width in PAPER_HEAD_DIMS
+    ),
+    "decode": (
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=1,seqlen_kv=8192|65536|131072",
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
+        "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1,batch=64,seqlen_kv=4096",
+        "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096",
+        "dtype=bf16,heads=32,kv_heads=1,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
+        "dtype=bf16,heads=16,kv_heads=16,head_dim=64,seqlen_q=1,batch=64,seqlen_kv=4096",
+    ),
+}
+
+Tflops = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured elsewhere at one case, in the unit that the case names, TFLOP/s by default.
+
+    Attributes:
+        case: As `case_of` names it; others are passed over.
+        cudnn: SDPA's cuDNN backend.
+        fa2: SDPA's flash backend.
+        flex: Compiled FlexAttention.
+        fa4: flash-attn-4.
+    """
+
+    case: ShortText
+    cudnn: Tflops
+    fa2: Tflops | None = None
+    flex: Tflops | None = None
+    fa4: Tflops | None = None
+
+    def best(self) -> tuple[str, float]:
+        """The fastest of them, cuDNN among them, and its speed."""
+        named = (("cudnn", self.cudnn), ("fa2", self.fa2), ("flex", self.flex), ("fa4", self.fa4))
+        return max(((name, speed) for name, speed in named if speed is not None), key=lambda pair: pair[1])
+
+
+class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Figures of others.
+
+    Attributes:
+        source: Where they come from.
+        cases: One for each case.
+        absolute: Whether speeds are compared as they are. By default each is taken over cuDNN's of its
+            own run, since no two machines run alike; that takes a cuDNN that computes the case here.
+    """
+
+    source: ShortText
+    cases: tuple[Figures, ...]
+    absolute: bool = False
+
+
+def grid_problems(name: str) -> tuple[Problem, ...]:
+    """The problems of a grid of `GRIDS`."""
+    return tuple(problem for shape in GRIDS[name] for problem in parse_shape(shape))
+
+
+def case_of(problem: Problem) -> str:
+    """What files of figures call a problem.
+
+    Points of the `paper` grid have short names, such as `fwd d128 causal s4096` and, of gradients,
+    `bwd d128 causal s4096`, and of the `decode` grid
+    such as `decode b16 hq32 hkv8 s8192 d128 [GB/s]`. Others say all but the batch, which decoding alone hangs
+    on: `fwd e4m3 d128 h64x8 full s4096`.
+    """
+    decode = decode_case(problem)
+    if decode is not None:
+        return decode
+    mask = "full" if problem.causal is Causal.NONE else "causal"
+    which = "bwd" if problem.is_backward else "fwd"
+    if _is_of_paper(problem):
+        return f"{which} d{problem.head_dim} {mask} s{problem.seqlen_q}"
+    width, lengths = f"d{problem.head_dim}", f"s{problem.seqlen_q}"
+    if problem.value_head_dim != problem.head_dim:
+        width += f"v{problem.value_head_dim}"
+    if problem.seqlen_kv != problem.seqlen_q:
+        lengths += f"x{problem.seqlen_kv}"
+        mask = problem.causal.value if problem.causal is not Causal.NONE else mask
+    lengths += feature_words(problem)
+    if is_decode(problem):
+        lengths = f"b{problem.batch} {lengths}"
+    return f"{which} {problem.dtype} {width} h{problem.heads}x{problem.kv_heads} {mask} {lengths}"
+
+
+def _is_of_paper(problem: Problem) -> bool:
+    square = problem.seqlen_q == problem.seqlen_kv and problem.head_dim == problem.value_head_dim
+    usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads and not problem.features
+    width = problem.heads * problem.head_dim
+    return square and usual and width == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
+
+
+def read_figures(data: bytes, name: str) -> PeerFile:
+    """Figures of others: a list of cases, or an object with their `source` and `cases`.
+
+    Args:
+        data: The file's content.
+        name: How the user calls it.
+
+    Raises:
+        UsageError: It is neither, names a case twice, or has values out of bounds.
+    """
+    try:
+        found = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{name} holds no peers' figures: {error}; write a list of cases with cudnn, fa2, flex and fa4"
+        ) from error
+    file = found if isinstance(found, PeerFile) else PeerFile(name[:400], found)
+    cases = [figures.case for figures in file.cases]
+    twice = sorted({case for case in cases if cases.count(case) > 1})
+    if twice:
+        raise UsageError(f"{name} has {twice[0]!r} twice: leave one of the two out")
+    return file

@@ -1,0 +1,164 @@
+"""What many benches say together: speed over each peer, and standing among figures measured elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from flashtune.tuner.bench.grids import Figures, PeerFile, case_of
+from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.bench.rates import is_decode, kv_bytes, speed_of
+from flashtune.tuner.bench.results import OURS, Bench, BenchRun
+
+ANY_PEER = "best peer"
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A ratio at one problem; above 1 we are faster."""
+
+    problem: str
+    ratio: float
+
+
+class Ratios(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Our speed over a peer's, over all problems at which both have a row.
+
+    Attributes:
+        peer: The peer's name, or `best peer`: whichever is fastest at each problem.
+        points: One for each problem.
+        geometric_mean: Of all of them.
+        worst: The smallest of them.
+    """
+
+    peer: str
+    points: tuple[Point, ...]
+    geometric_mean: float
+    worst: Point
+
+
+class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where we stand at one case among peers that were measured elsewhere.
+
+    Attributes:
+        case: The case's name in the file.
+        seqlen: Its keys.
+        ours: Our speed in this run, over cuDNN's in this run unless the file's figures are absolute.
+        best: The fastest peer of the file.
+        theirs: Its speed in the file, in the same unit.
+    """
+
+    case: str
+    seqlen: int
+    ours: float
+    best: str
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        """Our speed over the best peer's."""
+        return self.ours / self.theirs
+
+
+class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Our standing among figures measured elsewhere.
+
+    Attributes:
+        source: Where they come from.
+        absolute: Whether speeds are in the unit of their case; else each is over cuDNN's of its own run.
+        points: One for each problem of this run that the file knows.
+        geometric_mean: Of the points' ratios.
+        worst: The point of the smallest ratio.
+    """
+
+    source: str
+    absolute: bool
+    points: tuple[AgainstPoint, ...]
+    geometric_mean: float
+    worst: AgainstPoint
+
+    def worst_by_length(self) -> tuple[AgainstPoint, ...]:
+        """The point of the smallest ratio for each sequence length, shortest first."""
+        lengths = sorted({point.seqlen for point in self.points})
+        return tuple(_worst([point for point in self.points if point.seqlen == length]) for length in lengths)
+
+
+def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
+    """Our speed over the best peer's, and over each peer's; none where we have no row."""
+    found: dict[str, list[Point]] = {ANY_PEER: []}
+    for bench in benches:
+        ours = bench.row(OURS)
+        peers = [row for row in bench.rows if row.name != OURS]
+        if ours is None or not peers:
+            continue
+        for name, ms in ((ANY_PEER, min(row.ms for row in peers)), *((row.name, row.ms) for row in peers)):
+            found.setdefault(name, []).append(Point(bench.problem.key, ms / ours.ms))
+    return tuple(
+        Ratios(
+            name,
+            tuple(points),
+            statistics.geometric_mean([point.ratio for point in points]),
+            min(points, key=lambda point: point.ratio),
+        )
+        for name, points in found.items()
+        if points
+    )
+
+
+def against(benches: Sequence[Bench], file: PeerFile) -> Against | None:
+    """Where the benches stand among a file's figures; None where they share no case."""
+    known = {figures.case: figures for figures in file.cases}
+    points = []
+    for bench in benches:
+        figures = known.get(case_of(bench.problem))
+        point = _point(bench, figures, file.absolute) if figures else None
+        if point is not None:
+            points.append(point)
+    if not points:
+        return None
+    mean = statistics.geometric_mean([point.ratio for point in points])
+    return Against(file.source, file.absolute, tuple(points), mean, _worst(points))
+
+
+def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | None:
+    """One case; None where a row that it takes is missing."""
+    ours, cudnn = bench.row(OURS), bench.row(CUDNN)
+    best, speed = figures.best()
+    keys = bench.problem.seqlen_kv
+    if ours is None:
+        return None
+    if absolute:
+        return AgainstPoint(figures.case, keys, speed_of(bench.problem, ours), best, speed)
+    if cudnn is None:
+        return None
+    return AgainstPoint(figures.case, keys, cudnn.ms / ours.ms, best, speed / figures.cudnn)
+
+
+class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast one query for each head reads its keys and values.
+
+    Attributes:
+        case: The problem's case.
+        gbps: GB/s of keys and values.
+        share: Of what a plain copy of device memory reaches in the same run, reads and writes together.
+    """
+
+    case: str
+    gbps: float
+    share: float
+
+
+def of_copy(run: BenchRun) -> tuple[OfCopy, ...]:
+    """Our reading speeds in decoding; none where no copy was timed."""
+    found = []
+    for bench in run.benches:
+        ours = bench.row(OURS)
+        if ours is not None and is_decode(bench.problem) and run.copy is not None:
+            gbps = kv_bytes(bench.problem) / ours.ms / 1e6
+            found.append(OfCopy(case_of(bench.problem), gbps, gbps / run.copy.gbps))
+    return tuple(found)
+
+
+def _worst(points: Sequence[AgainstPoint]) -> AgainstPoint:
+    return min(points, key=lambda point: point.ratio)

@@ -1,0 +1,1 @@
+"""Resources and machine code of compiled kernels."""

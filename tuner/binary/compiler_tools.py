@@ -1,0 +1,53 @@
+"""The tools that Triton brings along with its compiler, and what they say of a binary."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from flashtune.core.errors import KernelError, MachineError
+
+TOOL_SECONDS = 120
+
+
+def dump(cubin: bytes, what: str) -> str:
+    """What `cuobjdump` says of a binary: `--dump-sass` for its machine code, say.
+
+    Raises:
+        KernelError: It cannot be run, or failed.
+        MachineError: This installation of Triton lacks it.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return run_tool(tool_path("cuobjdump"), what, file.name)
+
+
+def tool_path(name: str) -> str:
+    """Where one of the tools that Triton brings along lies.
+
+    Raises:
+        MachineError: This installation of Triton lacks it.
+    """
+    from triton import knobs
+
+    try:
+        return str(getattr(knobs.nvidia, name).path)
+    except RuntimeError as error:
+        raise MachineError(f"this installation of Triton has no {name}: reinstall triton") from error
+
+
+def run_tool(*command: str) -> str:
+    """The standard output and error of one of the compiler's tools.
+
+    Raises:
+        KernelError: It cannot be run, or failed.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(
+            f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
+        ) from error
+    return done.stdout + done.stderr

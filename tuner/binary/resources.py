@@ -1,0 +1,253 @@
+"""What the compiler says of a kernel on a target, and how many blocks then share a multiprocessor.
+
+Needs no GPU: Triton cross-compiles, and what it asked of the hardware is read from the binary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from flashtune.core.config import LaunchOptions
+from flashtune.core.errors import KernelError
+from flashtune.core.machine import machine_errors
+from flashtune.core.record import Resources
+from flashtune.core.target import KIB, Target
+from flashtune.launch.compilation import compile_kernel
+from flashtune.tuner.binary.compiler_tools import dump, run_tool
+from flashtune.tuner.binary.uninitialized_registers import unwritten
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+    from flashtune.core.kernel import Kernel
+
+# Shared memory that the driver takes of each resident block, on sm_80 and later.
+RESERVED_SRAM = KIB
+SRAM_GRANULE = 128
+# Registers are handed out per warp, in pieces of this many per thread.
+REGISTER_GRANULE = 8
+TENSOR_MEMORY_GRANULE = 32
+HOPPER = 90
+# ptxas says C7510 to C7519 where it has to wait after each asynchronous matrix instruction; but C7517 tells
+# of one wait that it put in, which costs nothing where another follows.
+WARPGROUP_INSTRUCTION = "wgmma.mma_async"
+SERIALIZED = re.compile(r"\(C751[0-689]\)|wgmma\.mma_async instructions are serialized")
+
+
+class Occupancy(msgspec.Struct, frozen=True):
+    """Blocks of a kernel that are resident on one multiprocessor, and what limits their number.
+
+    Attributes:
+        blocks: Resident blocks; 0 where not even one fits.
+        warps: Resident warps.
+        limit: `sram`, `registers`, `threads` or `tensor memory`, whichever runs out first.
+    """
+
+    blocks: int
+    warps: int
+    limit: str
+
+
+class Part(NamedTuple):
+    """What the compiler says of one of the kernels that a launch runs, and what it was told of it.
+
+    Attributes:
+        resources: What it takes.
+        options: What the compiler was told.
+        flaw: What makes its machine code wrong, whatever was written in the kernel; empty if nothing does.
+    """
+
+    resources: Resources
+    options: LaunchOptions
+    flaw: str = ""
+
+
+def read_resources(kernel: Kernel, target: Target) -> Resources:
+    """Compiles a kernel for a target, with its prologue and epilogue, and reads what they take at most.
+
+    Whether the machine code is what was asked for `read_parts` says.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+        KernelError: The compiler refused the kernel, or one of its tools failed.
+    """
+    return largest(read_parts(kernel, target))
+
+
+def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
+    """What a kernel takes, and then what its prologue and its epilogue take, if it has such.
+
+    Raises:
+        KernelError: As `read_resources`.
+    """
+    kernels = filter(None, (kernel, kernel.first, kernel.last))
+    with machine_errors():
+        return tuple(_read(part, target) for part in kernels)
+
+
+def read_sizes(kernel: Kernel, target: Target) -> Resources:
+    """Compiles a kernel likewise, and reads the shared and tensor memory that it takes at most.
+
+    Both are in the compiler's metadata. Registers, spills and serialisation would take a tool's run for each
+    kernel; they are left out.
+
+    Raises:
+        KernelError: As `read_resources`.
+    """
+    kernels = filter(None, (kernel, kernel.first, kernel.last))
+    with machine_errors():
+        found = [compile_kernel(part, target).metadata for part in kernels]
+    return Resources(
+        sram_bytes=max(one.shared for one in found),
+        tensor_memory_columns=max(getattr(one, "tmem_size", None) or 0 for one in found),
+    )
+
+
+def largest(parts: tuple[Part, ...]) -> Resources:
+    """What several kernels take at most, one running after the other; their compile times add up.
+
+    Specialised warps are those of the first.
+    """
+    taken = [part.resources for part in parts]
+    return Resources(
+        sram_bytes=max(one.sram_bytes for one in taken),
+        tensor_memory_columns=max(one.tensor_memory_columns for one in taken),
+        registers=max(one.registers for one in taken),
+        spill_bytes=max(one.spill_bytes for one in taken),
+        serialized_wgmma=any(one.serialized_wgmma for one in taken),
+        compile_seconds=sum(one.compile_seconds for one in taken),
+        warps=taken[0].warps,
+    )
+
+
+def _read(kernel: Kernel, target: Target) -> Part:
+    start = time.perf_counter()
+    compiled, remarks = _compile(kernel, target)
+    seconds = time.perf_counter() - start
+    usage = _nvidia_usage(compiled) if target.is_nvidia else _amd_usage(compiled)
+    specialized = compiled.metadata.num_warps != kernel.options.num_warps
+    resources = Resources(
+        sram_bytes=compiled.metadata.shared,
+        tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
+        registers=usage.registers,
+        spill_bytes=usage.spill_bytes,
+        serialized_wgmma=_is_serialized(compiled, remarks, suspect=specialized or usage.spill_bytes > 0),
+        compile_seconds=seconds,
+        warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
+    )
+    # What is serialised is not launched anyway.
+    suspect = _multiplies_by_warpgroups(compiled) and not resources.serialized_wgmma
+    return Part(resources, kernel.options, _flaw(compiled) if suspect else "")
+
+
+def _flaw(compiled: CompiledKernel) -> str:
+    """What is wrong with machine code; looked for where ptxas was seen to be wrong."""
+    reader = unwritten(dump(compiled.asm["cubin"], "--dump-sass"))
+    return f"ptxas made code that reads a register which nothing wrote ({reader})" if reader else ""
+
+
+def _multiplies_by_warpgroups(compiled: CompiledKernel) -> bool:
+    return WARPGROUP_INSTRUCTION in compiled.asm.get("ptx", "")
+
+
+def overflow(resources: Resources, target: Target) -> str | None:
+    """What of the target's capacity a kernel exceeds, as one sentence, or None where it fits."""
+    if resources.sram_bytes > target.sram_per_block:
+        return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
+    if resources.tensor_memory_columns > target.tensor_memory_columns:
+        asked, available = resources.tensor_memory_columns, target.tensor_memory_columns
+        return f"asks for {asked} columns of tensor memory, and {target.name} has {available}"
+    return None
+
+
+def occupancy(resources: Resources, options: LaunchOptions, target: Target) -> Occupancy:
+    """How many blocks with these resources are resident on one multiprocessor of the target."""
+    warps = options.num_warps if resources.warps is msgspec.UNSET else resources.warps
+    threads = warps * target.warp_size
+    reserved = RESERVED_SRAM if target.is_nvidia else 0
+    sram = _rounded(resources.sram_bytes, SRAM_GRANULE) + reserved
+    registers = _rounded(max(resources.registers, 1), REGISTER_GRANULE) * threads
+    limits = {
+        "sram": target.sram_per_sm // sram if sram else target.threads_per_sm,
+        "registers": target.registers_per_sm // registers,
+        "threads": target.threads_per_sm // threads,
+    }
+    if resources.tensor_memory_columns:
+        columns = _rounded(resources.tensor_memory_columns, TENSOR_MEMORY_GRANULE)
+        limits["tensor memory"] = target.tensor_memory_columns // columns
+    limit = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limit], limits[limit] * warps, limit)
+
+
+class _Usage(NamedTuple):
+    registers: int
+    spill_bytes: int
+
+
+def _rounded(amount: int, granule: int) -> int:
+    return -(-amount // granule) * granule
+
+
+def _nvidia_usage(compiled: CompiledKernel) -> _Usage:
+    report = dump(compiled.asm["cubin"], "--dump-resource-usage")
+    fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
+    if "REG" not in fields:
+        raise KernelError("cuobjdump named no registers for this kernel: reinstall triton")
+    # What does not fit into registers goes to the stack; Triton's kernels have nothing else there.
+    return _Usage(int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]))
+
+
+def _amd_usage(compiled: CompiledKernel) -> _Usage:
+    fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
+    try:
+        return _Usage(int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"]))
+    except KeyError as missing:
+        raise KernelError(
+            f"the compiler's output for this kernel has no {missing.args[0]}: reinstall triton"
+        ) from None
+
+
+def _compile(kernel: Kernel, target: Target) -> tuple[CompiledKernel, str]:
+    """The binary, and what ptxas remarked on the way: nothing where Triton's cache had the binary."""
+    from triton import knobs
+
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = compile_kernel(kernel, target)
+    return compiled, printed.getvalue()
+
+
+def _is_serialized(compiled: CompiledKernel, remarks: str, suspect: bool) -> bool:
+    """Whether ptxas serialised matrix instructions.
+
+    It does so for want of registers, and then it mostly spills as well, but for warps that trade
+    registers at run time. Of such suspects it is asked once more where its remarks are lost.
+    """
+    if not _multiplies_by_warpgroups(compiled):
+        return False
+    if not remarks and suspect:
+        remarks = _assemble_again(compiled.asm["ptx"])
+    return SERIALIZED.search(remarks) is not None
+
+
+def _assemble_again(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx, encoding="utf-8")
+        binary = str(Path(folder, "kernel.cubin"))
+        return run_tool(_assembler(), "-v", "--gpu-name=sm_90a", str(source), "-o", binary)
+
+
+def _assembler() -> str:
+    """The ptxas that Triton itself runs for Hopper: a wheel brings several."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(HOPPER).path)

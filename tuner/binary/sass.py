@@ -1,0 +1,111 @@
+"""The inner loop of a kernel's machine code: which instructions, and how long they take to issue."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from flashtune.tuner.binary.compiler_tools import dump
+from flashtune.tuner.binary.disassembly import Instruction, blocks_of, parse, successors_of
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(max_length=16)]
+
+# What multiplies matrices on Volta and later, by warps and by groups of warps.
+MATRIX = frozenset({"HMMA", "HGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA"})
+
+
+class Loop(msgspec.Struct, frozen=True, array_like=True):
+    """The innermost loop with the most matrix products.
+
+    Attributes:
+        instructions: How often each instruction occurs in it, modifiers left out.
+        cycles: What its instructions make their warp wait before the next one, in clock cycles.
+    """
+
+    instructions: dict[Name, Count]
+    cycles: Count
+
+
+def read_loop(cubin: bytes) -> Loop | None:
+    """The inner loop of a binary; None where no loop holds matrix products.
+
+    Raises:
+        KernelError: The tool that lists machine code failed.
+    """
+    return find_loop(dump(cubin, "--dump-sass"))
+
+
+def find_loop(listing: str) -> Loop | None:
+    """The inner loop in a listing of machine code."""
+    code = dict(parse(listing.splitlines()))
+    blocks = blocks_of(code)
+    bodies = [body for body in loops(successors_of(code, blocks)) if _products(code, blocks, body)]
+    inner = [body for body in bodies if not any(other < body for other in bodies)]
+    if not inner:
+        return None
+    body = max(inner, key=lambda body: (_products(code, blocks, body), len(body)))
+    instructions = [code[address] for block in body for address in blocks[block]]
+    counts = Counter(instruction.name for instruction in instructions)
+    return Loop(dict(sorted(counts.items())), sum(max(1, instruction.stall) for instruction in instructions))
+
+
+def loops(successors: Sequence[Sequence[int]]) -> list[frozenset[int]]:
+    """The natural loops of a flow graph: those of one head count as one.
+
+    A branch back to where every way to it came through closes a loop. What merely lies before in
+    memory does not: waits are retried in blocks of their own behind everything else.
+    """
+    size = len(successors)
+    predecessors: list[list[int]] = [[] for _ in range(size)]
+    for block, targets in enumerate(successors):
+        for target in targets:
+            predecessors[target].append(block)
+    dominators = _dominators(predecessors)
+    found: dict[int, set[int]] = {}
+    for block, targets in enumerate(successors):
+        for head in targets:
+            if dominators[block] >> head & 1:
+                found.setdefault(head, {head}).update(_reaching(block, head, predecessors))
+    return [frozenset(body) for body in found.values()]
+
+
+def _dominators(predecessors: Sequence[Sequence[int]]) -> list[int]:
+    """For each block the set, as bits, of blocks that every way to it passes.
+
+    A block that nobody jumps to is an entry: roles of warps begin at addresses out of a table.
+    """
+    everything = (1 << len(predecessors)) - 1
+    sets = [everything if before else 1 << block for block, before in enumerate(predecessors)]
+    if sets:
+        sets[0] = 1
+    changed = True
+    while changed:
+        changed = False
+        for block, before in enumerate(predecessors):
+            if block == 0 or not before:
+                continue
+            common = functools.reduce(int.__and__, (sets[other] for other in before)) | 1 << block
+            changed |= common != sets[block]
+            sets[block] = common
+    return sets
+
+
+def _reaching(block: int, head: int, predecessors: Sequence[Sequence[int]]) -> set[int]:
+    """The blocks that reach a block without passing a head."""
+    body: set[int] = set()
+    waiting = [block]
+    while waiting:
+        block = waiting.pop()
+        if block != head and block not in body:
+            body.add(block)
+            waiting += predecessors[block]
+    return body
+
+
+def _products(code: dict[int, Instruction], blocks: list[list[int]], body: frozenset[int]) -> int:
+    return sum(code[address].name in MATRIX for block in body for address in blocks[block])

@@ -1,0 +1,251 @@
+"""`flashtune bench`: selected kernels side by side with other implementations."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+import msgspec
+
+from flashtune.core.errors import UsageError, VerificationError
+from flashtune.core.file_lock import read_bounded
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
+from flashtune.tuner.cli.output import note, print_json
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.tuner.bench.driver import BenchRequest, Report
+    from flashtune.tuner.bench.grids import PeerFile
+    from flashtune.tuner.bench.results import BenchRun
+
+# As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
+GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
+MAX_RESULT_BYTES = 2**28
+PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
+
+
+def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:
+    """An option `--name FILE` that gives the command `name_file`."""
+    kind = click.Path(dir_okay=False, exists=exists, path_type=Path)
+    return click.option(f"--{name}", f"{name}_file", type=kind, metavar="FILE", help=text)
+
+
+@flashtune_command(
+    "bench",
+    'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune bench --grid paper --save results.json --markdown results.md",
+)
+@optional_problem_options
+@click.option(
+    "--grid",
+    "grids",
+    multiple=True,
+    type=click.Choice(GRIDS),
+    help="Shapes that papers report. paper: bf16, head dims 64, 128 and 256, full and causal, lengths 512 to "
+    "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
+    "32768, 32k tokens. fp8: the same in e4m3. backward: the gradients of the paper's shapes at lengths 2048 "
+    "and 8192. decode: bf16, one query for each head, batches 1 to 128, "
+    "caches of 4096 to 131072 keys, in GB/s. Repeatable.",
+)
+@click.option(
+    "--device",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="INDEX",
+    help="Which GPU to use.",
+)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(PEERS),
+    help="Who takes part beside the selected kernel; everybody who is installed where left out. flex is "
+    "compiled for each shape, which takes seconds. Repeatable.",
+)
+@click.option("--no-peers", is_flag=True, help="Time the selected kernel alone.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(3, 1000),
+    default=21,
+    show_default=True,
+    help="Samples of each contestant.",
+)
+@_file_option(
+    "against", "Peers' figures measured elsewhere, as JSON; our standing among them is shown.", exists=True
+)
+@_file_option("save", "Write the results there as JSON, anew after each shape.")
+@_file_option("load", "Show what --save has written, in place of timing: needs no GPU.", exists=True)
+@_file_option("markdown", "Write the tables there as well, with versions and the command line.")
+@_file_option("plot", "Write speeds over sequence length there, as a web page; needs plotly.")
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    grids: tuple[str, ...],
+    device: int,
+    peers: tuple[str, ...],
+    no_peers: bool,
+    rounds: int,
+    against_file: Path | None,
+    save_file: Path | None,
+    load_file: Path | None,
+    markdown_file: Path | None,
+    plot_file: Path | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Time the selected kernels of shapes side by side with SDPA's backends and other peers.
+
+    GPU time is that of CUDA-graph replays with a cold L2, contestants in turn; host time stands
+    apart. Of a backward shape it is that of the gradients alone, as autograd runs them. The kernel is
+    always a generated one. Whoever's output differs from the float64 reference
+    is left out, and the exit code is 1 if that is the kernel. A large matrix product, timed in the
+    same run, is the ceiling; of decoding, which reads its cache and is told in GB/s of it, a copy of device
+    memory is.
+    """
+    files = Files(save_file, markdown_file, plot_file)
+    files.check()
+    figures = _figures(against_file)
+    if load_file is not None:
+        if problems or grids:
+            raise UsageError("--load shows what was timed before: leave the shapes out")
+        run = _loaded(load_file, as_json)
+    else:
+        if db is not None:
+            # What is timed is what a program gets, and programs name their database so.
+            os.environ["FLASHTUNE_DB"] = db
+        request = _request(_all_problems(problems, grids), device, _chosen_peers(peers, no_peers), rounds)
+        run = _timed(request, figures, files, as_json)
+    report = _report(run, figures)
+    if figures is not None and report.against is None:
+        note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
+    _finish(report, files, as_json)
+
+
+class Files(NamedTuple):
+    """Where results are written, beside the screen."""
+
+    save: Path | None
+    markdown: Path | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Says before hours of measurements what could not be written after them.
+
+        Raises:
+            UsageError: A plot is wanted and plotly is not installed.
+        """
+        from flashtune.tuner.cli.report.bench_plot import require_plotly
+
+        if self.plot is not None:
+            require_plotly()
+
+
+def _figures(path: Path | None) -> PeerFile | None:
+    from flashtune.tuner.bench.grids import read_figures
+
+    return None if path is None else read_figures(_content(path), str(path))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bounded(path, MAX_RESULT_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name another file") from error
+
+
+def _all_problems(problems: tuple[Problem, ...], grids: tuple[str, ...]) -> tuple[Problem, ...]:
+    from flashtune.tuner.bench.grids import grid_problems
+
+    found = dict.fromkeys((*problems, *(problem for name in grids for problem in grid_problems(name))))
+    if not found:
+        raise UsageError("name a shape, by --shape, --grid, --model, --hf-config or --shapes-file")
+    return tuple(found)
+
+
+def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:
+    from flashtune.tuner.bench.peer_runs import check_peers, installed_peers
+
+    if no_peers and peers:
+        raise UsageError("--peer and --no-peers contradict one another: leave one of the two out")
+    if no_peers:
+        return ()
+    return check_peers(peers) if peers else installed_peers()
+
+
+def _request(problems: tuple[Problem, ...], device: int, peers: tuple[str, ...], rounds: int) -> BenchRequest:
+    from flashtune.tuner.bench.driver import BenchRequest
+
+    return BenchRequest(problems, device, peers, rounds, shlex.join(["flashtune", *sys.argv[1:]]))
+
+
+def _timed(request: BenchRequest, figures: PeerFile | None, files: Files, as_json: bool) -> BenchRun:
+    """Runs the request; each result is shown and saved as it comes."""
+    from flashtune.tuner.bench.driver import run_benches
+    from flashtune.tuner.cli.report.bench_terminal import show_bench
+
+    def watch(run: BenchRun) -> None:
+        if not as_json:
+            show_bench(run.benches[-1], len(request.problems))
+        if files.save is not None:
+            _save(files.save, _report(run, figures))
+
+    return run_benches(request, watch)
+
+
+def _loaded(path: Path, as_json: bool) -> BenchRun:
+    from flashtune.tuner.bench.driver import read_report
+    from flashtune.tuner.cli.report.bench_terminal import show_bench
+
+    run = read_report(_content(path), str(path))
+    for bench in () if as_json else run.benches:
+        show_bench(bench, len(run.benches))
+    return run
+
+
+def _report(run: BenchRun, figures: PeerFile | None) -> Report:
+    from flashtune.tuner.bench.driver import report_of
+
+    return report_of(run, figures)
+
+
+def _save(path: Path, report: Report) -> None:
+    from flashtune.tuner.tables.export import write_file
+
+    write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def _finish(report: Report, files: Files, as_json: bool) -> None:
+    """Shows what follows from all results and writes the files.
+
+    Raises:
+        VerificationError: A selected kernel has no row.
+    """
+    from flashtune.tuner.bench.results import OURS
+    from flashtune.tuner.cli.report.bench_markdown import markdown
+    from flashtune.tuner.cli.report.bench_plot import plot_page
+    from flashtune.tuner.cli.report.bench_terminal import show_summary
+    from flashtune.tuner.tables.export import write_file
+
+    if as_json:
+        print_json(report)
+    else:
+        show_summary(report)
+    if files.save is not None:
+        _save(files.save, report)
+    if files.markdown is not None:
+        write_file(files.markdown, markdown(report).encode())
+    if files.plot is not None:
+        write_file(files.plot, plot_page(report.run).encode())
+    wrong = [bench.problem.key for bench in report.run.benches if bench.row(OURS) is None]
+    if wrong:
+        raise VerificationError(
+            f"the selected kernel of {', '.join(wrong)} does not compute it here: run flashtune verify"
+        )

@@ -1,0 +1,323 @@
+"""`flashtune db`: where databases are, their schema, joining them, and deleting from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError
+from flashtune.core.record import Outcome
+from flashtune.tuner.cli.command import Group
+from flashtune.tuner.cli.completion import complete_families
+from flashtune.tuner.cli.options import (
+    database_option,
+    json_option,
+    optional_problem_options,
+    target_filter_option,
+)
+from flashtune.tuner.cli.output import (
+    print_counts,
+    print_json,
+    print_rows,
+    printable,
+    progress_bars,
+    write_result,
+)
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Record
+    from flashtune.db import forgetting
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a database is: what messages call it, its URL without a password, and whether it exists.
+
+    `exists` is None for a server, which is not asked.
+    """
+
+    database: str
+    exists: bool | None
+
+
+@click.group("db", cls=Group)
+def command() -> None:
+    """Locate, upgrade and merge databases."""
+
+
+@command.command("path", examples=("flashtune db path",))
+@database_option
+@json_option
+def path(db: str | None, as_json: bool) -> None:
+    """Print where the database is: its file, or its URL without the password."""
+    from flashtune.db.location import database_url, describe, sqlite_path
+
+    url = database_url(db)
+    file = sqlite_path(url)
+    location = Location(describe(url), file.exists() if file else None)
+    if as_json:
+        print_json(location)
+    else:
+        click.echo(location.database)
+
+
+@command.command("upgrade", examples=("flashtune db upgrade --db results.sqlite",))
+@database_option
+@json_option
+def upgrade(db: str | None, as_json: bool) -> None:
+    """Bring the database to this version's schema; create it where there is none."""
+    from flashtune.db import migrate
+    from flashtune.db.location import database_url, describe
+
+    done = migrate.upgrade(db)
+    if as_json:
+        print_json(done)
+        return
+    where = describe(database_url(db))
+    if done.before == done.after:
+        click.echo(f"{where} has schema {done.after} already")
+    else:
+        click.echo(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
+
+
+@command.command("merge", examples=("flashtune db merge other.sqlite",))
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@database_option
+@json_option
+def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
+    """Bring everything of other databases, paths or URLs, into the database.
+
+    The sources are only read. The same record is kept once; where both sides have a selection, the
+    faster measured one stays if the same versions made both, else the database's. A source comes in
+    whole or, on an error, not at all.
+    """
+    from flashtune.db.store import MergeCounts, open_store
+    from flashtune.tuner.tables.admission import why_refused
+
+    with open_store(db) as store:
+        counts = [store.merge_from(source, why_refused) for source in sources]
+    total = {name: sum(getattr(count, name) for count in counts) for name in MergeCounts.__struct_fields__}
+    print_counts(MergeCounts(**total), as_json)
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """What `db forget` deleted, or would have.
+
+    Attributes:
+        deleted: Whether it was deleted.
+        records: How many records.
+        groups: The records by target, problem and outcome.
+        selections: Selections that were taken back, and what is selected in their place.
+    """
+
+    deleted: bool
+    records: int
+    groups: tuple[forgetting.Group, ...]
+    selections: tuple[forgetting.TakenBack, ...]
+
+
+@command.command(
+    "forget",
+    examples=(
+        "flashtune db forget --outcome timeout --newer-than 2h",
+        "flashtune db forget --target h100 --older-than 30d --yes",
+    ),
+)
+@optional_problem_options
+@target_filter_option
+@click.option(
+    "--outcome",
+    "outcomes",
+    multiple=True,
+    type=click.Choice([outcome.value for outcome in Outcome]),
+    help="Only records with this outcome. Repeatable.",
+)
+@click.option("--family", metavar="NAME", shell_complete=complete_families, help="Only this kernel family.")
+@click.option("--older-than", metavar="AGE", help="Only records stored longer ago: 90m, 12h, 30d, 8w.")
+@click.option("--newer-than", metavar="AGE", help="Only records stored since then.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+@database_option
+@json_option
+def forget(
+    problems: tuple[Problem, ...],
+    target_name: str | None,
+    outcomes: tuple[str, ...],
+    family: str | None,
+    older_than: str | None,
+    newer_than: str | None,
+    yes: bool,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Delete records that match every filter given, once you have seen how many they are.
+
+    Later searches try these candidates again. If a selection is deleted, the best record that is left of
+    its problem takes its place; if none may serve, the problem has no selection.
+    """
+    from flashtune.db.forgetting import Forgettable
+    from flashtune.db.location import database_url, describe, sqlite_path
+    from flashtune.db.store import open_store
+    from flashtune.tuner.tables.forget import moment, next_best
+    from flashtune.tuner.tables.lookup import resolved_target
+
+    address = database_url(db)
+    path = sqlite_path(address)
+    if path is not None and not path.exists():
+        raise StoreError(f"there is no database {describe(address)}: nothing is stored yet")
+    with open_store(db) as store:
+        known = {record.target for record in store.preview(Forgettable())[0]}
+        meant = Forgettable(
+            problems=tuple(problem.key for problem in problems),
+            target=resolved_target(target_name, known),
+            family=family,
+            outcomes=outcomes,
+            before=moment(older_than) if older_than else None,
+            since=moment(newer_than) if newer_than else None,
+        )
+        if meant == Forgettable():
+            raise UsageError(
+                "name what to delete, by --shape, --target, --outcome, --family, --older-than or --newer-than"
+            )
+        groups, lost = store.preview(meant)
+        count = sum(group.records for group in groups)
+        for group in groups:
+            line = f"{group.records:>6}  {group.outcome:<13}  {group.problem} on {group.target}"
+            click.echo("  " + printable(line), err=as_json)
+        if count and not yes and not _agreed(count, len(lost)):
+            raise FlashtuneError("nothing was deleted: answer y, or give --yes")
+        taken = store.forget(meant, next_best) if count else []
+    done = Forgotten(bool(count), count, tuple(groups), tuple(taken))
+    if as_json:
+        print_json(done)
+        return
+    click.echo(f"{count} records were deleted, and {len(taken)} selections taken back")
+    for one in taken:
+        now = f"{one.family} {one.config or ''} is selected" if one.family else "nothing is selected"
+        click.echo(printable(f"  {one.problem} on {one.target}: {now} now"))
+
+
+def _agreed(count: int, selections: int) -> bool:
+    """Whether the user wants records deleted; False without a terminal to ask on."""
+    question = f"Delete {count} records and take back {selections} selections?"
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        return False
+
+
+@command.command("restamp", examples=("flashtune db restamp", "flashtune db restamp --table h200.json"))
+@click.option(
+    "--table",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Restamp a table in place instead of the database.",
+)
+@click.option(
+    "--kernels",
+    "folders",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Look for the sources of earlier kernels here too, besides the kernel cache. Repeatable.",
+)
+@database_option
+@json_option
+def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
+    """Carry receipts over after templates changed but machine code did not.
+
+    A record names the digest of its kernel. This command compiles the earlier source and today's for the
+    record's target. It compares instructions, constants, parameters and launch metadata. It also compares
+    grids, arguments and descriptors on the verifier's cases. Where all are equal, the record takes today's
+    digest and keeps its receipt and time, and those of other drivers. Evidence of another Triton does not
+    follow to another digest. Other records stay as they are and count as unproven.
+
+    Receipts of a table move likewise from earlier kernels to today's. This covers siblings, which have the
+    other setting of the log-sum-exp. To move receipts of another Triton too, run the command again under it.
+    Times of another Triton are left out once their record takes another digest.
+    """
+    from flashtune.tuner.restamp.restamp import fates
+    from flashtune.tuner.restamp.store import restamp_database, restamp_table
+
+    if table is not None and db is not None:
+        raise UsageError("--table and --db each name what to restamp: give one of the two")
+    with progress_bars() as progress:
+        if table is not None:
+            done, receipts = restamp_table(table, folders, progress)
+        else:
+            done, receipts = restamp_database(db, folders, progress), None
+    counts = fates(done)
+    if as_json:
+        print_json(counts if receipts is None else {**counts, "receipts": receipts})
+        return
+    click.echo(
+        f"{counts['carried']} records were carried over and {counts['current']} were current; "
+        f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
+        f"{counts['other_triton']} are of another Triton"
+    )
+    if receipts is not None:
+        click.echo(f"{receipts} further receipts were carried over")
+    for reason in sorted({one.reason for one in done if one.reason}):
+        click.echo(f"  {printable(reason)}")
+
+
+@command.command(
+    "compare",
+    examples=(
+        "flashtune db compare old.json new.json",
+        "flashtune db compare old.json new.json --retime kept.json",
+    ),
+)
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--limit",
+    type=click.FloatRange(0, 100),
+    default=2.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="Loss of speed, relative to peers in the same run, that passes.",
+)
+@click.option(
+    "--retime",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Time both kernels of each loss on the GPU here, and write the table with the faster ones to FILE.",
+)
+@json_option
+def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_json: bool) -> None:
+    """Compare the tables OLD and NEW of one GPU, before NEW takes the place of OLD.
+
+    Each problem's time is compared with those of the peers that were timed in both runs. The exit code is
+    1 where NEW has no record of a problem, loses more than --limit, or has no peer in common with OLD. With
+    --retime both kernels of such a problem run in turn on the same inputs, and the faster one stays.
+    """
+    from flashtune.db.table import load_table
+    from flashtune.tuner.tables.table_compare import Retimed, compare, losses, retime_losses
+
+    before, after = load_table(old), load_table(new)
+    changes = compare(before, after)
+    lost = losses(changes, limit / 100)
+    retimed: tuple[Retimed, ...] = ()
+    if retime is not None:
+        retimed, merged = retime_losses(lost, after)
+        write_result(retime, merged)
+    if as_json:
+        print_json({"changes": len(changes), "losses": lost, "retimed": retimed})
+    elif lost:
+        rows = [(one.problem, _ms(one.old), _ms(one.new), one.words) for one in lost]
+        print_rows(("problem", "old ms", "new ms", "new speed over old"), rows)
+    unknown = sum(one.ratio is None for one in lost)
+    summary = (
+        f"{len(lost) - unknown} problems lose more than {limit:g}%, {unknown} are lost or not comparable"
+    )
+    if not as_json:
+        click.echo(f"{len(changes)} records differ; {summary}")
+    if lost and retime is None:
+        raise VerificationError(f"{summary}: time them again with --retime")
+
+
+def _ms(record: Record | None) -> str:
+    return f"{record.ms:.4f}" if record and record.ms else "-"

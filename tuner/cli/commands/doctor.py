@@ -1,0 +1,92 @@
+"""`flashtune doctor`: what this machine has and lacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.completion import complete_targets
+from flashtune.tuner.cli.options import TARGET_VARIABLE, database_option, json_option, quiet_options
+from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress, terminal_width
+
+if TYPE_CHECKING:
+    from flashtune.tuner.analysis.diagnostic import Finding
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@flashtune_command(
+    "doctor",
+    "flashtune doctor",
+    "flashtune doctor --target h100",
+)
+@click.option(
+    "--target",
+    "target_name",
+    metavar="GPU",
+    envvar=TARGET_VARIABLE,
+    shell_complete=complete_targets,
+    help="Check the compiler and the shipped table for this GPU, in place of this machine's.",
+)
+@quiet_options
+@database_option
+@json_option
+@click.pass_context
+def command(ctx: click.Context, target_name: str | None, db: str | None, as_json: bool) -> None:
+    """Check what this machine has, and say what to do about what it lacks.
+
+    Looks at python, torch, triton, the GPUs and their facts, the compiler, the caches, the database
+    and the shipped table. Exits with 1 if something that flashtune needs does not work.
+    """
+    from flashtune.core.target import find_target
+    from flashtune.tuner.analysis.diagnostic import Level
+    from flashtune.tuner.analysis.doctor import examine
+
+    target = find_target(target_name) if target_name else None
+    findings = []
+    with _shown_steps() as (watch, pause):
+        for finding in examine(target, db, watch):
+            findings.append(finding)
+            if not as_json:
+                pause()
+                _print(finding)
+    if as_json:
+        print_json(findings)
+    if any(finding.level is Level.FAIL for finding in findings):
+        ctx.exit(1)
+
+
+@contextlib.contextmanager
+def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A function that shows the step which runs now, on stderr, and one that hides it again.
+
+    Where stderr is no terminal, or progress is not wanted, neither shows anything.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (console.is_terminal and shows_progress()):
+        yield (lambda step: None), (lambda: None)
+        return
+    status = console.status("")
+
+    def watch(step: str) -> None:
+        status.update(f"{step} ...")
+        status.start()
+
+    try:
+        yield watch, status.stop
+    finally:
+        status.stop()
+
+
+def _print(finding: Finding) -> None:
+    level, advice = finding.level.value, f": {finding.advice}" if finding.advice else ""
+    line = f"{level:<4}  {finding.name:<16}  {printable(finding.said)}{advice}"
+    width = terminal_width()
+    shown = line if width is None else folded(line, width, " " * 24)
+    click.echo(click.style(level, fg=COLOURS[level]) + shown.removeprefix(level))

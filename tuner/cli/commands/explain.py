@@ -1,0 +1,119 @@
+"""`flashtune explain`: why a kernel is as fast as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.core.errors import UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.model_options import WholeModels, shape_or_model_options
+from flashtune.tuner.cli.options import database_option, json_option, kernel_options, target_options
+from flashtune.tuner.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+
+
+@flashtune_command(
+    "explain",
+    'flashtune explain --target h100 --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune explain --target h100 --model llama-3.1-8b --phase decode",
+)
+@shape_or_model_options
+@target_options
+@kernel_options
+@click.option(
+    "--top", type=click.IntRange(min=1), default=8, show_default=True, help="How many rivals to list."
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --phase, draw it there as well, as a web page; needs plotly.",
+)
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    models: WholeModels | None,
+    target: Target,
+    device: int | None,
+    family: str | None,
+    config: str | None,
+    top: int,
+    plot_file: Path | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Explain the kernel of a shape: what it takes, what bounds it, and what it was chosen over.
+
+    Shown are the SRAM budget item by item against the capacity; the roofline; HBM bytes of its order
+    of loops against other orders and the standard computation; how many blocks share a
+    multiprocessor; and the stored rivals, failed ones counted by outcome. With --phase, the attention of
+    a whole model over sequence length: memory, HBM traffic and least times of the standard computation
+    and of the kernel, and the memory of contiguous keys and values. Needs no GPU.
+    """
+    if models is not None:
+        if family or config:
+            raise UsageError("--family and --config name one kernel, and --phase explains whole models")
+        _explain_models(models, target, db, plot_file, as_json)
+        return
+    if plot_file is not None:
+        raise UsageError(
+            "--plot draws whole models over sequence length: add --phase prefill, decode or training"
+        )
+    from flashtune.tuner.analysis.explain import explain
+    from flashtune.tuner.cli.report.explanation import print_explanation
+    from flashtune.tuner.tables.kernel_choice import choose
+    from flashtune.tuner.tables.lookup import records_of
+
+    del device  # nothing is launched
+    explanations = []
+    for problem in problems:
+        chosen = choose(problem, target, db, family, config)
+        rivals = records_of(chosen.problem, target.name, db)
+        explanations.append(explain(chosen, tuple(found.record for found in rivals)))
+    if as_json:
+        print_json(explanations)
+        return
+    out: Console = console()
+    for explanation in explanations:
+        print_explanation(out, explanation, top)
+
+
+def _explain_models(
+    models: WholeModels,
+    target: Target,
+    db: str | None,
+    plot_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Prints whole models' attention, and draws it where that is asked for."""
+    from flashtune.tuner.analysis.model_overview import overviews
+    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.model_plot import overview_page
+    from flashtune.tuner.cli.report.model_table import print_overview
+    from flashtune.tuner.tables.export import write_file
+
+    if plot_file is not None:
+        require_plotly()
+    told = [
+        overview
+        for attention in models.attentions
+        for overview in overviews(attention, models.sizes, target, db)
+    ]
+    if plot_file is not None:
+        write_file(plot_file, overview_page(told).encode())
+    if as_json:
+        print_json(told)
+        return
+    out = console()
+    for overview in told:
+        print_overview(out, overview)

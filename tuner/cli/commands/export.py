@@ -1,0 +1,135 @@
+"""`flashtune export`: selections as files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import database_option, optional_problem_options, target_filter_option
+from flashtune.tuner.cli.output import note, write_result
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Record
+
+# A target's name becomes a file's name, and a database may come from anywhere.
+FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+
+
+@flashtune_command(
+    "export",
+    "flashtune export --format json --out h200.json",
+    "flashtune export --format python --out kernels/ --model llama-3.1-8b",
+)
+@optional_problem_options
+@target_filter_option
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["json", "python", "triton-config"]),
+    default="json",
+    show_default=True,
+    help="json: a table for each GPU, which flashtune import reads. python: a stand-alone file for each "
+    "kernel. triton-config: one file of triton.Config lists.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A file, or a folder for several kernels or GPUs. Standard output where left out, or where it is -.",
+)
+@click.option(
+    "--shipped",
+    is_flag=True,
+    help="Export the tables that ship, in place of the database, with their receipts in JSON.",
+)
+@database_option
+def command(
+    problems: tuple[Problem, ...],
+    target_name: str | None,
+    kind: str,
+    out: Path | None,
+    shipped: bool,
+    db: str | None,
+) -> None:
+    """Write the selected kernels of a database, or of some shapes or one GPU, as files."""
+    from flashtune.tuner.tables.lookup import database_selections, narrowed, place, shipped_selections
+
+    found = shipped_selections() if shipped else database_selections(db)
+    records = tuple(entry.record for entry in narrowed(found, target_name, problems))
+    if not records:
+        raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
+    if str(out) == "-":
+        out = None
+    if kind == "json":
+        _json(records, out, shipped)
+    elif kind == "python":
+        _python(records, out)
+    else:
+        _triton_configs(records, out)
+
+
+def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
+    targets = sorted({record.target for record in records})
+    tables = {
+        target: _table(target, [record for record in records if record.target == target], shipped)
+        for target in targets
+    }
+    if len(tables) == 1 and (out is None or not out.is_dir()):
+        write_result(out, tables[targets[0]])
+        return
+    if out is None or out.is_file():
+        raise UsageError(
+            f"the tables of {len(tables)} GPUs need a folder: pass --out FOLDER, or one --target"
+        )
+    for target, table in tables.items():
+        if not FILE_STEM.fullmatch(target):
+            raise UsageError(f"the target {target[:60]!r} is no file name: export it alone, to --out FILE")
+        write_result(out / f"{target}.json", table)
+
+
+def _table(target: str, records: list[Record], shipped: bool) -> bytes:
+    """The records as a table. A part of a shipped one has all its evidence, that for other versions too."""
+    from flashtune.tuner.tables.export import json_table, table_file
+
+    if not shipped:
+        return json_table(target, records)
+    from flashtune.tuner.tables.lookup import shipped_tables
+    from flashtune.tuner.tables.table_receipts import part_of
+
+    table = next(one for one in shipped_tables() if one.target == target)
+    return table_file(part_of(table, {record.problem for record in records}))
+
+
+def _python(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.tables.export import kernel_files
+
+    files = kernel_files(records)
+    if not files:
+        raise FlashtuneError(
+            "only baselines are selected here, and they have no kernel to write: name another shape"
+        )
+    if out is None or out.suffix == ".py":
+        if len(files) != 1:
+            raise UsageError(
+                f"{len(files)} kernels need a folder: pass --out FOLDER, or name one shape and --target"
+            )
+        write_result(out, files[0].text.encode())
+        return
+    for file in files:
+        write_result(out / file.name, file.text.encode())
+
+
+def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.templates.registry import find_family
+    from flashtune.tuner.tables.export import triton_configs
+
+    native = {r.family for r in records if r.config is not None and not find_family(r.family).interpreted}
+    if native:
+        note(f"configs of {' and '.join(sorted(native))} mean nothing to other kernels and were left out")
+    write_result(out / "configs.py" if out and out.is_dir() else out, triton_configs(records).encode())

@@ -1,0 +1,238 @@
+"""`flashtune search`: find the fastest right kernel of each shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.core.errors import KernelError, UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.completion import complete_families
+from flashtune.tuner.cli.options import (
+    NO_SHAPE,
+    database_option,
+    json_option,
+    optional_problem_options,
+    quiet_options,
+    target_options,
+)
+from flashtune.tuner.cli.output import (
+    is_set,
+    note,
+    print_json,
+    terminal_width,
+)
+from flashtune.tuner.cli.report.search_report import expected_of, observed, print_expected, print_interrupted
+from flashtune.tuner.workloads.model_sizes import Phase
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.tuner.search.request import Progress, SearchRequest, SearchResult
+
+DEFAULT_TOP = 20
+
+
+@flashtune_command(
+    "search",
+    'flashtune search --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+    "flashtune search --model llama-3.1-8b --seqlen 512..8192 --dry-run",
+    "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
+    "flashtune search --from calls.jsonl --top 10",
+)
+@optional_problem_options
+@click.option(
+    "--from",
+    "recorded_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Search what a program called, as flashtune.record_calls or FLASHTUNE_RECORD wrote it there: the "
+    "problems whose calls take most time, those first.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"How many problems of --from. {DEFAULT_TOP} where left out.",
+)
+@target_options
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Stop when N candidates of a shape were compiled, those of earlier searches included.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Stop proposing for a shape after S seconds; a few more go into the finals and a last proof.",
+)
+@click.option(
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_families,
+    help="Search only this kernel family. Repeatable.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compiler processes. One per core where left out, less one where there is a GPU to feed.",
+)
+@click.option(
+    "--retry-failed",
+    is_flag=True,
+    help="Try candidates again that failed in earlier searches, but not those that do not fit the GPU.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print what would be searched and about how long it would take; compile and store nothing.",
+)
+@quiet_options
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    recorded_file: Path | None,
+    top: int | None,
+    target: Target,
+    device: int | None,
+    trials: int | None,
+    seconds: float | None,
+    families: tuple[str, ...],
+    seed: int,
+    jobs: int | None,
+    retry_failed: bool,
+    dry_run: bool,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest right kernel for shapes on a GPU, or rank candidates without one.
+
+    Candidates are proposed, pruned by the SRAM model, compiled on all cores, verified against a float64
+    reference, measured, and stored one by one; the best are then timed in turn with SDPA's backends,
+    and one is selected. With --target, kernels are compiled for that GPU and their times predicted.
+
+    Without --trials and --seconds a shape takes about a minute. With one of them, that one alone
+    decides; with both, the one that ends first. Ctrl-C prints the best so far and the command that
+    resumes: the same one, at any moment.
+    """
+    from flashtune.tuner.search.request import Budget, SearchRequest
+    from flashtune.tuner.workloads.passes import saving_lse, training_passes
+
+    problems = _with_recorded(problems, recorded_file, top, target)
+    if click.get_current_context().params["phase"] == Phase.TRAINING:
+        # Of recorded calls the forward pass alone is known.
+        problems = training_passes(problems)
+    given = trials is not None or seconds is not None
+    budget = Budget(trials, seconds, None) if given else Budget()
+    trained = saving_lse(problems)
+    requests = tuple(
+        SearchRequest(
+            problem=problem,
+            target=target,
+            device=device,
+            budget=budget,
+            families=families,
+            seed=seed,
+            jobs=jobs,
+            retry_failed=retry_failed,
+            lse=problem in trained,
+        )
+        for problem in problems
+    )
+    if dry_run:
+        print_expected(expected_of(requests, db), as_json)
+        return
+    results = _search(requests, db, as_json)
+    if as_json:
+        print_json(results)
+    _refuse_failures(results)
+
+
+def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) -> list[SearchResult]:
+    """Runs all searches, and prints each summary when it is there.
+
+    Raises:
+        KeyboardInterrupt: Passed on, once the best so far and the command that resumes are printed.
+    """
+    from rich.console import Console
+
+    from flashtune.db.location import database_url, describe
+    from flashtune.db.store import open_store
+    from flashtune.tuner.execution.backend import open_equipment
+    from flashtune.tuner.search.coverage import outlook
+    from flashtune.tuner.search.driver import run_search
+    from flashtune.tuner.search.progress import Place
+    from flashtune.tuner.search.summary import summary_lines
+
+    if not is_set("quiet"):
+        note(outlook(expected_of(requests, db)))
+    place, width = describe(database_url(db)), terminal_width()
+    results: list[SearchResult] = []
+    console, progress = Console(stderr=True), Place(len(requests))
+    latest: list[Progress] = []
+    with open_store(db) as store, open_equipment(requests[0].device, requests[0].jobs) as equipment:
+        try:
+            for request in requests:
+                with observed(console, progress, latest) as observer:
+                    results.append(run_search(request, store, observer, equipment))
+                if not as_json:
+                    click.echo("\n".join(summary_lines(results[-1], place, db, width)))
+        except KeyboardInterrupt:
+            # Before the processes end, which takes seconds.
+            print_interrupted(latest)
+            raise
+    return results
+
+
+def _with_recorded(
+    problems: tuple[Problem, ...], path: Path | None, top: int | None, target: Target
+) -> tuple[Problem, ...]:
+    """The problems that were named, and those of a file of recorded calls that take most time."""
+    if path is None:
+        if top is not None:
+            raise UsageError("--top says how many recorded problems to search: name their file by --from")
+        if not problems:
+            raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
+        return problems
+    from flashtune.tuner.analysis.recorded import read_weighed, summary
+
+    recorded = read_weighed(path, target)
+    # What a program called and nobody generates was served by torch.
+    weighed = tuple(found for found in recorded if _is_computed(found.problem, target))
+    if not weighed:
+        raise UsageError(
+            f"no kernel family computes any problem of {path} on {target.name}: record other calls"
+        )
+    if len(weighed) < len(recorded):
+        note(f"{len(recorded) - len(weighed)} recorded problems are left out: no kernel family computes them")
+    top = top or DEFAULT_TOP
+    note(summary(weighed, top))
+    return tuple(dict.fromkeys((*problems, *(found.problem for found in weighed[:top]))))
+
+
+def _is_computed(problem: Problem, target: Target) -> bool:
+    """Whether some family computes a problem, for the best of tensors."""
+    from flashtune.core.kernel import Specialization
+    from flashtune.templates.family import why_not
+    from flashtune.templates.registry import families
+
+    return any(why_not(family, problem, target, Specialization()) is None for family in families())
+
+
+def _refuse_failures(results: list[SearchResult]) -> None:
+    """Ends with exit code 1 where no kernel of a shape was found."""
+    failed = [result.problem.key for result in results if result.best is None]
+    if failed:
+        raise KernelError(
+            f"no candidate of {', '.join(failed)} worked: flashtune show --records lists why, "
+            "flashtune doctor checks this machine, and --retry-failed tries again"
+        )

@@ -1,0 +1,133 @@
+"""`flashtune show`: what is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from flashtune.core.errors import UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import (
+    database_option,
+    json_option,
+    optional_problem_options,
+    target_filter_option,
+)
+from flashtune.tuner.cli.output import console, note, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flashtune.core.problem import Problem
+    from flashtune.tuner.tables.listing import Listed
+    from flashtune.tuner.tables.lookup import Found
+
+    # Each table with its title.
+    Tables = tuple[tuple[str, Table], ...]
+
+
+@flashtune_command(
+    "show",
+    "flashtune show",
+    "flashtune show --shipped --target h200 --model llama-3.1-8b --wide",
+    'flashtune show --records --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
+)
+@optional_problem_options
+@target_filter_option
+@click.option(
+    "--records", "all_records", is_flag=True, help="Every record of the named shapes, failed ones too."
+)
+@click.option(
+    "--shipped", is_flag=True, help="The tables that ship with flashtune, in place of the database."
+)
+@click.option(
+    "--wide", is_flag=True, help="Show the problem's key, the family and the config too, in long lines."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Most rows of a table; JSON has all.",
+)
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    target_name: str | None,
+    all_records: bool,
+    shipped: bool,
+    wide: bool,
+    limit: int,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """List what is stored: the selected kernel of each shape, or with --records all that was tried.
+
+    A line has the shape, the time (~ where it is predicted), the speed, and the speed over the best
+    SDPA backend in the same run. `h32/8 d128 s4096 b1 causal` is 32 query heads and 8 KV heads, head
+    dim 128, 4096 queries and keys, batch 1, in bf16.
+
+    The last column says how dispatch treats the selection here. `timed` was verified and measured
+    under the installed versions. `verified` passed under them and was not timed under them at this
+    shape. `unproven` must pass a self-check before it serves. "other strides" is the kernel for tensors
+    that the selection above it cannot address.
+    """
+    from flashtune.tuner.tables.lookup import (
+        database_selections,
+        narrowed,
+        place,
+        records_of,
+        shipped_selections,
+    )
+
+    if all_records:
+        if not problems or shipped:
+            raise UsageError(
+                "--records lists what a database holds of a shape: name one by --shape or --model"
+            )
+        found = tuple(row for problem in problems for row in records_of(problem, None, db))
+        rows: tuple[msgspec.Struct, ...]
+        rows, tables = _records(narrowed(found, target_name, ()), limit)
+    else:
+        found = shipped_selections() if shipped else database_selections(db)
+        rows, tables = _selections(narrowed(found, target_name, problems), limit, wide)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        _print(tables, wide or all_records)
+        if len(rows) > limit:
+            note(f"{len(rows) - limit} more rows: raise --limit, or name a shape or --target")
+    else:
+        note(f"nothing is stored for this in {place(db, shipped)}: run flashtune search first")
+
+
+def _records(found: tuple[Found, ...], limit: int) -> tuple[tuple[Found, ...], Tables]:
+    from flashtune.tuner.cli.report.listing import records_table
+    from flashtune.tuner.tables.listing import ranked
+
+    rows = ranked(found)
+    return rows, (("", records_table(rows[:limit])),)
+
+
+def _selections(found: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple[Listed, ...], Tables]:
+    from flashtune.tuner.cli.report.listing import selections_tables, wide_selections_table
+    from flashtune.tuner.tables.listing import list_selections
+
+    rows = list_selections(found)
+    if wide:
+        return rows, (("", wide_selections_table(rows[:limit])),)
+    return rows, tuple(selections_tables(rows[:limit]))
+
+
+def _print(tables: Tables, wide: bool) -> None:
+    """Prints tables under their titles; wide ones are not folded to the terminal's width."""
+    from flashtune.tuner.cli.output import UNFOLDED
+
+    shown = console(UNFOLDED if wide else None)
+    for title, table in tables:
+        if title:
+            shown.print(title, style="bold", highlight=False)
+        shown.print(table)

@@ -1,0 +1,216 @@
+"""`flashtune verify`: the check that a table's kernels are right, with or without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.core.errors import UsageError, VerificationError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
+from flashtune.tuner.cli.output import print_json, progress_bars, say, write_result
+from flashtune.tuner.cli.report.verify_report import counts_of, print_report
+
+if TYPE_CHECKING:
+    from flashtune.core.record import Record
+    from flashtune.core.target import Target
+    from flashtune.db.table import TunedTable
+
+
+@flashtune_command(
+    "verify",
+    "flashtune verify --table h200.json",
+    "flashtune verify --db results.sqlite --target h200",
+    "flashtune verify --table h100.json --allow-unproven",
+)
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A tuned table. The tables that ship with flashtune where neither this nor --db is given.",
+)
+@target_filter_option
+@click.option("--require-gpu", is_flag=True, help="Fail what was not compared on its GPU here.")
+@click.option("--same-triton", is_flag=True, help="Fail receipts of another Triton than the installed one.")
+@click.option(
+    "--sample",
+    "sampled",
+    is_flag=True,
+    help="Check one kernel for each GPU, family, dtype, head dim, mask and set of features.",
+)
+@click.option(
+    "--allow-unproven",
+    is_flag=True,
+    help="Pass kernels that compile and fit and that no GPU ever verified, as in a table made without one.",
+)
+@click.option(
+    "--write",
+    "written",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the table with the verdicts of the GPU here as receipts.",
+)
+@click.option(
+    "--time",
+    "timed",
+    is_flag=True,
+    help="With --write: time the kernels that passed, if their records are of other versions or lack times "
+    "with shared masks. A record whose kernel renders differently now takes the new kernel and its time.",
+)
+@click.option(
+    "--missing",
+    is_flag=True,
+    help="With --write: skip checks and times that the table has under the versions here.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Stop after S seconds. With --write the results so far are written; --missing continues.",
+)
+@quiet_options
+@database_option
+@json_option
+def command(
+    table: Path | None,
+    target_name: str | None,
+    require_gpu: bool,
+    same_triton: bool,
+    sampled: bool,
+    allow_unproven: bool,
+    written: Path | None,
+    timed: bool,
+    missing: bool,
+    seconds: float | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Check that every selected kernel compiles for its GPU, fits, and computes what it should.
+
+    A kernel of this machine's GPU runs on it, and the verdict is remembered, so that dispatch need
+    not check again. Any other runs under Triton's interpreter at small sizes and in float32, if it
+    is in plain Triton, and needs a receipt: the verdict of a GPU, stored with the record and bound to
+    the kernel's digest. A table that was made without a GPU has no receipts: --allow-unproven passes
+    what compiles, fits and, where it can be interpreted, computes what it should.
+
+    With --write, Ctrl-C and SIGTERM write the results so far.
+    """
+    from flashtune.db.table import dump_table
+    from flashtune.tuner.tables.table_receipts import stray_receipts, with_receipts
+    from flashtune.tuner.verify.job_runner import Runs, stopped_by_signals
+    from flashtune.tuner.verify.record_checks import remember, verify_records
+    from flashtune.tuner.verify.sample import sample
+
+    if require_gpu and allow_unproven:
+        raise UsageError(
+            "--require-gpu and --allow-unproven contradict one another: leave one of the two out"
+        )
+    if (timed or missing) and not written:
+        raise UsageError("--time and --missing go with --write: name the file to write")
+    whole = _written_table(table, db) if written else None
+    tables = _tables(table, db)
+    found = _records(tables, target_name, table, db)
+    records = sample(found) if sampled else found
+    left_out = len(found) - len(records)
+    with progress_bars() as progress:
+        runs = Runs(seconds, progress, hold_errors=written is not None)
+        with stopped_by_signals(runs) if written else contextlib.nullcontext():
+            report = verify_records(
+                records,
+                gpu=_gpu(),
+                require_gpu=require_gpu,
+                same_triton=same_triton,
+                allow_unproven=allow_unproven,
+                known=whole if missing else None,
+                timed=timed,
+                runs=runs,
+            )
+    done = report.on_gpu
+    if written and whole:
+        failed = [check for check in done.checks if not check.verdict.passed]
+        completed = with_receipts(whole, done.passed, done.receipts, done.times, failed, done.resources)
+        write_result(written, dump_table(completed))
+    if done.checks:
+        remember(done.checks, db)
+    if runs.error is not None:
+        raise runs.error
+    targets = {record.target for record in found}
+    # A table that is written leaves them out.
+    strays = (
+        () if written else [one for each in tables if each.target in targets for one in stray_receipts(each)]
+    )
+    if as_json:
+        counts = {**counts_of(report), "left_out": left_out, "stray_receipts": len(strays)}
+        print_json({**counts, "results": report.results})
+    else:
+        print_report(report)
+        if left_out:
+            say(f"{left_out} more kernels were left out: --sample checks one of each class")
+    if report.failures:
+        raise VerificationError(
+            f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
+            "on their GPU"
+        )
+    if strays:
+        raise VerificationError(
+            f"{len(strays)} receipts are of kernels that no record has, the first of {strays[0].digest}: "
+            "--write leaves them out"
+        )
+    if runs.stopped:
+        raise KeyboardInterrupt
+    if report.missed:
+        raise VerificationError(
+            f"{report.missed} kernels were not reached: allow more --seconds"
+            f"{f', or continue with --missing --table {written}' if written else ''}"
+        )
+
+
+def _written_table(table: Path | None, db: str | None) -> TunedTable:
+    """The table that --write completes: of --table, or the one that ships for the GPU here."""
+    from flashtune.db.table import load_table, shipped_table
+
+    gpu = _gpu()
+    if gpu is None or db is not None:
+        raise UsageError("--write needs the table's GPU and a table: run it there, without --db")
+    found = load_table(table) if table else shipped_table(gpu[1].name)
+    if found is None or found.target != gpu[1].name:
+        raise UsageError(f"--write needs a table of {gpu[1].name}, the GPU here: name one with --table")
+    return found
+
+
+def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
+    """The tables to verify: of --table, or those that ship; none with --db."""
+    from flashtune.db.table import load_table
+    from flashtune.tuner.tables.lookup import shipped_tables
+
+    if table is not None and db is not None:
+        raise UsageError("--table and --db each name what to verify: give one of the two")
+    if table is not None:
+        return (load_table(table),)
+    return shipped_tables() if db is None else ()
+
+
+def _records(
+    tables: tuple[TunedTable, ...], target_name: str | None, table: Path | None, db: str | None
+) -> tuple[Record, ...]:
+    from flashtune.tuner.tables.lookup import Found, database_selections, narrowed, place
+
+    found = tuple(Found(record, "table") for each in tables for record in each.records)
+    if db is not None:
+        found = database_selections(db)
+    records = tuple(entry.record for entry in narrowed(found, target_name, ()))
+    if not records:
+        where = str(table) if table else place(db, shipped=db is None)
+        raise UsageError(f"{where} holds nothing to verify: search first, or name another --table or --db")
+    return records
+
+
+def _gpu() -> tuple[int, Target] | None:
+    import torch
+
+    from flashtune.core.target import device_target
+
+    return (0, device_target(0)) if torch.cuda.is_available() else None

@@ -1,0 +1,141 @@
+"""`flashtune warm`: what a program would compile at its first calls, compiled before it starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashtune.core.errors import KernelError, UsageError
+from flashtune.tuner.cli.command import flashtune_command
+from flashtune.tuner.cli.options import (
+    NO_SHAPE,
+    database_option,
+    json_option,
+    optional_problem_options,
+    quiet_options,
+    target_options,
+)
+from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.db.table import TunedTable
+    from flashtune.tuner.tables.warm import Call
+
+
+MOST_SHOWN = 3
+
+
+@flashtune_command(
+    "warm",
+    "flashtune warm --model llama-3.1-8b --seqlen 512..8192",
+    "flashtune warm --from calls.jsonl",
+    "flashtune warm --table h200.json",
+    "flashtune warm --target h100 --model llama-3.1-8b --phase training",
+)
+@optional_problem_options
+@click.option(
+    "--from",
+    "recorded_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Warm what a program called, as flashtune.record_calls or FLASHTUNE_RECORD wrote it there.",
+)
+@click.option(
+    "--table",
+    "table_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Warm every kernel of a tuned table, which is to be imported too. Repeatable.",
+)
+@target_options
+@quiet_options
+@database_option
+@json_option
+def command(
+    problems: tuple[Problem, ...],
+    recorded_file: Path | None,
+    table_files: tuple[Path, ...],
+    target: Target,
+    device: int | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """Compile, load and prove the kernels that calls will need, before a program makes them.
+
+    The first call of a new shape compiles its kernel, which takes seconds. Here all cores compile what
+    dispatch would choose for contiguous tensors of the named shapes, and for recorded calls as they
+    were. With --phase training the forward pass with its log-sum-exp and the gradients come too.
+
+    Binaries stay in Triton's cache, rendered kernels in flashtune's, and self-checks in the database: a
+    program that uses the same ones does not compile. With --target kernels are compiled and not loaded.
+    """
+    from flashtune.db.table import load_table
+    from flashtune.tuner.search.coverage import duration
+    from flashtune.tuner.tables.warm import calls_of, needs_of, tables_with, warm
+
+    if db is not None:
+        # Programs name their database so.
+        os.environ["FLASHTUNE_DB"] = db
+    started = time.monotonic()
+    tables = tuple(map(load_table, table_files))
+    calls = (*calls_of(problems), *_recorded(recorded_file), *_of_tables(tables, target))
+    if not calls:
+        raise UsageError(f"{NO_SHAPE}, a file of recorded calls by --from, or a table by --table")
+    needs = needs_of(calls, target, tables_with(target, tables))
+    for sentence in dict.fromkeys(needs.left_out):
+        note(f"left out: {sentence}")
+    with progress_bars() as bars:
+        results = warm(needs, target, device, bars)
+    if is_set("verbose"):
+        for result in results:
+            ending = result.failed or f"compiled in {result.seconds:.1f} s"
+            note(f"{result.problem}: {result.family} {result.config}: {printable(ending)}")
+    failed = [result for result in results if result.failed]
+    if as_json:
+        print_json(results)
+    else:
+        done = "compiled" if device is None else "compiled, loaded and proven"
+        took = duration(time.monotonic() - started)
+        click.echo(
+            f"{len(results) - len(failed)} of {len(results)} kernels are {done} for {target.name}, "
+            f"for {len(calls) - len(needs.left_out)} kinds of calls, in {took}"
+        )
+    if not results:
+        raise KernelError("no kernel family computes any of these calls: name other shapes")
+    if failed:
+        words = "; ".join(f"{result.problem}: {result.failed}" for result in failed[:MOST_SHOWN])
+        raise KernelError(
+            f"{len(failed)} kernels cannot serve ({words}): search their shapes again, "
+            "or run flashtune doctor"
+        )
+
+
+def _recorded(path: Path | None) -> tuple[Call, ...]:
+    from flashtune.recording.call_log import read_counts
+
+    if path is None:
+        return ()
+    return tuple((count.problem, count.specialization) for count in read_counts(path))
+
+
+def _of_tables(tables: tuple[TunedTable, ...], target: Target) -> tuple[Call, ...]:
+    """What the kernels of tables were selected for.
+
+    Raises:
+        UsageError: A table is of another GPU.
+    """
+    for table in tables:
+        if table.target != target.name:
+            raise UsageError(
+                f"a table of {printable(table.target)} cannot be warmed for {target.name}: "
+                "name its GPU by --target, or another table"
+            )
+    records = (record for table in tables for record in table.records)
+    return tuple((record.problem, record.specialization) for record in records if record.config)

@@ -1,0 +1,1 @@
+"""Tables, panels and plots that commands print."""

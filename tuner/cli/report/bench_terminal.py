@@ -1,0 +1,147 @@
+"""Results of `flashtune bench` for a person at a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import click
+from rich.table import Table
+
+from flashtune.tuner.bench.driver import Report
+from flashtune.tuner.bench.rates import is_decode, speed_of, unit_of
+from flashtune.tuner.bench.results import Bench, Ceiling, Copy, LeftOut, Row
+from flashtune.tuner.bench.summary import Against
+from flashtune.tuner.cli.output import console, note, plain, printable
+from flashtune.tuner.cli.report.bench_panels import lengths_of, title_of
+
+SDPA = "sdpa-"
+# Up to this many shapes are shown as tables, more as a line each.
+TABLES = 6
+
+
+def headers(bench: Bench) -> tuple[str, ...]:
+    """What stands above `cells`."""
+    return ("", "ms", "p20 to p80", unit_of(bench.problem).value, "of best SDPA", "host µs", "error")
+
+
+def show_bench(bench: Bench, problems: int) -> None:
+    """Prints one problem's results as they come: a table, or a line where there are many problems."""
+    if problems > TABLES:
+        click.echo(bench_line(bench))
+        return
+    console().print(bench_table(bench))
+    for sentence in notes(bench):
+        note(sentence)
+
+
+def bench_table(bench: Bench) -> Table:
+    """One line for each contestant."""
+    table = Table(title=plain(f"{bench.problem.key} on {bench.target}"), title_justify="left")
+    for number, header in enumerate(headers(bench)):
+        table.add_column(header, justify="left" if number == 0 else "right")
+    for row in bench.rows:
+        table.add_row(*map(plain, cells(bench, row)))
+    return table
+
+
+def bench_line(bench: Bench) -> str:
+    """The speeds of all contestants in the problem's unit, on one line."""
+    parts = [f"{row.name} {speed_of(bench.problem, row):.1f}" for row in bench.rows]
+    parts += [f"{left.name} left out" for left in bench.left_out]
+    parts += ["throttled"] if bench.throttled else []
+    unit = f" ({unit_of(bench.problem)})" if is_decode(bench.problem) else ""
+    return printable(f"{title_of(bench.problem)}, {lengths_of(bench.problem)}{unit}: {', '.join(parts)}")
+
+
+def notes(bench: Bench) -> tuple[str, ...]:
+    """Sentences that belong under the table."""
+    found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
+    found += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
+    if bench.throttled:
+        found.append("The clock was held down while sampling: compare within this run alone.")
+    return tuple(map(printable, found))
+
+
+def _why(left: LeftOut) -> str:
+    if left.message:
+        return left.message.rstrip(".")
+    if left.error is None:
+        return "its output is not finite where it should be"
+    return f"its error against float64 is {left.error:.2g} of what is allowed"
+
+
+def cells(bench: Bench, row: Row) -> tuple[str, ...]:
+    """A row under `headers`."""
+    best = min((other.ms for other in bench.rows if other.name.startswith(SDPA)), default=None)
+    return (
+        row.name,
+        f"{row.ms:.4f}",
+        f"{row.p20:.4f} to {row.p80:.4f}",
+        f"{speed_of(bench.problem, row):.1f}",
+        "" if best is None else f"{best / row.ms:.2f}",
+        f"{row.host_us:.1f}",
+        f"{row.error:.2f}",
+    )
+
+
+def show_summary(report: Report) -> None:
+    """Prints what follows from all results."""
+    for sentence in summary(report):
+        click.echo(sentence)
+
+
+def summary(report: Report) -> Iterator[str]:
+    """What follows from all results, a sentence each."""
+    run = report.run
+    for ceiling in run.ceilings:
+        yield f"{ceiling_text(ceiling)}."
+    if run.copy is not None and report.of_copy:
+        yield f"{copy_text(run.copy)}."
+    for found in report.of_copy:
+        yield printable(f"{found.case}: {found.gbps:.0f} GB/s, {found.share:.3f} of the copy.")
+    for entry in report.ratios:
+        mean = f"{entry.geometric_mean:.3f} in the geometric mean of {len(entry.points)}"
+        yield printable(
+            f"flashtune over {entry.peer}: {mean}, {entry.worst.ratio:.3f} at worst ({entry.worst.problem})."
+        )
+    if report.against is not None:
+        yield from against_text(report.against)
+    if len(run.benches) > TABLES:
+        yield from left_out_text(run.benches)
+    seconds = sum(bench.seconds for bench in run.benches)
+    yield f"{len(run.benches)} shapes in {seconds:.0f} s."
+
+
+def ceiling_text(ceiling: Ceiling) -> str:
+    """A ceiling in words."""
+    return (
+        f"A {ceiling.dtype} matrix product of {ceiling.side}³ reaches {ceiling.tflops:.1f} TFLOP/s, "
+        f"with the clock at {ceiling.clock_mhz:.0f} MHz after it"
+    )
+
+
+def copy_text(copy: Copy) -> str:
+    """A copy of device memory in words."""
+    return f"A copy of device memory moves {copy.gbps:.0f} GB/s, reads and writes together"
+
+
+def against_text(against: Against) -> Iterator[str]:
+    """Where we stand among figures measured elsewhere, in a line for each case and one for all."""
+    for point in against.points:
+        # A case names its unit where that is not TFLOP/s.
+        unit = "of cuDNN " if not against.absolute else "" if "[" in point.case else "TFLOP/s "
+        theirs = f"{point.best} {point.theirs:.3f} there"
+        yield printable(f"{point.case}: {point.ours:.3f} {unit}here, {theirs}: {point.ratio:.3f}")
+    lengths = ", ".join(f"{point.seqlen}: {point.ratio:.3f}" for point in against.worst_by_length())
+    yield f"At worst for each sequence length: {lengths}."
+    mean = f"{against.geometric_mean:.3f} in the geometric mean of {len(against.points)}"
+    worst = f"{against.worst.ratio:.3f} at worst ({against.worst.case})"
+    yield printable(f"Against the best of the peers {against.source}: {mean}, {worst}.")
+
+
+def left_out_text(benches: Sequence[Bench]) -> Iterator[str]:
+    """Who has no row and why, each reason once."""
+    reasons = Counter((left.name, _why(left)) for bench in benches for left in bench.left_out)
+    for (name, why), count in reasons.items():
+        yield printable(f"{name} is left out at {count} of {len(benches)} shapes: {why}.")

@@ -1,0 +1,191 @@
+"""The GPU's own process, as the search sees it: it may crash or hang at any time, and is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from flashtune.core.errors import MachineError
+from flashtune.core.record import Measurement, Outcome, Provenance
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled
+from flashtune.tuner.execution.evaluation import Evaluation, lost_device
+from flashtune.tuner.execution.gpu_jobs import (
+    DELAYED,
+    build_late,
+    evaluate_candidate,
+    evaluate_late,
+    fatal_error,
+    prepare,
+    time_finalists,
+)
+from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
+from flashtune.tuner.execution.processes import Lost, Workers, exit_code_of, failure_of
+
+# What sentences call the process that runs kernels.
+RUNNER = "the process that runs kernels"
+JOB_SECONDS = 20.0
+# Warps that fall behind are waited for.
+DELAYED_PATIENCE = 3.0
+# Gradients are three results of five products, and their reference is as much more work.
+BACKWARD_PATIENCE = 3.0
+FINALS_SECONDS = 180.0
+START_SECONDS = 120.0
+
+Result = TypeVar("Result")
+
+
+class GpuWorker:
+    """A `Measurer` that works in a process of its own on one GPU; a lost process is replaced.
+
+    A worker that crashed or hung may mean a bad kernel, a GPU that was taken away, or a machine that is
+    too busy or has no memory left. Before it counts as the candidate's failure, a new process has to reach
+    the GPU, and a probe has to find the machine well.
+    """
+
+    provenance = Provenance.MEASURED
+
+    def __init__(self, device: int, seconds: float = JOB_SECONDS) -> None:
+        self._device = device
+        self._seconds = seconds
+        self._worker = Workers(1)
+        # The process starts, and imports what it needs, while the first candidates compile.
+        self._worker.schedule(prepare, (device,), START_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.stop()
+
+    def evaluate(
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+    ) -> Future[Evaluation]:
+        """Starts verifying and measuring a candidate, once those before it are done."""
+        del compiled  # Triton's cache has the binary
+        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        settled: Future[Evaluation] = Future()
+        self._run(evaluate_candidate, (*arguments, drop_above_ms), self._patience(scope), scope, settled)
+        return settled
+
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        """Starts verifying a candidate with warps that fall behind: one that never ends by that is wrong."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target)
+        settled: Future[Evaluation | None] = Future()
+
+        def prove(built: Future[bool]) -> None:
+            if self._worker.stopped:
+                settled.cancel()
+                return
+            lost, error = failure_of(built), built.exception()
+            if error is None and built.result():
+                seconds = DELAYED_PATIENCE * self._patience(scope)
+                self._run(evaluate_late, (*arguments, self._device), seconds, scope, settled, DELAYED)
+            elif error is None or lost:
+                # A compiler that crashes or hangs says nothing of the candidate.
+                settled.set_result(None)
+            else:
+                settled.set_exception(_explained(error))
+
+        self._scheduled(build_late, arguments, COMPILE_SECONDS, settled, prove)
+        return settled
+
+    def _patience(self, scope: Scope) -> float:
+        return self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
+
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+        """Starts the finals; if their process is lost they come to nothing."""
+        arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
+        settled: Future[tuple[Measurement, ...]] = Future()
+
+        def settle(done: Future[tuple[Measurement, ...]]) -> None:
+            _pass_on(done, settled, () if failure_of(done) else None)
+
+        self._scheduled(time_finalists, arguments, FINALS_SECONDS, settled, settle)
+        return settled
+
+    def _scheduled(
+        self,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        settled: Future[Any],
+        settle: Callable[[Future[Result]], None],
+    ) -> None:
+        """Starts a job and has it settled; `settled` gets the error where no process can be started."""
+        try:
+            job = self._worker.schedule(function, arguments, seconds)
+        except MachineError as error:
+            settled.set_exception(stopped(str(error)))
+            return
+        job.add_done_callback(settle)
+
+    def _run(
+        self,
+        function: Callable[..., Evaluation],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        scope: Scope,
+        settled: Future[Any],
+        how: str = "",
+        *,
+        again: bool = True,
+    ) -> None:
+        """Starts an evaluation, and once more `again` where the process died before it took the job."""
+
+        def settle(job: Future[Evaluation]) -> None:
+            lost = failure_of(job)
+            if self._worker.stopped:
+                settled.cancel()
+            elif lost is None:
+                _pass_on(job, settled, None)
+            elif not lost.taken and again:
+                self._run(function, arguments, seconds, scope, settled, how, again=False)
+            else:
+                self._settle_lost(job, lost, scope, settled, how)
+
+        self._scheduled(function, arguments, seconds, settled, settle)
+
+    def _settle_lost(
+        self, job: Future[Evaluation], lost: Lost, scope: Scope, settled: Future[Any], how: str
+    ) -> None:
+        """Settles a job whose process was lost: a fault of the machine, the GPU or the candidate."""
+        outside = outside_fault(lost, RUNNER)
+        if outside:
+            settled.set_exception(stopped(outside))
+            return
+        outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.LAUNCH_ERROR
+        known = fatal_error(exit_code_of(job))
+        evaluation = Evaluation(outcome, message=how + (known or f"running {lost.words}"))
+
+        def settle(probe: Future[None]) -> None:
+            if self._worker.stopped:
+                settled.cancel()
+            elif failure_of(probe):
+                settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
+            elif known or probe.exception():
+                _pass_on(probe, settled, evaluation)
+            else:
+                settle_after_probe(
+                    scope.target, settled, lambda found: fault_of(lost, found, RUNNER), evaluation
+                )
+
+        self._scheduled(prepare, (self._device,), START_SECONDS, settled, settle)
+
+
+def _pass_on(job: Future[Any], settled: Future[Result], instead: Result | None) -> None:
+    """Gives a finished job's error, or its result, or what is `instead` of it, to another future."""
+    error = None if instead is not None and failure_of(job) else job.exception()
+    if error is not None:
+        settled.set_exception(_explained(error))
+    else:
+        settled.set_result(job.result() if instead is None else instead)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """An error with what a person may do, where the machine caused it."""
+    return stopped(str(error)) if isinstance(error, MachineError) else error

@@ -1,0 +1,295 @@
+"""Random tensors of a problem, on which candidates and baselines of both passes are timed."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.kernel import specialization_of
+from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
+from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
+from flashtune.core.target import device_target
+from flashtune.dispatch.lookup import default_selection
+from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.forward import Binary, bind, compile_binary
+from flashtune.launch.source_cache import kernel_of
+from flashtune.request.quantization import quantize
+from flashtune.runtime.unfused import standard_features
+from flashtune.tuner.workloads.passes import forward_of
+from flashtune.verification.inputs.placement import capacities, make_table, starts
+from flashtune.verification.lengths import Lengths, usual_lengths
+
+if TYPE_CHECKING:
+    from flashtune.core.kernel import Kernel, Specialization
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.tuner.execution.timing import Run
+
+# Which pages are whose: the same ones in every run.
+SEED = 20
+SOFTCAP = 30.0
+# A usual one; a kernel's time does not hang on it.
+DROPOUT = 0.1
+# A bias for each sequence up to so many elements; beyond, they share one.
+MAX_BIAS = 2**30
+# Of a boolean bias.
+VISIBLE_SHARE = 0.7
+# A quarter of the keys is the prefix.
+PREFIX_PART = 4
+# Standard deviation of what is stored in 8 bits: nearly all of it is in range.
+STORED_SPREAD = {KvDtype.E4M3: 64.0, KvDtype.INT8: 32.0}
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """Random inputs of a problem and room for its output, as kernels see them: heads first.
+
+    Contiguous [batch, heads, seqlen, head_dim]; packed sequences and what goes with pages are views of
+    [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
+
+    Attributes:
+        q, k, v, out: The tensors.
+        side: What is read beside them.
+        lse: Room for the log-sum-exp, float32 [batch, heads, seqlen_q], where it is asked for.
+        backward: What the kernels of a backward problem read and write, these tensors among it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    side: Side = NO_SIDE
+    lse: Tensor | None = None
+    backward: BackwardTensors | None = None
+
+    @property
+    def scale(self) -> float:
+        """The usual softmax scale."""
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -> Tensors:
+    """Fresh random inputs, quantised with their own scales where the problem has such.
+
+    Lengths of sequences are `usual_lengths` of the problem, pages are shuffled: both are the same every time.
+
+    Args:
+        problem: Of which pass it ever is: a backward one comes with what its forward pass gave.
+        device: Where they are.
+        lse: Whether there is room for the log-sum-exp of a forward pass.
+    """
+    tensors = make_inputs(problem, device)
+    if problem.is_backward:
+        return msgspec.structs.replace(tensors, backward=gradient_tensors(problem, tensors))
+    if not lse:
+        return tensors
+    room = torch.empty(tensors.q.shape[:3], dtype=torch.float32, device=device)
+    return msgspec.structs.replace(tensors, lse=room)
+
+
+def make_inputs(problem: Problem, device: torch.device) -> Tensors:
+    """Random inputs alone, and room for the output; of a backward problem those of its forward pass."""
+    if problem.features:
+        return _with_features(problem, device)
+    rows = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    shapes = ((*rows, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_head_dim))
+    out = torch.empty(*rows, problem.value_head_dim, dtype=TORCH_DTYPES[problem.out_dtype], device=device)
+    if problem.dtype.is_quantized:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
+        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
+        return Tensors(q, k, v, out, Side(q_scale, k_scale, v_scale))
+    make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
+    q, k, v = map(make, shapes)
+    return Tensors(q, k, v, out)
+
+
+def _with_features(problem: Problem, device: torch.device) -> Tensors:
+    lengths = usual_lengths(problem)
+    side = Side(
+        slopes=_slopes(problem).to(device) if problem.alibi else None,
+        bias=None if problem.bias is Bias.NONE else _bias(problem, device),
+        sinks=torch.zeros(problem.heads, device=device) if problem.sinks else None,
+        prefix=_integers([keys // PREFIX_PART for keys in lengths.keys], device) if problem.prefix else None,
+        seed=torch.tensor([SEED], device=device) if problem.dropout else None,
+        softcap=SOFTCAP if problem.softcap else None,
+        dropout=DROPOUT if problem.dropout else None,
+    )
+    side, keys = _located(problem, lengths, side, device)
+    rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    tokens_first = bool(problem.packed or problem.page_size)
+    final = TORCH_DTYPES[problem.out_dtype]
+    low = final if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
+    q = _random((rows[0], problem.heads, rows[1], problem.head_dim), low, tokens_first, device)
+    out = _shaped((*q.shape[:3], problem.value_head_dim), final, tokens_first, device)
+    k, k_scale = _stored((*keys, problem.head_dim), problem, tokens_first, device)
+    if problem.latent:
+        v, v_scale = k[..., : problem.value_head_dim], k_scale
+    else:
+        v, v_scale = _stored((*keys, problem.value_head_dim), problem, tokens_first, device)
+    if problem.dtype.is_quantized:
+        (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize, (q, k, v))
+        side = side._replace(q_scale=q_scale)
+    return Tensors(q, k, v, out, side._replace(k_scale=k_scale, v_scale=v_scale))
+
+
+def _located(
+    problem: Problem, lengths: Lengths, side: Side, device: torch.device
+) -> tuple[Side, tuple[int, int, int]]:
+    """Lengths and tables beside the rest, and the shape of keys without their width."""
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
+    if problem.packed:
+        rooms = capacities(problem, lengths)
+        keys = (1, problem.kv_heads, sum(rooms))
+        side = side._replace(cu_seqlens_q=starts(lengths.queries).to(device))
+        if not problem.page_size:
+            side = side._replace(cu_seqlens_kv=starts(rooms).to(device))
+    if problem.page_size or problem.lengths:
+        side = side._replace(seqlens_kv=_integers(lengths.keys, device))
+    if problem.page_size:
+        table = make_table(problem, lengths, torch.Generator().manual_seed(SEED))
+        keys = (table.pages, problem.kv_heads, problem.page_size)
+        side = side._replace(block_table=table.entries.to(device))
+    return side, keys
+
+
+def _stored(
+    shape: tuple[int, ...], problem: Problem, tokens_first: bool, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Keys or values, and their scales where they are in a cache's 8 bits."""
+    low = torch.bfloat16 if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
+    values = _random(shape, low, tokens_first, device)
+    kind = problem.kv_dtype
+    if kind is None:
+        return values, None
+    spread = STORED_SPREAD[kind]
+    limit = LARGEST_STORED[kind]
+    values = values.mul_(spread).clamp_(-limit, limit)
+    stored = (values.round_() if kind is KvDtype.INT8 else values).to(STORED_DTYPES[kind])
+    # Scales of their own where they are not one for all: a kernel reads them all.
+    own = {KvScale.TENSOR: (1, 1), KvScale.HEAD: (1, shape[1]), KvScale.PAGE: (shape[0], shape[1])}
+    blocks = shape[0] if problem.page_size else problem.batch
+    scales = torch.full(own[problem.kv_scale], 1 / spread, device=device)
+    return stored, scales.expand(blocks, shape[1])
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, device: torch.device) -> Tensor:
+    return _shaped(shape, dtype, tokens_first, device).normal_()
+
+
+def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, device: torch.device) -> Tensor:
+    """Room of a heads-first shape, with the tokens of a block one after the other where that is asked for."""
+    batch, heads, rows, width = shape
+    if not tokens_first:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(batch, rows, heads, width, dtype=dtype, device=device).transpose(1, 2)
+
+
+def _slopes(problem: Problem) -> Tensor:
+    """ALiBi's own, [batch, heads] in float32."""
+    slopes = 2.0 ** (-8.0 * (torch.arange(problem.heads, dtype=torch.float32) + 1) / problem.heads)
+    return slopes.expand(problem.batch, -1)
+
+
+def _bias(problem: Problem, device: torch.device) -> Tensor:
+    """[batch, heads, seqlen_q, seqlen_kv]; one for all sequences where each its own would be too large."""
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
+    elements = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
+    own = shape if elements <= MAX_BIAS else (1, *shape[1:])
+    if problem.bias is Bias.BOOLEAN:
+        bias = torch.empty(own, dtype=torch.bool, device=device).bernoulli_(VISIBLE_SHARE)
+    else:
+        bias = torch.randn(own, dtype=TORCH_DTYPES[problem.dtype], device=device)
+    return bias.expand(shape)
+
+
+def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
+    """What the kernels of a backward problem read and write: a right output, and its random gradient.
+
+    Args:
+        problem: The backward problem.
+        tensors: Its inputs, and room for the output of the forward pass, which is filled.
+    """
+    q, k, v, out = tensors.q, tensors.k, tensors.v, tensors.out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    _run_forward(forward_of(problem), tensors, lse)
+    return BackwardTensors(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout=torch.empty_like(out).normal_(),
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dv=torch.empty_like(v),
+        dbias=q.new_empty(*q.shape[:3], k.shape[2]) if problem.bias is Bias.ADDITIVE else None,
+        dslopes=torch.empty(q.shape[:2], device=q.device) if problem.alibi else None,
+    )
+
+
+def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
+    """The forward pass, by the default kernel of the GPU; on the CPU, where problems are small, by torch."""
+    q, k, v, out, side = tensors.q, tensors.k, tensors.v, tensors.out, tensors.side
+    if q.device.type == "cpu":
+        made, its_lse = standard_features(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
+        assert its_lse is not None
+        out.copy_(made)
+        lse.copy_(its_lse)
+        return
+    target = device_target(q.device.index or 0)
+    specialization = specialization_of((q, k, v, out), lse=True, bias=side.bias)
+    kernel, binary = _default_kernel(problem, target, specialization)
+    launch = bind(kernel, target, q, k, v, out, side, compiled=binary)
+    launch(q, k, v, out, lse, tensors.scale, side)
+
+
+@functools.lru_cache(maxsize=8)
+def _default_kernel(
+    problem: Problem, target: Target, specialization: Specialization
+) -> tuple[Kernel, Binary]:
+    """Kept: every candidate of a search is given fresh tensors."""
+    record = default_selection(problem, target, specialization).record
+    kernel = kernel_of(record, specialization)
+    return kernel, compile_binary(kernel, target)
+
+
+def differentiable(tensors: Tensors) -> Tensors:
+    """The same inputs as leaves of autograd, an additive bias among them."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v))
+    bias, side = tensors.side.bias, tensors.side
+    if bias is not None and bias.is_floating_point():
+        side = side._replace(bias=bias.detach().requires_grad_())
+    return msgspec.structs.replace(tensors, q=q, k=k, v=v, side=side)
+
+
+def gradient_run(forward: Run, tensors: Tensors) -> Run:
+    """The backward pass alone of what a forward pass computes from differentiable inputs.
+
+    The forward pass runs here, once; each run then makes the gradients of q, k and v, and of an additive
+    bias, from what it saved.
+
+    Args:
+        forward: Gives the output, or a tuple that starts with it.
+        tensors: What it computes it from, as `differentiable` made them of a backward problem's.
+
+    Raises:
+        RuntimeError: It does not take such inputs.
+    """
+    assert tensors.backward is not None
+    with torch.enable_grad():
+        result = forward()
+    out = result[0] if isinstance(result, tuple) else result
+    assert isinstance(out, Tensor)
+    given = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
+    leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+    dout = tensors.backward.dout
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,0 +1,53 @@
+"""Searching without a GPU: a `Measurer` that predicts."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+
+from flashtune.core.record import Measurement, Outcome, Provenance
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.perf_model.calibration import expected_ms, shipped_fit
+
+
+class Predictor:
+    """Answers with the model's time; verifies nothing."""
+
+    provenance = Provenance.PREDICTED
+
+    def evaluate(
+        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+    ) -> Future[Evaluation]:
+        """Predicts from the compiler's own figures; the future is done at once."""
+        del drop_above_ms  # there is no launch to cut short
+        assert compiled.resources is not None
+        family = find_family(candidate.family)
+        ms = expected_ms(
+            scope.problem, family, candidate.config, compiled.resources, scope.target, shipped_fit()
+        )
+        if math.isinf(ms):
+            return _done(Evaluation(Outcome.INFEASIBLE, message="not one block fits a multiprocessor"))
+        return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))
+
+    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+        """Nothing: predicting again gives the same."""
+        del scope, candidates
+        done: Future[tuple[Measurement, ...]] = Future()
+        done.set_result(())
+        return done
+
+    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+        """Nothing: it takes a GPU."""
+        del scope, candidate
+        done: Future[Evaluation | None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _done(evaluation: Evaluation) -> Future[Evaluation]:
+    future: Future[Evaluation] = Future()
+    future.set_result(evaluation)
+    return future

@@ -1,0 +1,100 @@
+"""Torch's SDPA of a problem's tensors, as searches and benchmarks time it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.dispatch.masked_sdpa import is_masked, masked_attention
+from flashtune.tuner.execution.inputs import Tensors
+from flashtune.tuner.execution.timing import Run
+from flashtune.verification.lengths import usual_lengths
+from flashtune.verification.reference.masks import places, visible_keys
+
+BACKENDS = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+MAX_MASK_ELEMENTS = 2**28
+# How tensors lie, or are stored, that no peer takes.
+LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
+
+
+def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
+    """SDPA by one backend; None where its mask would be too large."""
+    attend = sdpa_call(problem, tensors)
+    if attend is None:
+        return None
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return attend()
+
+    return run
+
+
+def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None:
+    """SDPA by whichever backend is enabled when it is called; None where it cannot, or its mask is too large.
+
+    SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal. Whatever else
+    hides keys, or is added to scores, is a mask. Each call adds a causal mask to a bias; others were made
+    before. SDPA drops as many weights, drawn in its own way.
+    """
+    if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
+        return None
+    if is_masked(problem):
+        # As dispatch would have it served: what it makes of the mask in each call counts.
+        assert tensors.side.bias is not None
+        inputs = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
+        return functools.partial(masked_attention, *inputs, tensors.scale, problem.causal)
+    top_left = problem.causal is Causal.TOP_LEFT or problem.seqlen_q == problem.seqlen_kv
+    causal = problem.causal is not Causal.NONE
+    masked = bool(problem.features - {Feature.DROPOUT}) or (causal and not top_left)
+    if masked and _mask_elements(problem) > MAX_MASK_ELEMENTS:
+        return None
+    return functools.partial(
+        scaled_dot_product_attention,
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        attn_mask=_mask(problem, tensors) if masked else None,
+        dropout_p=tensors.side.dropout or 0.0,
+        is_causal=causal and not masked,
+        scale=tensors.scale,
+        enable_gqa=problem.group_size > 1,
+    )
+
+
+def _mask_elements(problem: Problem) -> int:
+    """Elements of the mask that SDPA would be given."""
+    heads = problem.heads if problem.features & {Feature.ALIBI, Feature.BIAS} else 1
+    batch = problem.batch if problem.features - {Feature.WINDOW, Feature.CHUNK, Feature.FIRST_TOKENS} else 1
+    return batch * heads * problem.seqlen_q * problem.seqlen_kv
+
+
+def _mask(problem: Problem, tensors: Tensors) -> Tensor:
+    """What is visible, or what is added to scores: [batch | 1, heads | 1, seqlen_q, seqlen_kv]."""
+    device, side = tensors.q.device, tensors.side
+    lengths, rows = usual_lengths(problem), torch.arange(problem.seqlen_q)
+    batch = torch.arange(problem.batch)
+    seen = visible_keys(problem, lengths, batch, rows, side, device)[:, None]
+    if problem.bias is Bias.BOOLEAN:
+        assert side.bias is not None
+        seen = seen & side.bias
+    if not problem.alibi and problem.bias is not Bias.ADDITIVE:
+        return seen
+    added = (
+        torch.zeros((), device=device) if side.bias is None or side.bias.dtype is torch.bool else side.bias
+    )
+    if side.slopes is not None:
+        place = places(problem, lengths, batch, rows, device)[:, None]
+        distance = (place - torch.arange(problem.seqlen_kv, device=device)).abs()
+        added = added - side.slopes[:, :, None, None] * distance
+    return torch.where(seen, added, float("-inf")).to(tensors.q.dtype)

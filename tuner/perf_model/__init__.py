@@ -1,0 +1,1 @@
+"""Predicted times: roofline, balance of waves, and their calibration."""

@@ -1,0 +1,240 @@
+"""Truth tables: what every config of a space came to on one GPU, for judging searches without one.
+
+A table holds one family's configs for one problem: the whole space, or a part of it that was drawn
+uniformly. It is a file of compressed JSON, decoded as strictly as a shipped table.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import lzma
+import statistics
+from pathlib import Path
+
+import msgspec
+
+from flashtune.core.config import AxisValue, Config
+from flashtune.core.errors import TableError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Milliseconds, NonNegative, Outcome, PeerTime, Resources, ShortText, Versions
+from flashtune.templates.registry import family_names, find_family
+from flashtune.tuner.binary.sass import Loop
+from flashtune.tuner.candidates import Candidate, Scope, demand
+
+SUFFIX = ".json.xz"
+# A table has some hundred kilobytes of JSON; whatever unpacks to more is none.
+MAX_BYTES = 64 * 2**20
+# Digits of times that are kept, of milliseconds: a tenth of what the GPU's timer tells apart.
+DIGITS = 5
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """Time of a kernel, in ms: median, 20th and 80th percentile, and of how many samples."""
+
+    ms: Milliseconds
+    p20: Milliseconds
+    p80: Milliseconds
+    samples: NonNegative
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one config.
+
+    Attributes:
+        values: The config's fields, in the table's order.
+        outcome: How it ended.
+        message: Why it is not `ok`.
+        resources: What the compiler says of it, where it compiled.
+        loop: The inner loop of its machine code, where that was found.
+        batch: With which others it was timed in turn; batches drift apart.
+        first: Its time in that batch.
+        final: Its time among the best of all batches, where it was one of them.
+    """
+
+    values: tuple[int | bool | str, ...]
+    outcome: Outcome
+    message: ShortText = ""
+    resources: Resources | None = None
+    loop: Loop | None = None
+    batch: NonNegative = 0
+    first: Sampled | None = None
+    final: Sampled | None = None
+
+
+class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What configs of one family came to for one problem on one GPU.
+
+    Attributes:
+        problem: What was computed.
+        target: The GPU.
+        family: Whose configs they are.
+        versions: What made them.
+        space: Points of the family's space for this problem.
+        fitting: Those that fit the target by the SRAM model; rows are drawn from these.
+        drawn: How many of them were to be measured: the first in the order of a seeded hash.
+        seed: The seed of that order.
+        seconds: Wall clock of making the table.
+        jobs: Compiler processes beside the one that measured.
+        anchors: Time of the family's default in each batch, in ms: what batches drift by.
+        peers: Other implementations, timed in turn with the best of all batches.
+        fields: Names of the configs' fields.
+        rows: What was measured, in order of completion; fewer than `drawn` where it was cut short.
+    """
+
+    problem: Problem
+    target: ShortText
+    family: ShortText
+    versions: Versions
+    space: NonNegative
+    fitting: NonNegative
+    drawn: NonNegative
+    seed: NonNegative
+    seconds: float
+    jobs: NonNegative
+    anchors: tuple[Milliseconds, ...]
+    peers: tuple[PeerTime, ...]
+    fields: tuple[ShortText, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the run ended before all that were drawn."""
+        return len(self.rows) < self.drawn
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every config that fits is here."""
+        return len(self.rows) == self.fitting
+
+    def candidate(self, row: Row) -> Candidate:
+        """The candidate of a row.
+
+        Raises:
+            TableError: Its values make no config of the family.
+        """
+        if self.family not in family_names():
+            raise TableError(f"a truth table is of an unknown family {self.family[:40]!r}")
+        values = dict(zip(self.fields, row.values, strict=False))
+        try:
+            config = msgspec.convert(values, find_family(self.family).config_type)
+        except msgspec.ValidationError as error:
+            raise TableError(
+                f"a truth table of {self.family} holds a config that is none: {error}"
+            ) from error
+        return Candidate(self.family, config)
+
+    def first_times(self) -> tuple[float | None, ...]:
+        """Each row's time in its batch, in ms, as if the default took as long in every batch."""
+        usual = statistics.median(self.anchors) if self.anchors else 1.0
+        return tuple(
+            row.first.ms * usual / self.anchors[row.batch] if row.first else None for row in self.rows
+        )
+
+    def times(self) -> tuple[float | None, ...]:
+        """The best knowledge of each row's time, in ms: of the finals, or as the finals would have it.
+
+        Where only the fastest run in turn the GPU is hotter, and its clock lower, than in mixed batches.
+        """
+        first = self.first_times()
+        ratios = [row.final.ms / ms for row, ms in zip(self.rows, first, strict=True) if row.final and ms]
+        hotter = statistics.median(ratios) if ratios else 1.0
+        return tuple(
+            row.final.ms if row.final else ms and ms * hotter
+            for row, ms in zip(self.rows, first, strict=True)
+        )
+
+
+def draw(scope: Scope, count: int | None, seed: int) -> tuple[int, tuple[Candidate, ...]]:
+    """The candidates that fit a scope by the SRAM model, in a uniform order, and how many there are.
+
+    The order is that of a seeded hash of the config alone, so that draws for several problems hold
+    the same configs wherever their spaces do.
+
+    Args:
+        scope: Where to draw.
+        count: How many to draw at most; all where None.
+        seed: Of the hash.
+    """
+    fitting = [candidate for candidate in scope.candidates() if not demand(scope, candidate).excess]
+    ordered = sorted(fitting, key=functools.partial(_ticket, seed))
+    return len(fitting), tuple(ordered[:count])
+
+
+def _ticket(seed: int, candidate: Candidate) -> bytes:
+    return hashlib.sha256(msgspec.json.encode((seed, candidate.family, candidate.config))).digest()
+
+
+def values_of(config: Config) -> tuple[int | bool | str, ...]:
+    """A config's fields as a row keeps them."""
+    return tuple(_plain(value) for _, value in config.items())
+
+
+def _plain(value: AxisValue) -> int | bool | str:
+    return str(value.value) if isinstance(value, enum.Enum) else value
+
+
+def rounded(milliseconds: float) -> float:
+    """A time without the digits that mean nothing."""
+    return round(milliseconds, DIGITS)
+
+
+def write_table(table: TruthTable, path: Path) -> None:
+    """Writes a table; what was there stays whole until the new one is."""
+    packed = lzma.compress(msgspec.json.encode(table), preset=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_bytes(packed)
+    draft.replace(path)
+
+
+def read_table(path: Path) -> TruthTable:
+    """Reads a table.
+
+    Raises:
+        TableError: It cannot be read, or is no truth table.
+    """
+    try:
+        unpacker = lzma.LZMADecompressor()
+        raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
+        if not unpacker.eof:
+            raise TableError(f"{path.name} is no truth table: it is cut off, or unpacks to too much")
+        table = msgspec.json.decode(raw, type=TruthTable)
+    except OSError as error:
+        raise TableError(f"cannot read the truth table {path}: {error.strerror}") from error
+    except (lzma.LZMAError, msgspec.DecodeError, RecursionError) as error:
+        raise TableError(
+            f"{path.name} is no truth table: {error}; make it anew with benchmarks/truth.py"
+        ) from error
+    for row in table.rows:
+        table.candidate(row)
+        if row.first and not (row.batch < len(table.anchors) and table.anchors[row.batch] > 0):
+            raise TableError(f"{path.name} is no truth table: nothing was timed in batch {row.batch}")
+    return table
+
+
+def read_tables(folder: Path) -> tuple[TruthTable, ...]:
+    """All tables of a folder, in the order of their names.
+
+    Raises:
+        TableError: One of them cannot be read.
+    """
+    return tuple(read_table(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+
+
+def file_name(target: str, family: str, problem: Problem) -> str:
+    """What the file of a table is called."""
+    return f"{target}-{family}-{problem.key}{SUFFIX}"
+
+
+def fastest(table: TruthTable) -> float:
+    """The best time of a table, in ms.
+
+    Raises:
+        TableError: Nothing in it works.
+    """
+    times = [ms for ms in table.times() if ms is not None]
+    if not times:
+        raise TableError(f"nothing works in the truth table of {table.problem.key}")
+    return min(times)

@@ -1,0 +1,148 @@
+"""Predicted times of backward kernels, by the terms of the forward ones; none of them was fitted.
+
+A backward kernel keeps a block of keys and walks the queries that see it, and adds up dk and dv on the way.
+It makes dq as well, or leaves that to a second kernel, which keeps queries and walks keys as a forward
+kernel does, and makes scores once more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from flashtune.core.config import BlockSize, Config, LaunchOptions, Stages, Warps
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import Resources
+from flashtune.core.target import Target
+from flashtune.templates.common.model.makespan_backward import turned
+from flashtune.templates.common.model.sram import columns, head_chunks
+from flashtune.templates.family import Family
+from flashtune.tuner.binary.resources import occupancy
+from flashtune.tuner.perf_model import roofline
+from flashtune.tuner.perf_model.wave_balance import imbalance
+
+
+@runtime_checkable
+class TwoPasses(roofline.Tiled, Protocol):
+    """A config of two kernels, the second of which makes dq."""
+
+    @property
+    def dq_block_m(self) -> BlockSize:
+        """Queries of a tile that a program of the second kernel keeps."""
+        ...
+
+    @property
+    def dq_block_n(self) -> BlockSize:
+        """Keys of a block that it walks."""
+        ...
+
+    @property
+    def dq_warps(self) -> Warps:
+        """Its warps."""
+        ...
+
+    @property
+    def dq_stages(self) -> Stages:
+        """Depth of its software pipeline."""
+        ...
+
+
+class Tile(Config, frozen=True, kw_only=True):
+    """How one kernel cuts its work, as forward configs say it: `block_m` rows are kept, `block_n` walked."""
+
+    block_m: BlockSize
+    block_n: BlockSize
+    long_first: bool = False
+    heads_inner: bool = False
+    decomposed: bool = False
+    products: str = ""
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """One kernel's walk over all pairs.
+
+    Attributes:
+        problem: What is kept and walked, in the place of queries and keys of a forward problem.
+        tile: How it is cut.
+        heads: Query heads for each head of that problem.
+        columns: Columns of all products, as tiles pad them.
+        summed: Columns that are added up for each row that is kept.
+    """
+
+    problem: Problem
+    tile: Tile
+    heads: int
+    columns: int
+    summed: int
+
+
+def predict_backward_ms(
+    problem: Problem, family: Family, config: Config, resources: Resources, target: Target
+) -> float:
+    """GPU time of all kernels of a backward launch, in ms; infinite where one of them cannot run.
+
+    Raises:
+        UsageError: The family's configs have no tiles.
+    """
+    if not isinstance(config, roofline.Tiled):
+        raise roofline.without_tiles(family)
+    walks = passes(problem, config)
+    spills = roofline.spill_factor(resources)
+    compute = sum(_seconds(walk, family, config, resources, target) for walk in walks) * spills
+    exposed = roofline.transfer_seconds(problem.minimal_bytes(), target)
+    memory = roofline.memory_seconds(problem, family, config, target)
+    steps = (step(problem, config, Specialization()) for step in (family.prologue, family.epilogue))
+    launches = 1 + sum(step is not None for step in steps)
+    return roofline.LAUNCH_MS * launches + 1e3 * max(compute + exposed, memory)
+
+
+def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
+    """The kernels that walk all pairs."""
+    assert isinstance(config, roofline.Tiled)
+    decomposed = bool(getattr(config, "decomposed", False))
+    qk, v = (columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
+    # Scores, the weights' gradients, dk and dv; the first block of keys is seen by the most queries.
+    keys = _tile(config, config.block_n, config.block_m, config.num_warps, config.num_stages, long_first=True)
+    first = Pass(turned(problem), keys, problem.group_size, 2 * qk + 2 * v, qk + v)
+    if not isinstance(config, TwoPasses):
+        return (msgspec.structs.replace(first, columns=first.columns + qk),)
+    long_first = bool(getattr(config, "long_first", False))
+    queries = _tile(
+        config, config.dq_block_m, config.dq_block_n, config.dq_warps, config.dq_stages, long_first=long_first
+    )
+    forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
+    return first, Pass(forward, queries, 1, 2 * qk + v, qk)
+
+
+def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, long_first: bool) -> Tile:
+    return Tile(
+        block_m=kept,
+        block_n=walked,
+        num_warps=warps,
+        num_stages=stages,
+        long_first=long_first,
+        heads_inner=bool(getattr(config, "heads_inner", False)),
+        decomposed=bool(getattr(config, "decomposed", False)),
+        products=str(getattr(config, "products", "")),
+    )
+
+
+def _seconds(walk: Pass, family: Family, config: Config, resources: Resources, target: Target) -> float:
+    """Time of one kernel's loops; infinite where not one block of it is resident."""
+    tile = walk.tile
+    resident = occupancy(resources, LaunchOptions(tile.num_warps, tile.num_stages), target)
+    if resident.blocks == 0:
+        return math.inf
+    pairs = walk.heads * roofline.computed_pairs(walk.problem, tile)
+    own = family.overlap(config)
+    hidden = roofline.overlap(resident) if own is None else own
+    rate = (
+        roofline.matrix_rate(walk.problem, tile, target) * roofline.MATRIX_SHARE * roofline.tile_share(tile)
+    )
+    matrix, softmax = 2 * pairs * walk.columns / rate, roofline.softmax_seconds(pairs, target)
+    loop = max(matrix, softmax) + (1 - hidden) * min(matrix, softmax)
+    tiles = walk.problem.batch * walk.problem.heads * -(-walk.problem.seqlen_q // tile.block_m)
+    return loop * imbalance(walk.problem, tile, tiles, target.sm_count * resident.blocks, target)

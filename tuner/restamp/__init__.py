@@ -1,0 +1,1 @@
+"""Receipts carried over to kernels that render differently and compile to the same."""

@@ -1,0 +1,207 @@
+"""Compares two kernels by what a GPU would run: machine code, launch metadata and host launch code.
+
+A receipt of one kernel holds for the other where all of these are equal. Of a binary, code, constants,
+parameters, their relocations and AMD's launch parameters count; debug information and names do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+
+from flashtune.core.extra_inputs import NUMBERS
+from flashtune.core.file_lock import read_bounded
+from flashtune.launch.compilation import compile_kernel, load_module
+from flashtune.launch.tma_descriptors import typed
+from flashtune.launch.workspaces import allocate_workspace
+from flashtune.templates.family import why_not
+from flashtune.templates.registry import find_family
+from flashtune.tuner.execution.inputs import make_inputs
+from flashtune.tuner.restamp.elf import parts
+from flashtune.tuner.workloads.passes import forward_of
+from flashtune.verification.cases import Level
+from flashtune.verification.inputs.guarded_tensors import Layout
+from flashtune.verification.passes import planned_cases
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.compiler import CompiledKernel
+
+    from flashtune.core.config import Config
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+
+META = torch.device("meta")
+SEED = 0
+# Metadata that names a kernel or the compiler's cache, and so says nothing of the launch.
+NAMES = frozenset({"hash", "name"})
+LIBRARIES = Path(triton.__file__).with_name("backends") / "nvidia" / "lib"
+MAX_LIBRARY_BYTES = 256 * 1024 * 1024
+
+
+def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, target: Target) -> str:
+    """Returns the first difference between two kernels of one problem, empty where there is none.
+
+    Both are compiled for the target by the installed Triton. Their launch code is run on tensors without
+    memory, for every case of the verifier's full level.
+
+    Raises:
+        KernelError: One of them does not compile.
+    """
+    for part in ("", "first", "last"):
+        before, after = (getattr(kernel, part) if part else kernel for kernel in (old, new))
+        if (before is None) != (after is None):
+            return "the number of kernels of a launch"
+        if before is not None:
+            if _bound(before) != _bound(after):
+                return "the tensors and numbers that its arguments are bound to"
+            found = _binary_difference(compile_kernel(before, target), compile_kernel(after, target), target)
+            if found:
+                return found
+    return _plan_difference(old, new, problem, config, target)
+
+
+def _bound(kernel: Kernel) -> list[tuple[str, str, int]]:
+    """The arguments of a kernel as a launch binds them: tensors and floats by name, integers by place."""
+    return [
+        ("" if argument.type.startswith("i") else argument.name, argument.type, argument.divisibility)
+        for argument in kernel.arguments
+    ]
+
+
+def _binary_difference(old: CompiledKernel, new: CompiledKernel, target: Target) -> str:
+    before, after = (_metadata(compiled) for compiled in (old, new))
+    if before != after:
+        changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+        return f"launch metadata: {', '.join(changed)}"
+    kind = "cubin" if target.is_nvidia else "hsaco"
+    first, second = (parts(compiled.asm[kind], compiled.metadata.name) for compiled in (old, new))
+    changed = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+    return f"machine code: {', '.join(changed)}" if changed else ""
+
+
+def _metadata(compiled: CompiledKernel) -> dict[str, str]:
+    """The launch metadata in comparable form. Libraries count by their content, wherever they are."""
+    values = compiled.metadata._asdict()
+    libraries = [(name, _content(Path(path))) for name, path in values.pop("extern_libs", None) or ()]
+    named = {name: repr(value) for name, value in values.items() if name not in NAMES}
+    return {**named, "extern_libs": repr(libraries)}
+
+
+@functools.cache
+def _content(path: Path) -> str:
+    """A hash of a file. Of one that cannot be read or is too large its path: it equals no other file.
+
+    Triton's cache finds a binary by the content of NVIDIA's libraries. A binary that was compiled by an
+    installation that is gone names that one's files. The installed files of these names have their content.
+    """
+    try:
+        content = read_bounded(path if path.exists() else LIBRARIES / path.name, MAX_LIBRARY_BYTES + 1)
+    except OSError:
+        return str(path)
+    return str(path) if len(content) > MAX_LIBRARY_BYTES else hashlib.sha256(content).hexdigest()
+
+
+class _Plan(NamedTuple):
+    """All that the launch code of a module makes of one problem's tensors."""
+
+    launch: Any
+    prologue: Any
+    epilogue: Any
+    descriptors: Any
+
+
+def _plan_difference(old: Kernel, new: Kernel, problem: Problem, config: Config, target: Target) -> str:
+    modules = [_launch_code(kernel, target) for kernel in (old, new)]
+    family = find_family(new.family)
+    for case, _ in planned_cases(new, problem, config, Level.FULL, SEED):
+        if why_not(family, case.problem, target, new.specialization):
+            continue
+        tensors = _planned(new, case.problem, case.layout)
+        plans = [_plan(module, new, tensors, problem.is_backward) for module in modules]
+        for name, before, after in zip(_Plan._fields, *plans, strict=True):
+            if before != after:
+                return f"{name} of {case.label}"
+    return ""
+
+
+def _launch_code(kernel: Kernel, target: Target) -> dict[str, Any]:
+    """The functions of a module as they run on the target, whose multiprocessors they count."""
+    module = load_module(kernel)
+    counts = types.SimpleNamespace(multi_processor_count=target.sm_count)
+    cuda = types.SimpleNamespace(get_device_properties=lambda device: counts)
+    names = {**vars(module), "torch": types.SimpleNamespace(**{**vars(torch), "cuda": cuda})}
+    for name, value in vars(module).items():
+        if isinstance(value, types.FunctionType):
+            names[name] = types.FunctionType(
+                value.__code__, names, name, value.__defaults__, value.__closure__
+            )
+    return names
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor without memory that passes for one on a GPU."""
+
+    is_cuda = True
+
+
+def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
+    """The tensors by which the launch of a case is planned, as `bind` and `bind_backward` pass them."""
+    inputs = make_inputs(forward_of(problem), META)
+    q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
+    if layout is Layout.BSHD and not (problem.packed or problem.page_size):
+        q, k, v, out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, out))
+    tensors = [q, k, v, out]
+    if problem.is_backward:
+        tensors += [torch.empty_like(tensor) for tensor in (out, q, k, v)]
+    names = kernel.all_side if problem.is_backward else kernel.side
+    # The scales of quantised queries are contiguous, so that no plan reads them.
+    if not problem.dtype.is_quantized:
+        tensors += [getattr(inputs.side, name) for name in names if name not in NUMBERS]
+    return [tensor.to(META).as_subclass(_OnGpu) for tensor in tensors]
+
+
+def _plan(module: dict[str, Any], kernel: Kernel, tensors: list[Tensor], backward: bool) -> _Plan:
+    launch = module["launch_plan"](*tensors)
+    described = None
+    if kernel.takes_descriptors:
+        scratch = [allocate_workspace(shape, META) for shape in launch[1]]
+        described = _described(module, kernel, tensors, scratch, backward=backward)
+    return _Plan(
+        launch,
+        module["prologue_plan"](*tensors) if kernel.prologue else None,
+        module["epilogue_plan"](*tensors) if kernel.epilogue else None,
+        described,
+    )
+
+
+def _described(
+    module: dict[str, Any], kernel: Kernel, tensors: list[Tensor], scratch: list[Tensor], *, backward: bool
+) -> list[Any]:
+    """The TMA descriptors of a launch, in comparable form, by the tensors that they describe."""
+    if backward:
+        passed = [*tensors, *scratch]
+        made = [*module["descriptors"](*passed).items()]
+    else:
+        q, k, v, out = tensors[:4]
+        # The kernel reads the values that its prologue wrote.
+        passed = [q, k, typed(scratch[0], v) if kernel.prologue else v, out]
+        made = [*enumerate(module["descriptors"](*passed))]
+    places = [tensor.untyped_storage()._cdata for tensor in passed]
+    return [(key, [_comparable(one, places) for one in descriptors]) for key, descriptors in made]
+
+
+def _comparable(descriptor: Any, places: list[int]) -> tuple[Any, ...]:
+    fields = {field.name: getattr(descriptor, field.name) for field in dataclasses.fields(descriptor)}
+    base = fields.pop("base")
+    place = places.index(base.untyped_storage()._cdata)
+    tensor = (place, base.storage_offset(), tuple(base.shape), base.stride(), base.dtype)
+    return tensor, {name: repr(value) for name, value in fields.items()}

@@ -1,0 +1,192 @@
+"""Carries receipts over to kernels whose source changed and whose machine code did not."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from flashtune.core.errors import FlashtuneError, KernelError
+from flashtune.core.kernel import Kernel
+from flashtune.core.record import Record
+from flashtune.core.target import Target
+from flashtune.db.codec import fingerprint
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.compilation import first_line, kernel_folder
+from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool, usable_cores
+from flashtune.tuner.restamp.earlier_sources import EarlierSources
+from flashtune.tuner.restamp.equivalence import difference
+from flashtune.tuner.tables.admission import facts_of
+
+# Two kernels, each with its prologue and epilogue.
+SECONDS = 600.0
+
+Progress = Callable[[str, int, int], None]
+
+
+def quiet(phase: str, done: int, total: int) -> None:
+    """Shows no progress."""
+
+
+_Key = tuple[str, str, str, str, str]
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+class Fate(enum.StrEnum):
+    """The result of a record's comparison.
+
+    current       It names the kernel and the template version of today.
+    carried       Its receipt was carried over.
+    changed       The two kernels differ, or one cannot be compiled.
+    other_triton  The kernels' sources differ, and another Triton or ptxas is installed than made the record.
+    no_source     There is no file with the source of its kernel.
+    """
+
+    CURRENT = "current"
+    CARRIED = "carried"
+    CHANGED = "changed"
+    OTHER_TRITON = "other_triton"
+    NO_SOURCE = "no_source"
+
+
+class Restamped(msgspec.Struct, frozen=True):
+    """A record after the comparison.
+
+    Attributes:
+        record: With the digest and the template version of today where its receipt was carried over.
+        fate: The result of the comparison.
+        reason: The first difference, where there is one.
+    """
+
+    record: Record
+    fate: Fate
+    reason: str = ""
+
+
+class _Pair(NamedTuple):
+    """The kernel that a record names, and the one that its config renders to today."""
+
+    old: Kernel
+    new: Kernel
+    target: Target
+
+
+def restamp(
+    records: Iterable[Record], folders: Iterable[Path] = (), progress: Progress = quiet
+) -> tuple[Restamped, ...]:
+    """Compares the kernel that each record names with today's; carries receipts over where they are equal.
+
+    Both kernels are compiled by the installed Triton for the record's target; see `equivalence.difference`.
+
+    Args:
+        records: Those without a kernel are left as they are.
+        folders: Folders with sources of earlier kernels, besides the kernel cache.
+        progress: Called after each comparison with the phase, the number done and the total.
+    """
+    listed = list(records)
+    sources = EarlierSources([kernel_folder(), *folders])
+    pairs = [_pair(record, sources) for record in listed]
+    compared = _compare(listed, pairs, progress)
+    return tuple(_judged(record, pair, compared) for record, pair in zip(listed, pairs, strict=True))
+
+
+def fates(restamped: Iterable[Restamped]) -> dict[str, int]:
+    """The number of records by fate."""
+    counts = Counter(one.fate for one in restamped)
+    return {fate.value: counts[fate] for fate in Fate}
+
+
+def _pair(record: Record, sources: EarlierSources) -> _Pair | Restamped:
+    if record.config is None or record.kernel is None:
+        return Restamped(record, Fate.CURRENT)
+    target = facts_of(record)
+    if target is None:
+        return Restamped(record, Fate.CHANGED, f"there is no target {record.target!r} here")
+    try:
+        family = find_family(record.family)
+        new = render(family, record.problem, record.config, record.specialization)
+    except FlashtuneError as error:
+        return Restamped(record, Fate.CHANGED, str(error))
+    if record.kernel == new.digest:
+        return _Pair(new, new, target)
+    here = current_versions(record.family)
+    if record.versions.compilers != here.compilers:
+        # Equal code of one compiler proves nothing of another's.
+        return Restamped(record, Fate.OTHER_TRITON)
+    old = sources.kernel(record.kernel, new)
+    return _Pair(old, new, target) if old else Restamped(record, Fate.NO_SOURCE)
+
+
+def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Progress) -> dict[_Key, str]:
+    """The first difference of each distinct pair of kernels on a target."""
+    jobs = {
+        _key(record, pair): (pair.old, pair.new, record.problem, record.config, pair.target)
+        for record, pair in zip(records, pairs, strict=True)
+        if isinstance(pair, _Pair) and pair.old is not pair.new
+    }
+    return differences("comparing", jobs, progress)
+
+
+def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: Progress) -> dict[_Name, str]:
+    """Returns the first difference of each pair of kernels, empty where there is none.
+
+    Args:
+        phase: The name of these comparisons.
+        jobs: The arguments of `equivalence.difference`, by any key.
+        progress: As that of `restamp`.
+    """
+    if not jobs:
+        return {}
+    pool = start_pool(usable_cores())
+    try:
+        futures: dict[_Name, Future[str]] = {
+            key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()
+        }
+        for done, _ in enumerate(as_completed(futures.values()), start=1):
+            progress(phase, done, len(futures))
+        lost = {key: failure_of(future) for key, future in futures.items()}
+        return {key: why[1] if (why := lost[key]) else future.result() for key, future in futures.items()}
+    finally:
+        stop_pool(pool)
+
+
+def _key(record: Record, pair: _Pair) -> _Key:
+    """Launch code depends on lengths, so that each problem is compared by itself."""
+    return (
+        pair.old.digest,
+        pair.new.digest,
+        record.target,
+        record.problem.key,
+        fingerprint(msgspec.json.encode(record.config)),
+    )
+
+
+def _difference(*job: object) -> str:
+    try:
+        return difference(*job)  # type: ignore[arg-type]
+    except KernelError as error:
+        return str(error)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"the earlier launch code fails here: {first_line(error)}"
+
+
+def _judged(record: Record, pair: _Pair | Restamped, compared: Mapping[_Key, str]) -> Restamped:
+    if isinstance(pair, Restamped):
+        return pair
+    found = compared.get(_key(record, pair), "")
+    if found:
+        return Restamped(record, Fate.CHANGED, found)
+    version = template_hash(record.family)
+    if pair.old is pair.new and record.versions.template == version:
+        return Restamped(record, Fate.CURRENT)
+    versions = msgspec.structs.replace(record.versions, template=version)
+    carried = msgspec.structs.replace(record, kernel=pair.new.digest, versions=versions)
+    return Restamped(carried, Fate.CARRIED)

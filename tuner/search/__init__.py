@@ -1,0 +1,1 @@
+"""The search of one problem: proposals, pipeline, finals and selection, with a log that resumes it."""

@@ -1,0 +1,114 @@
+"""What a search is expected to do, before it starts: how much of its spaces it tries, and for how long."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.core.record import Provenance, Record
+from flashtune.tuner.search.driver import search_scope
+from flashtune.tuner.search.warm_start import finished
+
+if TYPE_CHECKING:
+    from flashtune.db.store import Store
+    from flashtune.tuner.search.request import SearchRequest
+
+# Compilations that took less, in seconds, were answered by Triton's cache.
+CACHED_SECONDS = 0.2
+# Seconds that one compiler takes for a candidate, where no record says so.
+USUAL_SECONDS = 2.0
+
+
+class Expectation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one search is expected to do.
+
+    Attributes:
+        problem: Key of the problem.
+        target: Name of the GPU.
+        families: The families that are searched, and how many candidates each has.
+        candidates: Size of all spaces.
+        known: Candidates that earlier searches compiled.
+        tried: Candidates that will have been compiled in the end, those included; about, and at most.
+        seconds: Wall clock without the finals; about, and at most.
+    """
+
+    problem: str
+    target: str
+    families: dict[str, int]
+    candidates: int
+    known: int
+    tried: int
+    seconds: float
+
+
+def expect(request: SearchRequest, store: Store | None, width: int, compile_seconds: float) -> Expectation:
+    """What a search is expected to do.
+
+    Args:
+        request: The search.
+        store: What earlier searches found; None where there is no database yet.
+        width: Compiler processes.
+        compile_seconds: What one compiler takes for one candidate.
+
+    Raises:
+        ProblemError: No family computes the problem on the target.
+    """
+    scope = search_scope(request)
+    families = {entry.family.name: entry.space.size() for entry in scope.spaces}
+    candidates = sum(families.values())
+    provenance = Provenance.PREDICTED if request.device is None else Provenance.MEASURED
+    rows = finished(store, scope, provenance).values() if store else ()
+    known = sum(row.record.kernel is not None for row in rows)
+    rate = width / compile_seconds
+    most = min(candidates, request.budget.trials or candidates)
+    seconds = min(request.budget.seconds or math.inf, max(0, most - known) / rate)
+    return Expectation(
+        problem=request.problem.key,
+        target=request.target.name,
+        families=families,
+        candidates=candidates,
+        known=known,
+        tried=max(known, min(most, known + round(seconds * rate))),
+        seconds=seconds,
+    )
+
+
+def usual_compile_seconds(*sources: Iterable[Record]) -> float:
+    """The median of what compilations took that no cache answered, in seconds.
+
+    It is that of the first source with such compilations.
+    """
+    for records in sources:
+        taken = [record.resources.compile_seconds for record in records if record.resources]
+        real = [seconds for seconds in taken if seconds > CACHED_SECONDS]
+        if real:
+            return statistics.median(real)
+    return USUAL_SECONDS
+
+
+def outlook(expected: tuple[Expectation, ...]) -> str:
+    """What all searches together are expected to do, in one sentence."""
+    candidates = sum(one.candidates for one in expected)
+    tried = sum(one.tried for one in expected)
+    share = f"about {tried:,} of {candidates:,} candidates ({_percent(tried / max(1, candidates))})"
+    seconds = duration(sum(one.seconds for one in expected))
+    if len(expected) == 1:
+        return f"{share} in about {seconds}"
+    return f"{len(expected)} shapes: {share} in about {seconds} in all"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `45 s`, `12 min` or `3.5 h`."""
+    if seconds < 120:
+        return f"{math.ceil(seconds)} s"
+    if seconds < 7200:
+        return f"{math.ceil(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"

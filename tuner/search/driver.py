@@ -1,0 +1,220 @@
+"""The search: propose, prune, compile, verify, measure, store; then finals, a last proof, the selection."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+
+from flashtune.core.errors import MachineError, ProblemError
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.eligibility import serves_any_tensors
+from flashtune.db.store import Store, StoredRecord
+from flashtune.dispatch.versions import current_versions, same_makers
+from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.execution.backend import Equipment, open_equipment
+from flashtune.tuner.execution.evaluation import DeviceLostError
+from flashtune.tuner.perf_model.calibration import shipped_fit
+from flashtune.tuner.search.finals import prove_choice, run_finals, selected
+from flashtune.tuner.search.pipeline import Pipeline
+from flashtune.tuner.search.policy import Knowledge, Policy, default_policy
+from flashtune.tuner.search.ranking import promising
+from flashtune.tuner.search.request import (
+    Budget,
+    Experience,
+    Observer,
+    Phase,
+    Progress,
+    SearchRequest,
+    SearchResult,
+)
+from flashtune.tuner.search.trial_log import Journal
+from flashtune.tuner.search.warm_start import known_winners, warm_configs
+
+__all__ = ["Budget", "SearchRequest", "SearchResult", "run_search", "search_scope"]
+
+
+def run_search(
+    request: SearchRequest,
+    store: Store,
+    observer: Observer = lambda progress: None,
+    equipment: Equipment | None = None,
+    policy: Policy = default_policy,
+) -> SearchResult:
+    """Searches the kernels for one problem on one GPU; everything that finishes is stored at once.
+
+    What the store knows of the same problem, target, config and versions is not done again, so the
+    same request goes on where an interrupted one stopped.
+
+    Args:
+        request: What to search, and when to stop.
+        store: Where records go and come from.
+        observer: Hears of progress, several times a second.
+        equipment: What compiles and measures; made for this search alone where left out.
+        policy: Who proposes candidates.
+
+    Raises:
+        ProblemError: No family computes the problem on the target, or there is nothing to compute.
+        UsageError: A named family does not exist.
+        StoreError: The store cannot be read or written.
+        DeviceLostError: The GPU cannot be used, or was taken away.
+        MachineError: The machine failed, as with a full disk: no candidate is blamed for it.
+        KeyboardInterrupt: Passed on once the best so far is selected.
+    """
+    scope = search_scope(request)
+    given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
+    with given as tools:
+        clock, measures = tools.clock, tools.measurer
+        started = clock.now()
+        journal = Journal(store, scope, measures.provenance, retry_failed=request.retry_failed)
+        reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
+        reporter.report(Phase.STARTING)
+        experience = request.experience or Experience(
+            warm_configs(known_winners(store), scope), shipped_fit()
+        )
+        promised = _promised(request, scope, experience)
+        known = Knowledge(
+            scope, promised, journal.answers(), request.budget.trials, request.seed, experience.fit
+        )
+        pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
+        try:
+            stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
+            reporter.report(Phase.FINALS)
+            run_finals(scope, journal, tools)
+            prove_choice(scope, journal, tools)
+        except (KeyboardInterrupt, DeviceLostError, MachineError):
+            # What is right and timed may serve, though no finals compared it, or no delays proved it.
+            _pin(store, request, journal)
+            raise
+    best, stand_in, pinned = _pin(store, request, journal)
+    reporter.report(Phase.DONE)
+    return SearchResult(
+        problem=request.problem,
+        target=request.target,
+        provenance=measures.provenance,
+        stop=stop,
+        seconds=clock.now() - started,
+        tally=journal.tally(),
+        candidates=sum(entry.space.size() for entry in scope.spaces),
+        best=best.record if best else None,
+        best_id=best.id if best else None,
+        pinned=pinned,
+        stand_in=stand_in.record if stand_in else None,
+        default=_default(scope, journal),
+        reasons=journal.reasons(),
+    )
+
+
+def search_scope(request: SearchRequest) -> Scope:
+    """Where a search looks: families without a chance are left out, unless the request names families.
+
+    Raises:
+        ProblemError: No family computes the problem on the target, or there is nothing to compute.
+        UsageError: A named family does not exist.
+    """
+    problem = request.problem
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
+        raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
+    spaces = open_spaces(problem, request.target, request.families, request.spaces)
+    assumed = contiguous_specialization(problem, lse=request.lse)
+    scope = Scope(problem, request.target, assumed, spaces)
+    return scope if request.families or request.spaces else promising(scope, shipped_fit())
+
+
+def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> tuple[Candidate, ...]:
+    """What is tried first and in any case: each family's default, and winners of near shapes."""
+    defaults = (
+        candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
+    )
+    return tuple(dict.fromkeys((*defaults, *experience.warm)))
+
+
+def _pin(
+    store: Store, request: SearchRequest, journal: Journal
+) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
+    """Selects among the finalists, or among all where there were no finals, and pins the choice.
+
+    A prediction never takes the place of something measured, nor does the best of some families that
+    of a faster one that was not searched.
+
+    Returns:
+        The choice, what stands in for the selection where that cannot address every tensor, and
+        whether the choice was made the selection.
+    """
+    rows = journal.contenders()
+    best = selected(rows)
+    if best is None:
+        return None, None, False
+    stored = (entry.record for entry in store.selections(request.target.name))
+    present = next((record for record in stored if record.problem == request.problem), None)
+    pinned = present is None or not _stands(present, best.record, request)
+    if pinned:
+        store.pin(best.id)
+    other = selected(row for row in rows if serves_any_tensors(row.record))
+    measured = other is not None and other.record.provenance is Provenance.MEASURED
+    if other is None or not (pinned or measured) or not store.stand_in(other.id):
+        other = None
+    return best, other, pinned
+
+
+def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
+    """Whether the present selection stays in place of what a search chose."""
+    if present.provenance is Provenance.PREDICTED:
+        return False
+    if chosen.provenance is Provenance.PREDICTED:
+        return True
+    # What was searched too was compared in this search's own run, which tells more than stored times.
+    if present.config is None or not request.families or present.family in request.families:
+        return False
+    installed = same_makers(present.versions, current_versions(present.family))
+    return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
+
+
+def _default(scope: Scope, journal: Journal) -> Record | None:
+    """The fastest family default, as timed in the finals if it was there."""
+    rows = [row for candidate in scope.defaults() if (row := journal.rows.get(candidate)) is not None]
+    right = [row.record for row in rows if row.record.outcome is Outcome.OK]
+    return min(right, key=lambda record: record.ms or 0.0, default=None)
+
+
+class _Reporter:
+    """Tells the observer how far a search is."""
+
+    def __init__(
+        self, request: SearchRequest, journal: Journal, observer: Observer, elapsed: Callable[[], float]
+    ) -> None:
+        self._request = request
+        self._journal = journal
+        self._observer = observer
+        self._elapsed = elapsed
+        self._before = journal.tally().tried
+        self._reported = len(journal.rows)
+
+    def report(self, phase: Phase) -> None:
+        tally = self._journal.tally()
+        # Rows keep the order in which candidates finished.
+        fresh = itertools.islice(self._journal.rows.values(), self._reported, None)
+        finished = tuple(row.record for row in fresh)
+        self._reported += len(finished)
+        seconds = self._elapsed()
+        self._observer(
+            Progress(
+                problem=self._request.problem,
+                phase=phase,
+                tally=tally,
+                expected=self._request.budget.trials,
+                best=self._journal.best,
+                seconds=seconds,
+                remaining=self._remaining(tally.tried, seconds),
+                finished=finished,
+            )
+        )
+
+    def _remaining(self, tried: int, seconds: float) -> float | None:
+        """The sooner of what is left of the seconds, and of the trials at the pace so far."""
+        budget = self._request.budget
+        ends = [] if budget.seconds is None else [budget.seconds - seconds]
+        if budget.trials is not None and tried > self._before:
+            ends.append((budget.trials - tried) * seconds / (tried - self._before))
+        return max(0.0, min(ends)) if ends else None

@@ -1,0 +1,95 @@
+"""The end of a search: the best timed once more, in one run, and the one that is chosen proven once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.core.record import Outcome, Record
+from flashtune.db.eligibility import serves_any_tensors
+from flashtune.db.store import StoredRecord
+from flashtune.tuner.candidates import Scope
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.search.selection import candidate_of, finalists, may_be_selected, select
+from flashtune.tuner.search.trial_log import Journal
+from flashtune.verification.check import joined
+from flashtune.verification.schedule_fuzzing import DELAYS
+
+# Candidates that are timed once more, in turn. Many, since the first time of each was taken alone: where only
+# the fastest run in turn, the GPU is hotter, and who was first by a few percent may be twentieth.
+FINALISTS = 24
+# The finals take no candidate that is slower than this many times the best.
+FINALS_WITHIN = 1.15
+
+
+def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
+    """Times the best candidates, the fastest default, what may stand in, and the peers in one run.
+
+    Where that comes to nothing, those that were timed in one run before are the finalists still.
+
+    Raises:
+        DeviceLostError: The GPU was taken away.
+    """
+    best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
+    rows = (journal.rows.get(candidate) for candidate in scope.defaults())
+    defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
+    if not best:
+        return
+    default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
+    stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
+    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
+    job = tools.measurer.finals(scope, entrants)
+    tools.clock.wait_for_all((job,))
+    measured = job.result()
+    for candidate, measurement in zip(entrants, measured, strict=False):
+        journal.amend(msgspec.structs.replace(journal.rows[candidate].record, measurement=measurement))
+    if measured:
+        journal.finalists = entrants
+
+
+def prove_choice(scope: Scope, journal: Journal, tools: Equipment) -> None:
+    """Proves what is about to be selected with warps that fall behind; one that fails makes way for the next.
+
+    Raises:
+        DeviceLostError: The GPU was taken away.
+    """
+    while (row := selected(journal.contenders())) is not None:
+        record = row.record
+        if record.verdict and record.verdict.probes and DELAYS in record.verdict.probes:
+            return
+        job = tools.measurer.evaluate_delayed(scope, candidate_of(record))
+        tools.clock.wait_for_all((job,))
+        evaluation = job.result()
+        if evaluation is None:
+            return
+        journal.amend(_judged(record, evaluation))
+        if evaluation.outcome is Outcome.OK:
+            return
+        following = selected(journal.rows[candidate] for candidate in journal.finalists)
+        # What is left of the finalists may be far slower than what there was no room for among them.
+        if following is None or (following.record.ms or 0.0) > FINALS_WITHIN * (record.ms or 0.0):
+            run_finals(scope, journal, tools)
+
+
+def selected(rows: Iterable[StoredRecord]) -> StoredRecord | None:
+    """The row to select among those of one problem and run."""
+    listed = list(rows)
+    record = select(row.record for row in listed)
+    return next((row for row in listed if row.record is record), None)
+
+
+def _judged(record: Record, evaluation: Evaluation) -> Record:
+    """A record with what delays told: more checks that were passed, or a failure."""
+    if evaluation.outcome is not Outcome.OK:
+        return msgspec.structs.replace(
+            record,
+            outcome=evaluation.outcome,
+            verdict=evaluation.verdict,
+            measurement=None,
+            message=evaluation.message,
+        )
+    assert record.verdict is not None
+    assert evaluation.verdict is not None
+    return msgspec.structs.replace(record, verdict=joined([record.verdict, evaluation.verdict]))

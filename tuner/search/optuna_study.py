@@ -1,0 +1,131 @@
+"""Optuna's study of one search: candidates as trials, the family their first axis.
+
+The sampler learns from every candidate: a failed one is a completed trial with a violated
+constraint, since trials that are told as failures would be ignored and proposed again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import msgspec
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import TrialState
+
+from flashtune.core.config import Axis, AxisValue
+from flashtune.tuner.candidates import Candidate, FamilySpace, Scope
+
+FAMILY = "family"
+CAPACITY = "capacity"
+RIGHT = "right"
+# What a failed trial is told as its time; constraints rank it, not this.
+FAILED_MS = 1e9
+STARTUP_TRIALS = 10
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a candidate came to, for the sampler.
+
+    Attributes:
+        ms: Its time, None where it failed.
+        excess: How far it was over a capacity, as a share of it.
+    """
+
+    ms: float | None
+    excess: float = 0.0
+
+
+class Study:
+    """Suggests candidates, and learns from what became of these and of others."""
+
+    def __init__(self, scope: Scope, sampler: optuna.samplers.BaseSampler, *, flat: bool = False) -> None:
+        """A `flat` study searches conditional axes always, for samplers that know no conditions."""
+        self._scope = scope
+        self._flat = flat
+        self._spaces = {entry.family.name: entry for entry in scope.spaces}
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study = optuna.create_study(sampler=sampler)
+
+    def suggest(self) -> Candidate:
+        """What the sampler would try next: known to it or not, admitted by its space or not."""
+        trial = self._study.ask()
+        candidate = self._suggest(trial)
+        # What is tried in its stead, or the same, is added once its answer is there.
+        self._study.tell(trial, state=TrialState.FAIL)
+        return candidate
+
+    def add(self, candidate: Candidate, answer: Answer) -> None:
+        """Learns what became of a candidate; one that lies in no space has no trial."""
+        if self._scope.contains(candidate):
+            self._study.add_trial(self._told(candidate, answer))
+
+    def _told(self, candidate: Candidate, answer: Answer) -> optuna.trial.FrozenTrial:
+        parameters = self._parameters(candidate)
+        return optuna.trial.create_trial(
+            params=parameters,
+            distributions={name: self._distribution(name) for name in parameters},
+            value=FAILED_MS if answer.ms is None else answer.ms,
+            constraints=_constraints(answer),
+        )
+
+    def _suggest(self, trial: optuna.Trial) -> Candidate:
+        name = next(iter(self._spaces))
+        if len(self._spaces) > 1:
+            name = trial.suggest_categorical(FAMILY, tuple(self._spaces))
+        values: dict[str, AxisValue] = {}
+        for axis in self._spaces[name].space.axes:
+            position = 0
+            if self._is_searched(axis, values):
+                position = _suggest_position(trial, f"{name}.{axis.name}", axis)
+            values[axis.name] = axis.values[position if axis.is_active(values) else 0]
+        return Candidate(name, self._spaces[name].space.build(values))
+
+    def _parameters(self, candidate: Candidate) -> dict[str, str | int]:
+        entry = self._spaces[candidate.family]
+        positions = dict(self._positions(entry, candidate))
+        return ({FAMILY: candidate.family} if len(self._spaces) > 1 else {}) | positions
+
+    def _is_searched(self, axis: Axis, chosen: dict[str, AxisValue]) -> bool:
+        return len(axis.values) > 1 and (self._flat or axis.is_active(chosen))
+
+    def _positions(self, entry: FamilySpace, candidate: Candidate) -> Iterator[tuple[str, int]]:
+        chosen: dict[str, AxisValue] = {}
+        for axis in entry.space.axes:
+            value = getattr(candidate.config, axis.name)
+            if self._is_searched(axis, chosen):
+                yield f"{entry.family.name}.{axis.name}", axis.values.index(value)
+            chosen[axis.name] = value
+
+    def _distribution(self, name: str) -> BaseDistribution:
+        if name == FAMILY:
+            return CategoricalDistribution(tuple(self._spaces))
+        family, field = name.split(".")
+        axis = next(axis for axis in self._spaces[family].space.axes if axis.name == field)
+        last = len(axis.values) - 1
+        return IntDistribution(0, last) if axis.ordered else CategoricalDistribution(tuple(range(last + 1)))
+
+
+def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:
+    """The tree-structured Parzen estimator as searches use it."""
+    with warnings.catch_warnings():
+        # Grouping, which conditional axes need, is stable in practice and marked as experimental.
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, n_startup_trials=STARTUP_TRIALS
+        )
+
+
+def _constraints(answer: Answer) -> dict[str, float]:
+    """Zero where they hold: that a candidate fits, and that it then ran and was right."""
+    failed = answer.ms is None and answer.excess <= 0
+    return {CAPACITY: max(answer.excess, 0.0), RIGHT: 1.0 if failed else 0.0}
+
+
+def _suggest_position(trial: optuna.Trial, name: str, axis: Axis) -> int:
+    last = len(axis.values) - 1
+    if axis.ordered:
+        return trial.suggest_int(name, 0, last)
+    return trial.suggest_categorical(name, tuple(range(last + 1)))

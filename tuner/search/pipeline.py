@@ -1,0 +1,154 @@
+"""The pipeline of one search: many candidates compile while one is verified and measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from flashtune.core.record import Outcome
+from flashtune.tuner.candidates import Candidate, Scope, demand
+from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.search.policy import Proposes
+from flashtune.tuner.search.request import Budget, Stop
+from flashtune.tuner.search.trial_log import Journal
+
+# Candidates that are handed to the GPU's process: one to work on, one to go on with.
+ON_DEVICE = 2
+# Compiled candidates that wait for the GPU. More would be proposed on stale knowledge.
+READY = 6
+# Candidates to ask for before looking at the clock again: the model may prune many in a row.
+MOST_ASKED = 64
+# A launch slower than this many times the best so far is dropped after a few samples.
+DROP_FACTOR = 2.0
+
+
+class Pipeline:
+    """Moves candidates from proposal to record, one step at a time."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        proposer: Proposes,
+        equipment: Equipment,
+        journal: Journal,
+        promised: frozenset[Candidate] = frozenset(),
+    ) -> None:
+        """Of `promised` candidates, what was begun is tried even where seconds run out."""
+        self._scope = scope
+        self._proposer = proposer
+        self._compiler, self._measurer, self._width, self._clock = equipment
+        self._journal = journal
+        self._promised = promised
+        self._compiling: dict[Future[Compiled], Candidate] = {}
+        self._ready: deque[tuple[Candidate, Compiled]] = deque()
+        self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
+        self._exhausted = False
+
+    def run(self, budget: Budget, started: float, beat: Callable[[], None]) -> Stop:
+        """Works until a budget is spent or every candidate was tried.
+
+        Args:
+            budget: When to stop.
+            started: When the search started, by the equipment's clock.
+            beat: Called whenever something finished, and now and then.
+
+        Raises:
+            DeviceLostError: The GPU was taken away.
+            MachineError: The machine failed, as with a full disk.
+        """
+        while True:
+            stop = self._reason_to_stop(budget, started)
+            if stop is not None and not (stop is Stop.SECONDS and self._owes()):
+                self._drain()
+                return stop
+            if stop is None:
+                self._fill(budget)
+            self._launch()
+            if not self._compiling and not self._running:
+                if self._exhausted:
+                    return Stop.EXHAUSTED
+                continue
+            pending: list[Future[Any]] = [*self._compiling, *self._running]
+            self._clock.wait_for_any(pending)
+            try:
+                self._collect_compiled()
+            finally:
+                # What the GPU has finished is stored, whatever the machine failed to compile.
+                self._collect_evaluated()
+            beat()
+
+    def _owes(self) -> bool:
+        """Whether promised candidates are on their way; the others that wait for the GPU make room."""
+        self._ready = deque(entry for entry in self._ready if entry[0] in self._promised)
+        waiting = (candidate for candidate, _ in (*self._ready, *self._running.values()))
+        return not self._promised.isdisjoint((*self._compiling.values(), *waiting))
+
+    def _drain(self) -> None:
+        """Lets the GPU end what it has, which is soon over and was paid for."""
+        self._clock.wait_for_all(self._running)
+        self._collect_evaluated()
+
+    def _reason_to_stop(self, budget: Budget, started: float) -> Stop | None:
+        if budget.seconds is not None and self._clock.now() - started >= budget.seconds:
+            return Stop.SECONDS
+        if budget.trials is not None and self._journal.tally().tried >= budget.trials:
+            return Stop.TRIALS
+        if budget.patience is not None and self._journal.best and self._journal.stale >= budget.patience:
+            return Stop.PATIENCE
+        return None
+
+    def _in_flight(self) -> int:
+        return len(self._compiling) + len(self._ready) + len(self._running)
+
+    def _fill(self, budget: Budget) -> None:
+        """Starts compiling as many candidates as there is room for; the model prunes on the way."""
+        room = self._width + READY + ON_DEVICE
+        if budget.trials is not None:
+            room = min(room, budget.trials - self._journal.tally().tried)
+        for _ in range(MOST_ASKED):
+            if self._exhausted or self._in_flight() >= room or len(self._compiling) >= self._width:
+                return
+            candidate = self._proposer.ask()
+            if candidate is None:
+                self._exhausted = True
+                return
+            need = demand(self._scope, candidate)
+            if need.excess:
+                self._proposer.tell(candidate, self._journal.prune(candidate, need))
+            else:
+                self._compiling[self._compiler.submit(self._scope, candidate)] = candidate
+
+    def _launch(self) -> None:
+        """Hands compiled candidates to the GPU's process."""
+        while self._ready and len(self._running) < ON_DEVICE:
+            candidate, compiled = self._ready.popleft()
+            best = self._journal.best_ms
+            limit = DROP_FACTOR * best if best else None
+            job = self._measurer.evaluate(self._scope, candidate, compiled, limit)
+            self._running[job] = candidate, compiled
+
+    def _collect_compiled(self) -> None:
+        for job in _in_turn(self._compiling):
+            compiled = job.result()
+            candidate = self._compiling.pop(job)
+            if compiled.outcome is Outcome.OK:
+                add = self._ready.appendleft if candidate in self._promised else self._ready.append
+                add((candidate, compiled))
+            else:
+                self._proposer.tell(candidate, self._journal.reject(candidate, compiled))
+
+    def _collect_evaluated(self) -> None:
+        for job in _in_turn(self._running):
+            evaluation = job.result()
+            candidate, compiled = self._running.pop(job)
+            self._proposer.tell(candidate, self._journal.finish(candidate, compiled, evaluation))
+
+
+def _in_turn(jobs: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """The jobs that are done, those that failed last: an error must not lose what others found."""
+    done = [job for job in jobs if job.done()]
+    return sorted(done, key=lambda job: job.exception() is not None)

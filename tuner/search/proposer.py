@@ -1,0 +1,162 @@
+"""Proposes the next candidates: an ordered start, then several sources in turn.
+
+The sources are the surrogate's expected improvement, neighbors of the fastest candidates, and Optuna's
+sampler. Neighbors differ from a config on one axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashtune.core.config import Axis, AxisValue, Config, Space
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.search.candidate_grid import Pool
+from flashtune.tuner.search.optuna_study import Answer, Study, tpe_sampler
+from flashtune.tuner.search.ranking import Ranked
+from flashtune.tuner.search.surrogate import Beliefs, Landscape
+
+# A family is given up once this many of its candidates ran and none came near the best of all.
+FAMILY_CHANCES = 4
+HOPELESS_FACTOR = 2.0
+# So many of the fastest are looked around, the fastest first.
+CENTRES = 3
+BELIEFS = Beliefs()
+
+
+class Proposer:
+    """Proposes candidates one by one, none twice, and learns from what became of them.
+
+    A family that is far behind after a few candidates is proposed no more: on a long problem one of
+    its launches can take longer than a whole trial of another's.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        start: Iterable[Candidate],
+        ranked: Sequence[Ranked],
+        known: dict[Candidate, Answer],
+        seed: int,
+        beliefs: Beliefs = BELIEFS,
+    ) -> None:
+        self._scope = scope
+        self._start = iter(start)
+        self._pool = Pool(scope, [entry.candidate for entry in ranked])
+        self._landscape = Landscape(self._pool, [entry.predicted_ms for entry in ranked], beliefs)
+        self._study = Study(scope, tpe_sampler(seed))
+        self._spaces = {entry.family.name: entry for entry in scope.spaces}
+        self._answers: dict[Candidate, Answer] = {}
+        self._times: dict[str, list[float]] = {name: [] for name in self._spaces}
+        self._draw = random.Random(seed)  # noqa: S311 - no secret
+        self._open: set[Candidate] = set()
+        self._turns = itertools.cycle(self._sources())
+        for candidate, answer in known.items():
+            self.tell(candidate, answer)
+
+    def _sources(self) -> tuple[Callable[[], Candidate | None], ...]:
+        return self._most_expected, self._beside_the_best, self._most_expected, self._suggested
+
+    def ask(self) -> Candidate | None:
+        """The next candidate to try, None when there is nothing new. It is open until it is told."""
+        for candidate in self._start:
+            if self._is_worth_trying(candidate):
+                return self._opened(candidate)
+        for _ in range(len(self._sources())):
+            proposed = next(self._turns)()
+            if proposed is not None:
+                return self._opened(proposed)
+        return None
+
+    def tell(self, candidate: Candidate, answer: Answer) -> None:
+        """Learns what became of a candidate."""
+        self._open.discard(candidate)
+        self._answers[candidate] = answer
+        if answer.ms is not None:
+            self._times[candidate.family].append(answer.ms)
+        self._study.add(candidate, answer)
+
+    def _opened(self, candidate: Candidate) -> Candidate:
+        self._open.add(candidate)
+        return candidate
+
+    def _is_new(self, candidate: Candidate) -> bool:
+        return candidate not in self._answers and candidate not in self._open
+
+    def _is_worth_trying(self, candidate: Candidate) -> bool:
+        return self._is_new(candidate) and not self._is_hopeless(candidate.family)
+
+    def _is_hopeless(self, family: str) -> bool:
+        times = self._times[family]
+        fastest = min((ms for times in self._times.values() for ms in times), default=math.inf)
+        return len(times) >= FAMILY_CHANCES and min(times) > HOPELESS_FACTOR * fastest
+
+    def _free(self) -> NDArray[np.bool_]:
+        """Which candidates of the pool are worth trying."""
+        hopeless = {family for family in self._spaces if self._is_hopeless(family)}
+        return np.array(
+            [
+                self._is_new(candidate) and candidate.family not in hopeless
+                for candidate in self._pool.candidates
+            ],
+            dtype=bool,
+        )
+
+    def _beside_the_best(self) -> Candidate | None:
+        """A new candidate that differs on one axis from one of the fastest, the fastest's first."""
+        timed = {candidate: answer.ms for candidate, answer in self._answers.items() if answer.ms is not None}
+        for centre in sorted(timed, key=timed.__getitem__)[:CENTRES]:
+            entry = self._spaces[centre.family]
+            around = [Candidate(centre.family, config) for config in neighbours(entry.space, centre.config)]
+            new = [candidate for candidate in around if self._is_worth_trying(candidate)]
+            if new:
+                return self._draw.choice(new)
+        return None
+
+    def _most_expected(self) -> Candidate | None:
+        """The candidate that is expected to beat the best by most; the fastest predicted before any ran."""
+        free, places = self._free(), self._pool.places
+        if not free.any():
+            return None
+        known = {
+            places[candidate]: answer.ms for candidate, answer in self._answers.items() if candidate in places
+        }
+        if all(ms is None for ms in known.values()):
+            return self._pool.candidates[int(free.argmax())]
+        trying = [places[candidate] for candidate in self._open if candidate in places]
+        expected = self._landscape.expected_improvements(known, trying)
+        return self._pool.candidates[int(np.where(free, expected, -np.inf).argmax())]
+
+    def _suggested(self) -> Candidate | None:
+        """What Optuna's sampler suggests, or the nearest to it that is new."""
+        free = self._free()
+        return self._pool.nearest(self._study.suggest(), free) if free.any() else None
+
+
+def neighbours(space: Space, config: Config) -> Iterator[Config]:
+    """The points of a space that differ from a config on one axis, in the order of the axes.
+
+    Ordered axes are left by one step, others for any value. What that switches off takes its first
+    value, and what it switches on keeps the one that it has.
+    """
+    for axis in space.axes:
+        for value in _beside(axis, getattr(config, axis.name)):
+            moved = _moved(space, config, axis, value)
+            if moved != config and space.contains(moved):
+                yield moved
+
+
+def _beside(axis: Axis, value: AxisValue) -> tuple[AxisValue, ...]:
+    if value not in axis.values or not axis.ordered:
+        return axis.values
+    position = axis.values.index(value)
+    return axis.values[max(0, position - 1) : position + 2]
+
+
+def _moved(space: Space, config: Config, along: Axis, value: AxisValue) -> Config:
+    return space.choose(lambda axis: value if axis is along else getattr(config, axis.name))

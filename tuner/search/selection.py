@@ -1,0 +1,59 @@
+"""Which of the measured candidates is selected: a fixed rule among those that noise cannot tell apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from flashtune.core.record import Measurement, Outcome, Provenance, Record
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.noise import is_level
+
+
+def may_be_selected(record: Record) -> bool:
+    """Whether a record is of a kernel that is timed, and right where it was measured."""
+    if record.outcome is not Outcome.OK or record.measurement is None or record.config is None:
+        return False
+    return record.provenance is Provenance.PREDICTED or (record.verdict is not None and record.verdict.passed)
+
+
+def select(records: Iterable[Record]) -> Record | None:
+    """The record to select among those of one problem and run, or None if none may be.
+
+    All that noise cannot tell from the fastest count as equal. Among equals the least SRAM decides,
+    then the fewest registers, then the order of families and configs: two runs that time the same
+    kernels a little differently then choose alike.
+    """
+    eligible = [record for record in records if may_be_selected(record)]
+    fastest = min(map(_time, eligible), key=lambda time: time.ms, default=None)
+    if fastest is None:
+        return None
+    return min((record for record in eligible if is_level(_time(record), fastest)), key=_preference)
+
+
+def finalists(records: Iterable[Record], limit: int, within: float) -> tuple[Record, ...]:
+    """The fastest records, at most `limit`, none slower than `within` times the fastest."""
+    ranked = sorted(filter(may_be_selected, records), key=_milliseconds)
+    slowest = within * _milliseconds(ranked[0]) if ranked else 0.0
+    return tuple(record for record in ranked[:limit] if _milliseconds(record) <= slowest)
+
+
+def candidate_of(record: Record) -> Candidate:
+    """The candidate that a record is of; baselines have none."""
+    assert record.config is not None
+    return Candidate(record.family, record.config)
+
+
+def _time(record: Record) -> Measurement:
+    assert record.measurement is not None
+    return record.measurement
+
+
+def _milliseconds(record: Record) -> float:
+    return _time(record).ms
+
+
+def _preference(record: Record) -> tuple[float, float, tuple[str, tuple[object, ...]]]:
+    resources = record.resources
+    sram, registers = (resources.sram_bytes, resources.registers) if resources else (math.inf, math.inf)
+    return sram, registers, candidate_of(record).order()

@@ -1,0 +1,131 @@
+"""The end of a search on one screen."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator
+
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.shape_format import shape_text
+from flashtune.tuner.search.request import SearchResult
+
+LABEL_WIDTH = 15
+
+
+def summary_lines(
+    result: SearchResult, place: str, db: str | None = None, width: int | None = None
+) -> tuple[str, ...]:
+    """The best kernel, its rivals, what failed, and the next command.
+
+    Args:
+        result: The search's result.
+        place: Where the records are stored.
+        db: The database as the user named it, for the next command.
+        width: Columns to fold lines at, at words; None folds nothing. The next command is never folded.
+    """
+    labelled = [
+        ("problem", f"{result.problem.key} on {result.target.name}"),
+        *_best(result),
+        *_stand_in(result),
+        *_rivals(result),
+        ("tried", _tried(result)),
+        *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
+        *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
+        ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
+    ]
+    folded = (line for label, text in labelled for line in _folded(label, text, width))
+    return (*folded, *_folded("next", next_command(result, db), None))
+
+
+def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
+    """A text beside its label, on as many lines as the width asks for."""
+    room = 10**6 if width is None else max(20, width - LABEL_WIDTH)
+    # Runs of spaces divide columns and are kept; a word longer than a line is not divided.
+    parts = textwrap.wrap(
+        text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    for part in parts or [""]:
+        yield f"{label:<{LABEL_WIDTH}}{part}"
+        label = ""
+
+
+def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
+    best = result.best
+    if best is None:
+        yield "best", "none: no candidate computed this right"
+        return
+    assert best.config is not None
+    yield "best", f"{describe_time(best)}   {best.family} {best.config.label()}"
+    if best.resources:
+        sram, capacity = best.resources.sram_bytes, result.target.sram_per_block
+        spills = f", {best.resources.spill_bytes} B spilled" if best.resources.spill_bytes else ""
+        registers = best.resources.registers
+        yield "", f"{sram:,} of {capacity:,} B of SRAM, {registers} registers a thread{spills}"
+    if not result.pinned:
+        yield "", "not selected: what was selected before is faster, or was measured"
+    if best.measurement and best.measurement.throttled:
+        yield "", "the clock was held down while timing: compare within this run only"
+    if best.provenance is Provenance.PREDICTED:
+        yield "", "predicted by a model, not measured: dispatch will not take it for a measurement"
+
+
+def _stand_in(result: SearchResult) -> Iterator[tuple[str, str]]:
+    record = result.stand_in
+    if record is None or record.config is None:
+        return
+    yield "other strides", f"{describe_time(record)}   {record.family} {record.config.label()}"
+
+
+def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:
+    best = result.best
+    if best is None or not best.ms:
+        return
+    if result.default and result.default.ms and result.default.config:
+        yield "default", f"{_against(result.default.ms, best.ms)}   {result.default.config.label()}"
+    for peer in best.measurement.peers if best.measurement else ():
+        yield peer.name, _against(peer.ms, best.ms)
+
+
+def _against(ms: float, best_ms: float) -> str:
+    return f"{ms:.4f} ms: the best is {ms / best_ms:.2f} times as fast"
+
+
+def describe_time(record: Record) -> str:
+    """A record's time, its rate by the field's convention, and whether it was only predicted."""
+    if not record.ms:
+        return "no time"
+    rate = record.problem.nominal_flops() / record.ms * 1e-9
+    spread = ""
+    measurement = record.measurement
+    if measurement and measurement.samples:
+        spread = f" ({measurement.p20:.4f} to {measurement.p80:.4f})"
+    predicted = " predicted" if record.provenance is Provenance.PREDICTED else ""
+    return f"{record.ms:.4f} ms{spread}{predicted}, {rate:.0f} TFLOP/s"
+
+
+def _tried(result: SearchResult) -> str:
+    tally = result.tally
+    right = tally.outcomes.get(Outcome.OK, 0)
+    reused = f", {tally.reused} known from before" if tally.reused else ""
+    return (
+        f"{tally.tried} of {result.candidates} candidates in {result.seconds:.0f} s: {right} ok, "
+        f"{tally.tried - right} failed{reused}; stopped because {result.stop.value}"
+    )
+
+
+def _pruned(result: SearchResult) -> str:
+    return f"{result.tally.pruned} more before compiling, for want of SRAM or tensor memory"
+
+
+def _is_pruning(reason: str) -> bool:
+    return "needs at least" in reason
+
+
+def next_command(result: SearchResult, db: str | None = None) -> str:
+    """The command that says more of this result: why it is fast, or why everything failed."""
+    command = "explain" if result.best else "show --records"
+    offline = result.provenance is Provenance.PREDICTED
+    target = f" --target {result.target.short_name}" if offline else ""
+    database = f" --db {shlex.quote(db)}" if db else ""
+    return f'flashtune {command} --shape "{shape_text(result.problem)}"{target}{database}'

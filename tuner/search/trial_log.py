@@ -1,0 +1,164 @@
+"""The journal of one search: every finished candidate becomes a stored record at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.store import Store, StoredRecord
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.search.optuna_study import Answer
+from flashtune.tuner.search.request import Tally
+from flashtune.tuner.search.selection import candidate_of, finalists, may_be_selected
+from flashtune.tuner.search.warm_start import finished
+
+MOST_REASONS = 4
+# An improvement smaller than this does not renew the patience.
+WORTH_WAITING_FOR = 0.995
+
+
+class Journal:
+    """Writes records as candidates finish, and keeps the best and the counts.
+
+    Attributes:
+        rows: The record of each finished candidate, those of earlier searches included.
+        stale: Candidates in a row that did not improve on the best.
+        finalists: Those that were timed in one run last; empty before the finals.
+    """
+
+    def __init__(
+        self, store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+    ) -> None:
+        self._store = store
+        self._scope = scope
+        self._provenance = provenance
+        self.rows: dict[Candidate, StoredRecord] = finished(
+            store, scope, provenance, retry_failed=retry_failed
+        )
+        self._reused = len(self.rows)
+        self._outcomes = Counter(row.record.outcome for row in self.rows.values())
+        self._pruned = sum(_was_pruned(row.record) for row in self.rows.values())
+        self.best: Record | None = None
+        self.stale = 0
+        self.finalists: tuple[Candidate, ...] = ()
+        for row in self.rows.values():
+            self._compare(row.record)
+
+    @property
+    def best_ms(self) -> float | None:
+        """The best time so far, in ms."""
+        return self.best.ms if self.best else None
+
+    def tally(self) -> Tally:
+        """The counts so far."""
+        return Tally(dict(self._outcomes), self._pruned, self._reused)
+
+    def answers(self) -> dict[Candidate, Answer]:
+        """What the sampler may know from the start."""
+        return {candidate: answer_of(row.record, self._scope) for candidate, row in self.rows.items()}
+
+    def records(self) -> tuple[Record, ...]:
+        """All records of this problem, target and provenance."""
+        return tuple(row.record for row in self.rows.values())
+
+    def reasons(self) -> tuple[tuple[str, int], ...]:
+        """Why candidates failed, numbers left out so that alike reasons count together."""
+        failed = (row.record for row in self.rows.values() if row.record.outcome is not Outcome.OK)
+        return tuple(Counter(_reason(record) for record in failed).most_common(MOST_REASONS))
+
+    def contenders(self) -> tuple[StoredRecord, ...]:
+        """What is selected from: the finalists, where any of them may be selected, else all."""
+        timed = tuple(self.rows[candidate] for candidate in self.finalists)
+        return timed if any(may_be_selected(row.record) for row in timed) else tuple(self.rows.values())
+
+    def prune(self, candidate: Candidate, need: Demand) -> Answer:
+        """Stores what the model ruled out."""
+        self._pruned += 1
+        return self._write(candidate, Compiled(Outcome.INFEASIBLE, message=need.message), None, need.excess)
+
+    def reject(self, candidate: Candidate, compiled: Compiled) -> Answer:
+        """Stores what did not compile, or does not fit."""
+        self.stale += 1
+        return self._write(candidate, compiled, None, excess(compiled, self._scope))
+
+    def finish(self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation) -> Answer:
+        """Stores what ran, or failed to."""
+        self.stale += 1
+        return self._write(candidate, compiled, evaluation, 0.0)
+
+    def amend(self, record: Record) -> None:
+        """Stores what was found of a candidate later: another time, more proof, or that it is wrong."""
+        candidate = candidate_of(record)
+        before = self.rows[candidate].record
+        self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
+        self._outcomes[before.outcome] -= 1
+        self._outcomes[record.outcome] += 1
+        failed = record.outcome is not Outcome.OK
+        if failed and self.best is not None and candidate_of(self.best) == candidate:
+            self.best = next(iter(finalists(self.records(), 1, 1.0)), None)
+
+    def _write(
+        self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float
+    ) -> Answer:
+        record = Record(
+            problem=self._scope.problem,
+            target=self._scope.target.name,
+            family=candidate.family,
+            config=candidate.config,
+            specialization=self._scope.specialization,
+            kernel=compiled.kernel,
+            outcome=evaluation.outcome if evaluation else compiled.outcome,
+            provenance=self._provenance,
+            versions=current_versions(candidate.family),
+            resources=compiled.resources,
+            verdict=evaluation.verdict if evaluation else None,
+            measurement=evaluation.measurement if evaluation else None,
+            message=evaluation.message if evaluation else compiled.message,
+            gpu=msgspec.UNSET if self._scope.target.is_listed else self._scope.target,
+        )
+        self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
+        self._outcomes[record.outcome] += 1
+        self._compare(record)
+        return Answer(record.ms if record.outcome is Outcome.OK else None, over)
+
+    def _compare(self, record: Record) -> None:
+        if not may_be_selected(record) or record.ms is None:
+            return
+        if self.best_ms is None or record.ms < WORTH_WAITING_FOR * self.best_ms:
+            self.stale = 0
+        if self.best_ms is None or record.ms < self.best_ms:
+            self.best = record
+
+
+def answer_of(record: Record, scope: Scope) -> Answer:
+    """What a stored record tells the sampler."""
+    if record.outcome is Outcome.OK:
+        return Answer(record.ms)
+    if _was_pruned(record):
+        return Answer(None, demand(scope, candidate_of(record)).excess)
+    compiled = Compiled(record.outcome, record.kernel, record.resources)
+    return Answer(None, excess(compiled, scope))
+
+
+def excess(compiled: Compiled, scope: Scope) -> float:
+    """How far a kernel is over the SRAM of its target, as a share of it; 0 where that is not what failed."""
+    if compiled.outcome is not Outcome.INFEASIBLE or compiled.resources is None:
+        return 0.0
+    return max(0.0, compiled.resources.sram_bytes / scope.target.sram_per_block - 1)
+
+
+def _was_pruned(record: Record) -> bool:
+    """Whether the model ruled a candidate out: nothing was rendered of it."""
+    return record.outcome is Outcome.INFEASIBLE and record.kernel is None
+
+
+def _reason(record: Record) -> str:
+    words = "".join("#" if letter.isdigit() else letter for letter in record.message)
+    while "##" in words:
+        words = words.replace("##", "#")
+    return f"{record.outcome.value}: {words.splitlines()[0][:80]}" if words else record.outcome.value

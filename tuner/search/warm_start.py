@@ -1,0 +1,112 @@
+"""What earlier searches know already: answers for the same problem, configs for a near one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.core.problem import Problem
+from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.target import TARGETS
+from flashtune.db.store import Store, StoredRecord
+from flashtune.db.table import shipped_table
+from flashtune.dispatch.nearest import distance
+from flashtune.dispatch.versions import current_versions, same_makers
+from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.search.selection import candidate_of, may_be_selected
+
+# How a compilation ends does not depend on whether there was a GPU to run its result on.
+COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
+# Of each family.
+WARM_CONFIGS = 6
+# What another GPU, another mask or a feature that only one has costs a neighbour, in the steps of `distance`.
+OTHER_TARGET = 3.0
+OTHER_MASK = 1.0
+OTHER_FEATURE = 1.0
+
+
+def finished(
+    store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+) -> dict[Candidate, StoredRecord]:
+    """The stored records that this search need not make again, the latest of each candidate.
+
+    What was too slow to be proven is left alone only beside something faster that may be selected. With
+    `retry_failed` candidates that failed are left out: all but those that do not fit the GPU.
+    """
+    stored = store.records(scope.problem, scope.target.name)
+    latest = {
+        candidate_of(entry.record): entry for entry in stored if _answers(entry.record, scope, provenance)
+    }
+    selectable = (entry.record for entry in latest.values() if may_be_selected(entry.record))
+    fastest = min((record.ms for record in selectable if record.ms), default=math.inf)
+    return {
+        candidate: entry
+        for candidate, entry in latest.items()
+        if (entry.record.outcome is not Outcome.OK and not (retry_failed and _may_be_retried(entry.record)))
+        or may_be_selected(entry.record)
+        or (entry.record.outcome is Outcome.OK and fastest < (entry.record.ms or math.inf))
+    }
+
+
+def _may_be_retried(record: Record) -> bool:
+    return record.outcome not in (Outcome.OK, Outcome.INFEASIBLE)
+
+
+def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
+    if record.config is None or record.specialization != scope.specialization:
+        return False
+    if record.family not in {entry.family.name for entry in scope.spaces}:
+        return False
+    if record.provenance is not provenance and record.outcome not in COMPILED_WITHOUT_GPU:
+        return False
+    now = current_versions(record.family)
+    if record.provenance is Provenance.PREDICTED or record.outcome in COMPILED_WITHOUT_GPU:
+        # No driver had a part in it.
+        now = msgspec.structs.replace(now, driver=record.versions.driver)
+    return same_makers(record.versions, now)
+
+
+def known_winners(store: Store) -> list[Record]:
+    """What was ever selected, or stands in for a selection, here or in the shipped tables."""
+    shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
+    known = [entry.record for entry in (*store.selections(), *store.stand_ins())]
+    return known + [record for table in shipped for record in table.records]
+
+
+def warm_configs(winners: Iterable[Record], scope: Scope) -> tuple[Candidate, ...]:
+    """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
+    nearest = sorted(winners, key=lambda record: remoteness(record, scope.problem, scope.target.name))
+    near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)
+    return _first(filter(scope.contains, map(candidate_of, near)), WARM_CONFIGS)
+
+
+def remoteness(record: Record, problem: Problem, target_name: str) -> float:
+    """How little a record's config says of a problem; infinite where it says nothing."""
+    other = record.problem
+    if record.config is None or record.outcome is not Outcome.OK:
+        return math.inf
+    if (other.direction, other.head_dim, other.value_head_dim, other.dtype.itemsize) != (
+        problem.direction,
+        problem.head_dim,
+        problem.value_head_dim,
+        problem.dtype.itemsize,
+    ):
+        return math.inf
+    apart = distance(other, problem)
+    apart += OTHER_TARGET if record.target != target_name else 0.0
+    apart += OTHER_FEATURE * len(other.features ^ problem.features)
+    return apart + (OTHER_MASK if other.causal is not problem.causal else 0.0)
+
+
+def _first(candidates: Iterable[Candidate], limit: int) -> tuple[Candidate, ...]:
+    """The first few distinct ones of each family, in their order."""
+    taken: Counter[str] = Counter()
+    first = []
+    for candidate in dict.fromkeys(candidates):
+        taken[candidate.family] += 1
+        if taken[candidate.family] <= limit:
+            first.append(candidate)
+    return tuple(first)

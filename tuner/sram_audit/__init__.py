@@ -1,0 +1,1 @@
+"""The SRAM model compared with the compiler."""

@@ -1,0 +1,241 @@
+"""How far the SRAM models can be trusted: what they say against what the compiler asks for.
+
+A model may be a lower bound and nothing else: a config that fits must never be pruned by it. Of those
+that do not fit, it should catch nearly all before they cost a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from statistics import median
+
+import msgspec
+
+from flashtune.core.errors import UsageError
+from flashtune.core.target import TARGETS, Target
+from flashtune.templates.registry import families
+from flashtune.tuner.binary.resources import overflow
+from flashtune.tuner.candidates import Scope, demand
+from flashtune.tuner.execution.compile_pool import Compiled, Compiler
+from flashtune.tuner.sram_audit.points import Point, computes_anything, draw_points
+
+# The least share of what does not fit that the model must catch.
+BAR = 0.9
+# Half of the points lie here: SRAM by the compiler over the capacity of a block.
+BAND = (0.75, 1.33)
+# Compilations for each point that is kept, at most.
+MOST_DRAWN = 24
+
+Watch = Callable[[str, int, int], None]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to audit.
+
+    Attributes:
+        targets: The GPUs to compile for.
+        points: Points for each family and target; half of them in the band.
+        seed: Seed of the points.
+        in_flight: Compilations under way at once; changes nothing of what is found.
+    """
+
+    targets: tuple[Target, ...]
+    points: int
+    seed: int = 0
+    in_flight: int = 2
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """One point: what the model says that it takes, and what the compiler took.
+
+    Attributes:
+        point: The config, its problem and its alignment.
+        modelled: SRAM by the model, in bytes.
+        sram_bytes: SRAM by the compiler, in bytes.
+        capacity: SRAM that a block may have, in bytes.
+        fits: Whether SRAM and tensor memory by the compiler are within the target's.
+        pruned: Whether the model would have kept it from being compiled.
+    """
+
+    point: Point
+    modelled: int
+    sram_bytes: int
+    capacity: int
+    fits: bool
+    pruned: bool
+
+    @property
+    def in_band(self) -> bool:
+        """Whether its SRAM is close to the capacity."""
+        return BAND[0] <= self.sram_bytes / self.capacity <= BAND[1]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """The account of one family on one target.
+
+    Attributes:
+        family: The family.
+        target: The GPU.
+        arch: Its architecture.
+        points: Points compared.
+        in_band: Of those, within 0.75 to 1.33 of the SRAM capacity by the compiler.
+        unaligned: Of those, with strides that are no multiples of 16.
+        fits: Points that fit.
+        misfits: Points that do not.
+        wrongly_pruned: Points that fit and that the model refused: none, or the model is wrong.
+        caught: Points that do not fit and that the model refused.
+        overestimates: Points of which the model claims more SRAM than the compiler took.
+        median_ratio: Median of the model's figure over the compiler's.
+        refused: Compilations that failed or ran out of time; they count for nothing else.
+    """
+
+    family: str
+    target: str
+    arch: str
+    points: int
+    in_band: int
+    unaligned: int
+    fits: int
+    misfits: int
+    wrongly_pruned: int
+    caught: int
+    overestimates: int
+    median_ratio: float
+    refused: int
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """A whole audit, with the compiler that it was made with."""
+
+    triton: str
+    seed: int
+    rows: tuple[Row, ...]
+
+    def failures(self) -> tuple[str, ...]:
+        """What misses the bar, one sentence each; empty where the models can be trusted."""
+        found = [
+            f"{row.family} on {row.target}: {row.wrongly_pruned} configs that fit were pruned"
+            for row in self.rows
+            if row.wrongly_pruned
+        ]
+        for target in dict.fromkeys(row.target for row in self.rows):
+            rows = [row for row in self.rows if row.target == target]
+            caught, misfits = sum(row.caught for row in rows), sum(row.misfits for row in rows)
+            if caught < BAR * misfits:
+                found.append(f"{target}: {caught} of {misfits} that do not fit were caught")
+        return tuple(found)
+
+
+def audit_targets() -> tuple[Target, ...]:
+    """One GPU of the table for each architecture."""
+    by_arch: dict[str, Target] = {}
+    for target in TARGETS:
+        by_arch.setdefault(target.arch, target)
+    return tuple(by_arch.values())
+
+
+def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
+    """Compares each family's model with the compiler on each target that the family is for.
+
+    `watch` is told what is compared, how many points of it are done, and of how many.
+
+    Raises:
+        UsageError: So few configs lie in the band that half of the points cannot.
+    """
+    import triton
+
+    rows = []
+    for target, family in itertools.product(request.targets, families()):
+        if not computes_anything(family, target):
+            continue
+        drawn = itertools.islice(draw_points(family, target, request.seed), MOST_DRAWN * request.points)
+        compiled = _compiled(drawn, target, compiler, request.in_flight)
+        name = f"{family.name} on {target.name}"
+        observed, refused = _collect(compiled, target, request.points, functools.partial(watch, name))
+        if len(observed) < request.points:
+            raise UsageError(
+                f"only {len(observed)} of {request.points} points of {name} could be had with half of them "
+                "near the capacity: ask for fewer --points"
+            )
+        rows.append(account(family.name, target, observed, refused))
+    return Audit(triton.__version__, request.seed, tuple(rows))
+
+
+def _compiled(
+    drawn: Iterator[Point], target: Target, compiler: Compiler, in_flight: int
+) -> Iterator[tuple[Point, Compiled]]:
+    """Each point with what compiling it gave, in their order, however many are under way."""
+    waiting: deque[tuple[Point, Future[Compiled]]] = deque()
+    while True:
+        waiting.extend(
+            (point, compiler.submit(_scope(point, target), point.candidate))
+            for point in itertools.islice(drawn, in_flight - len(waiting))
+        )
+        if not waiting:
+            return
+        point, future = waiting.popleft()
+        yield point, future.result()
+
+
+def _collect(
+    compiled: Iterator[tuple[Point, Compiled]], target: Target, points: int, watch: Callable[[int, int], None]
+) -> tuple[list[Observed], int]:
+    """The first points, those out of the band up to a half; and how many did not compile."""
+    kept: list[Observed] = []
+    room = {True: points - points // 2, False: points // 2}
+    refused = 0
+    for point, result in compiled:
+        observed = observe(point, target, result)
+        if observed is None:
+            refused += 1
+        elif room[observed.in_band]:
+            room[observed.in_band] -= 1
+            kept.append(observed)
+            watch(len(kept), points)
+        if len(kept) == points:
+            break
+    return kept, refused
+
+
+def _scope(point: Point, target: Target) -> Scope:
+    return Scope(point.problem, target, point.specialization, ())
+
+
+def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None:
+    """A point as model and compiler see it, None where the compiler gave nothing."""
+    resources = compiled.resources
+    if resources is None:
+        return None
+    asked = demand(_scope(point, target), point.candidate)
+    return Observed(
+        point=point,
+        modelled=asked.sram_bytes,
+        sram_bytes=resources.sram_bytes,
+        capacity=target.sram_per_block,
+        fits=overflow(resources, target) is None,
+        pruned=asked.excess > 0,
+    )
+
+
+def account(family: str, target: Target, observed: list[Observed], refused: int) -> Row:
+    """Counts what was observed of one family on one target."""
+    misfits = [entry for entry in observed if not entry.fits]
+    return Row(
+        family=family,
+        target=target.name,
+        arch=target.arch,
+        points=len(observed),
+        in_band=sum(entry.in_band for entry in observed),
+        unaligned=sum(entry.point.unaligned for entry in observed),
+        fits=len(observed) - len(misfits),
+        misfits=len(misfits),
+        wrongly_pruned=sum(entry.fits and entry.pruned for entry in observed),
+        caught=sum(entry.pruned for entry in misfits),
+        overestimates=sum(entry.modelled > entry.sram_bytes for entry in observed),
+        median_ratio=median(entry.modelled / max(entry.sram_bytes, 1) for entry in observed),
+        refused=refused,
+    )

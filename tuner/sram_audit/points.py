@@ -1,0 +1,208 @@
+"""Random points to hold the SRAM models against: shapes, configs of the families' spaces, alignments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.family import Family, why_not
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.perf_model.roofline import Tiled
+from flashtune.tuner.perf_model.roofline_backward import passes
+
+HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
+HEADS = 8
+BATCH = 2
+LENGTHS = (64, 512, 4096)
+# float32 is rarer than it could be, and its tiles smaller: its products are unrolled into so many
+# instructions that compiling takes minutes beyond this many multiply-adds of a thread.
+MOST_UNROLLED = 4096
+DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
+# What a family is asked for that computes no plain attention.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"window_left": 256},
+    {"window_left": 256, "first_tokens": 4, "sinks": True},
+    {"chunk": 256},
+    {"prefix": True},
+    {"softcap": True},
+    {"alibi": True},
+    {"bias": Bias.ADDITIVE},
+    {"bias": Bias.BOOLEAN},
+    {"packed": 4096},
+    {"lengths": True},
+    {"page_size": 16},
+    {"page_size": 64, "packed": 4096},
+    {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    {"kv_dtype": KvDtype.E4M3},
+    {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
+    {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 256},
+)
+# What a family is asked for that decodes: some queries of a sequence, whose heads share keys.
+DECODED: tuple[dict[str, Any], ...] = (
+    {"seqlen_q": 1},
+    {"seqlen_q": 1, "kv_heads": 1},
+    {"seqlen_q": 4, "kv_heads": 2},
+    *(
+        {
+            "seqlen_q": queries,
+            "heads": 64,
+            "kv_heads": 1,
+            "head_dim": value_head_dim + 64,
+            "value_head_dim": value_head_dim,
+            "latent": True,
+        }
+        for queries in (1, 2)
+        for value_head_dim in (128, 256, 512)
+    ),
+)
+# Of this many points, one has values of another head dim than its queries.
+EVERY_UNLIKE = 4
+# Of this many points, all but one lie near the capacity by a plain count of tiles. That count is no
+# model: which points are in the band is decided by what the compiler asked for.
+EVERY_UNSTEERED = 4
+STEERED = (0.6, 2.0)
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One config of one problem, and what is assumed of the tensors."""
+
+    problem: Problem
+    candidate: Candidate
+    specialization: Specialization
+
+    @property
+    def unaligned(self) -> bool:
+        """Whether strides are promised to be multiples of less than 16 elements."""
+        return self.specialization.alignment is not Alignment.SIXTEEN
+
+
+def computes_anything(family: Family, target: Target) -> bool:
+    """Whether a family is for a target at all: some are for one architecture."""
+    return any(
+        _computes(family, msgspec.structs.replace(problem, **asked), target)
+        for dtype in dict.fromkeys(DTYPES)
+        for problem in (_problem(family, dtype, width, width, LENGTHS[-1]) for width in HEAD_DIMS)
+        for asked in ({}, *ASKED, *DECODED)
+    )
+
+
+def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
+    """Points without end and without repetition, the same for the same seed.
+
+    The family must compute something on the target.
+    """
+    draw = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
+    drawn: set[Point] = set()
+    while True:
+        steered = draw.randrange(EVERY_UNSTEERED) > 0
+        point = _draw(draw, family, target)
+        if point is None or point in drawn or unrolled(point, target) > MOST_UNROLLED:
+            continue
+        if steered and not STEERED[0] <= _plain_count(point) / target.sram_per_block <= STEERED[1]:
+            continue
+        drawn.add(point)
+        yield point
+
+
+def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
+    """A point, or None where the family or its space has no such."""
+    problem = _draw_problem(draw, family)
+    if _takes_queries(family, target):
+        if not _is_plain(family, target):
+            problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
+    else:
+        problem = msgspec.structs.replace(problem, **draw.choice(({}, *ASKED)))
+        problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
+    assumed = _draw_specialization(draw)
+    if why_not(family, problem, target, assumed):
+        return None
+    space = family.space(problem, target)
+    config = space.choose(lambda axis: draw.choice(axis.values))
+    return Point(problem, Candidate(family.name, config), assumed) if space.contains(config) else None
+
+
+def _computes(family: Family, problem: Problem, target: Target) -> bool:
+    return why_not(family, problem, target, Specialization()) is None
+
+
+def _is_plain(family: Family, target: Target) -> bool:
+    """Whether a family computes plain attention."""
+    return _computes(family, _problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target)
+
+
+def _takes_queries(family: Family, target: Target) -> bool:
+    """Whether a family computes attention of many queries, of whatever kind."""
+    problem = _problem(family, DTYPES[0], 64, 64, LENGTHS[0])
+    return any(_computes(family, msgspec.structs.replace(problem, **asked), target) for asked in ({}, *ASKED))
+
+
+def _draw_problem(draw: random.Random, family: Family) -> Problem:
+    head_dim = draw.choice(HEAD_DIMS)
+    length = draw.choice(LENGTHS)
+    dtype = draw.choice(DTYPES)
+    value_head_dim = head_dim if draw.randrange(EVERY_UNLIKE) else draw.choice(HEAD_DIMS)
+    causal = draw.choice(tuple(Causal))
+    return _problem(family, dtype, head_dim, value_head_dim, length, causal)
+
+
+def _problem(
+    family: Family,
+    dtype: Dtype,
+    head_dim: int,
+    value_head_dim: int,
+    length: int,
+    causal: Causal = Causal.NONE,
+) -> Problem:
+    return Problem(
+        direction=family.direction,
+        dtype=dtype,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        heads=HEADS,
+        kv_heads=HEADS,
+        batch=BATCH,
+        seqlen_q=length,
+        seqlen_kv=length,
+        causal=causal,
+    )
+
+
+def _draw_specialization(draw: random.Random) -> Specialization:
+    return Specialization(draw.choice(tuple(Alignment)), draw.choice((32, 64)), draw.random() < 0.5)
+
+
+def unrolled(point: Point, target: Target) -> int:
+    """Multiply-adds of one thread in one product of tiles, where no matrix unit makes it."""
+    problem, config = point.problem, point.candidate.config
+    if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
+        return 0
+    width = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    tiles = [walk.tile for walk in passes(problem, config)] if problem.is_backward else [config]
+    return max(tile.block_m * tile.block_n * width // (tile.num_warps * target.warp_size) for tile in tiles)
+
+
+def _plain_count(point: Point) -> int:
+    """Bytes of a tile of queries and of one tile of keys and values for each stage.
+
+    Of a backward pass both are in pairs: queries and the output's gradient, keys and values.
+    """
+    problem, config = point.problem, point.candidate.config
+    qk, v = power_of_two(problem.head_dim), power_of_two(problem.value_head_dim)
+    if not isinstance(config, Tiled):
+        return 0
+    if problem.is_backward:
+        tiles = [walk.tile for walk in passes(problem, config)]
+        rows = max(tile.block_m + tile.num_stages * tile.block_n for tile in tiles)
+        return rows * (qk + v) * problem.dtype.itemsize
+    if problem.latent:
+        # Values are columns of the keys, and no columns are added to either.
+        qk, v = problem.head_dim, 0
+    streamed = config.num_stages * config.block_n * (qk + v) * problem.kv_itemsize
+    return config.block_m * qk * problem.dtype.itemsize + streamed

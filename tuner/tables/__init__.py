@@ -1,0 +1,1 @@
+"""Tables of tuned kernels: lookup, import, export, receipts, comparison, deletion."""

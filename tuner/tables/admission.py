@@ -1,0 +1,230 @@
+"""Which records may come in and go out: import, export and verification refuse the others.
+
+A record must be of a GPU that is known here, of a problem that its family computes there, and of a config
+of the family's space that the GPU has room for. Its time must be possible. If the template is the one that
+is installed here, the kernel that it names must be the one that its config renders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.core.canonical import rounded_up
+from flashtune.core.config import Config
+from flashtune.core.errors import KernelError, TableError, TargetError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Bias, Problem
+from flashtune.core.record import Record, Resources
+from flashtune.core.target import TARGETS, Target, canonical_name, device_target
+from flashtune.db.codec import BASELINES
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import families, find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import overflow
+from flashtune.tuner.tables.receipts import receipt_flaw
+from flashtune.verification.lengths import is_ragged, usual_lengths
+
+# More sequences than any shape that is tuned; drawing their lengths takes 5 ms.
+MOST_SEQUENCES = 2**13
+MOST_THREADS = 1024
+# Kernels whose digests are kept: their keys take about 1 KiB each.
+KEPT_DIGESTS = 2**14
+
+
+def require_admissible(records: Iterable[Record], where: str) -> None:
+    """Refuses records that verification would refuse.
+
+    Args:
+        records: Records in the order in which `where` has them.
+        where: What holds them, such as a file's name.
+
+    Raises:
+        TableError: One of them does not agree with its family, its GPU or its kernel.
+    """
+    for position, record in enumerate(records, start=1):
+        reason = why_refused(record)
+        if reason:
+            raise TableError(f"{where}, record {position} cannot be used: {reason}")
+
+
+def why_refused(record: Record) -> str:
+    """Returns why a record may not be used anywhere, as a clause; empty if it may.
+
+    A record of another template version passes without a comparison of its kernel. Dispatch treats it as
+    unproven.
+    """
+    target = facts_of(record)
+    if target is None:
+        return f"there is no target {record.target!r} here: use it on a machine with that GPU"
+    problem = record.problem
+    # Problems of calls name their tokens rounded up to a power of two.
+    most = rounded_up(problem.batch * problem.seqlen_q)
+    if problem.packed and not problem.seqlen_q <= problem.packed <= most:
+        return f"its {problem.packed} packed tokens are not those of {problem.batch} sequences"
+    if problem.batch > MOST_SEQUENCES and (problem.lengths or problem.page_size):
+        return f"{problem.batch} sequences are too many to be timed with lengths of their own"
+    of_family = _unfit_baseline if record.family in BASELINES else _unfit
+    return (
+        of_family(record, target)
+        or _impossible_time(record, target)
+        or _impossible_shared_time(record, target)
+    )
+
+
+def facts_of(record: Record) -> Target | None:
+    """Returns the facts of a record's GPU, None for an unknown one.
+
+    They are those in the table, or of this machine's GPU, or in the record. A sibling of a listed GPU, such
+    as a slice of it, otherwise has the listed one's.
+    """
+    name = record.target
+    listed = {target.name: target for target in TARGETS}
+    if name in listed:
+        return listed[name]
+    try:
+        here = device_target(0)
+    except TargetError:
+        here = None
+    if here is not None and here.name == name:
+        return here
+    return record.gpu or listed.get(canonical_name(name))
+
+
+def digest_of(record: Record) -> str:
+    """Returns the digest of the kernel that a record's config renders; each kernel is rendered once.
+
+    Raises:
+        KernelError: The template refuses the config.
+    """
+    assert record.config is not None
+    return _digest(record.family, record.problem.computation, record.config, record.specialization)
+
+
+@functools.lru_cache(maxsize=KEPT_DIGESTS)
+def _digest(family: str, computation: Problem, config: Config, specialization: Specialization) -> str:
+    return render(find_family(family), computation, config, specialization).digest
+
+
+def least_ms(problem: Problem, target: Target) -> float:
+    """Returns the least time of a problem at the lengths of a tuned shape, in ms, by the GPU's peak rates.
+
+    What is written last may still lie in the cache when a kernel ends.
+    """
+    peak = (target.peak.fp8 if problem.dtype.is_quantized else target.peak.half) * 1e9
+    flops, moved, written = map(
+        sum, zip(*(_costs(part, count) for part, count in _parts(problem)), strict=True)
+    )
+    left = min(written, target.l2_bytes)
+    return max(flops / peak, (moved - left) / (target.hbm_bandwidth * 1e6))
+
+
+def _costs(problem: Problem, count: int) -> tuple[int, int, int]:
+    """Operations, bytes moved and bytes written of so many problems."""
+    return count * problem.flops(), count * problem.minimal_bytes(), count * problem.written_bytes()
+
+
+def _parts(problem: Problem) -> Iterable[tuple[Problem, int]]:
+    """A problem as problems whose sequences are equally long, and how often each is there."""
+    equal = msgspec.structs.replace(problem, packed=0, page_size=0, lengths=False)
+    if problem.packed:
+        # Products are fewest where all sequences have the same length.
+        queries = min(problem.packed // problem.batch, problem.seqlen_q)
+        if problem.packed == rounded_up(problem.packed):
+            # The tokens may have been rounded up: at least half of them are there.
+            queries = min(queries, max(1, problem.packed // 2 // problem.batch))
+        keys = problem.seqlen_kv * queries // problem.seqlen_q
+        yield msgspec.structs.replace(equal, seqlen_q=queries, seqlen_kv=keys), 1
+    elif is_ragged(problem):
+        for keys, count in Counter(usual_lengths(problem).keys).items():
+            yield msgspec.structs.replace(equal, batch=1, seqlen_kv=keys), count
+    else:
+        yield equal, 1
+
+
+def _impossible_time(record: Record, target: Target) -> str:
+    """Says that a record's time is below what the GPU's peak rates allow, empty if it is not."""
+    if record.ms is None:
+        return ""
+    least = least_ms(record.problem, target)
+    if record.ms >= least:
+        return ""
+    return f"its time of {record.ms:.4g} ms is below {least:.4g} ms, the least that {target.name} can take"
+
+
+def _impossible_shared_time(record: Record, target: Target) -> str:
+    """Says which time with a shared mask cannot be, empty if all can."""
+    shared = record.measurement.shared if record.measurement else None
+    if not shared:
+        return ""
+    from flashtune.dispatch.masked_sdpa import timed_ways
+
+    if not {one.sharing for one in shared} <= set(timed_ways(record.problem)):
+        return "it has times with a mask that its problem does not share"
+    least = least_ms(msgspec.structs.replace(record.problem, bias=Bias.NONE), target)
+    if all(one.ms >= least for one in shared):
+        return ""
+    return f"a time with a shared mask is below {least:.4g} ms, the least that {target.name} can take"
+
+
+def _unfit_baseline(record: Record, target: Target) -> str:
+    """Why a baseline's problem cannot have been searched on a GPU."""
+    problem, reasons = record.problem, []
+    for family in families():
+        reason = why_not(family, problem, target, record.specialization)
+        if reason is None:
+            return ""
+        if family.direction is problem.direction:
+            reasons.append(reason)
+    return f"no kernel family computes its problem: {'; '.join(reasons)}"
+
+
+def _unfit(record: Record, target: Target) -> str:
+    """Why a kernel's record does not agree with its family, its GPU or its kernel."""
+    family, problem, config = find_family(record.family), record.problem, record.config
+    assert config is not None
+    reason = why_not(family, problem, target, record.specialization)
+    if reason:
+        return f"its family does not compute its problem: {reason}"
+    reason = _misfit(record, family, config, target)
+    if reason:
+        return reason
+    if not family.space(problem, target).contains(config):
+        return f"its config ({config.label()}) is not in the space of {family.name} for its problem"
+    flaw = receipt_flaw(record)
+    return f"it {flaw}" if flaw else _other_kernel(record)
+
+
+def _misfit(record: Record, family: Family, config: Config, target: Target) -> str:
+    """What of the GPU's capacity a kernel exceeds, by the model and by what the record says of it."""
+    problem = record.problem
+    items = family.sram_items(problem, config, target, record.specialization)
+    columns = family.tensor_memory_columns(problem, config, target)
+    modelled = Resources(sum(item.bytes for item in items), columns)
+    for resources in filter(None, (modelled, record.resources)):
+        reason = overflow(resources, target)
+        if reason:
+            return f"its kernel {reason}"
+        warps = config.num_warps if resources.warps is msgspec.UNSET else resources.warps
+        if warps * target.warp_size > MOST_THREADS:
+            return (
+                f"its kernel has {warps * target.warp_size} threads, and a block has at most {MOST_THREADS}"
+            )
+    return ""
+
+
+def _other_kernel(record: Record) -> str:
+    """Says that a record names another kernel than its config renders under its own template version."""
+    if record.kernel is None or record.versions.template != template_hash(record.family):
+        return ""
+    try:
+        digest = digest_of(record)
+    except KernelError as error:
+        return f"its kernel cannot be rendered: {error}"
+    if digest == record.kernel:
+        return ""
+    return f"it has a stale receipt: it names the kernel {record.kernel}, and its config renders {digest}"

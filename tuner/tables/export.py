@@ -1,0 +1,199 @@
+"""Selections as files: a JSON table, stand-alone Python kernels, and lists of `triton.Config`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from flashtune.core.config import Config
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Provenance, Record
+from flashtune.db.table import TunedTable, dump_table
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.tables.admission import require_admissible
+
+# What `triton.Config` takes by name; every other field of a config becomes a meta-parameter.
+TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+
+
+# How errors name what is exported.
+EXPORTED = "the selections"
+
+
+class KernelFile(msgspec.Struct, frozen=True):
+    """A stand-alone Python file: its name without a folder, and its text."""
+
+    name: str
+    text: str
+
+
+def json_table(target: str, records: Iterable[Record]) -> bytes:
+    """The records as a table that `flashtune import` reads. It has no receipts beyond the records' own.
+
+    Raises:
+        TableError: Two records serve the same tensors of one problem, or verification would refuse one.
+    """
+    return table_file(TunedTable(target=target, records=tuple(records)))
+
+
+def table_file(table: TunedTable) -> bytes:
+    """A table as `flashtune import` reads it, with its receipts and times.
+
+    Raises:
+        TableError: As `json_table`.
+    """
+    require_admissible(table.records, EXPORTED)
+    return dump_table(table)
+
+
+def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
+    """One file for each kernel among the records, which says for what it was selected.
+
+    Records of baselines have no kernel and give no file. The order of the records does not matter.
+
+    Raises:
+        TableError: Verification would refuse one of the records.
+    """
+    users: dict[str, list[Record]] = {}
+    kernels: dict[str, Kernel] = {}
+    ordered = sorted(records, key=lambda record: (record.target, record.problem.key))
+    require_admissible(ordered, EXPORTED)
+    for record in ordered:
+        if record.config is None:
+            continue
+        kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
+        kernels[kernel.digest] = kernel
+        users.setdefault(kernel.digest, []).append(record)
+    files = (
+        KernelFile(file_name(served[0], kernels[digest]), _header(served) + kernels[digest].source)
+        for digest, served in users.items()
+    )
+    return tuple(sorted(files, key=lambda file: file.name))
+
+
+def file_name(record: Record, kernel: Kernel) -> str:
+    """A readable name that differs wherever the kernel does."""
+    problem = record.problem
+    width = str(problem.head_dim)
+    if problem.value_head_dim != problem.head_dim:
+        width += f"v{problem.value_head_dim}"
+    tiles = "".join(
+        f"_{short}{getattr(record.config, field)}"
+        for short, field in (("m", "block_m"), ("n", "block_n"))
+        if hasattr(record.config, field)
+    )
+    mask = "full" if problem.causal == "none" else f"causal_{problem.causal}"
+    extras = "".join(_assumptions(record.specialization))
+    return f"{record.family}_{problem.dtype}_d{width}_{mask}{tiles}{extras}_{kernel.digest[:8]}.py"
+
+
+def _assumptions(specialization: Specialization) -> Iterable[str]:
+    if specialization.alignment is not Alignment.SIXTEEN:
+        yield f"_align{int(specialization.alignment)}"
+    if specialization.index_bits != 32:
+        yield "_wide"
+    if specialization.lse:
+        yield "_lse"
+
+
+def _header(records: list[Record]) -> str:
+    """Comment lines above the kernel: where it won, and how fast it was there."""
+    version = _plain(records[0].versions.flashtune)
+    backward = records[0].problem.is_backward
+    entry = "attention_backward(q, k, v, out, lse, dout, scale)" if backward else "attention(q, k, v, scale)"
+    lines = [
+        f"# A stand-alone kernel by flashtune {version}; it needs torch and triton alone.",
+        f"# `{entry}` runs it. Selected for:",
+        *(f"#   {_plain(record.target)}  {record.problem.key}{_time(record)}" for record in records),
+        "",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _time(record: Record) -> str:
+    if record.ms is None:
+        return ""
+    measured = record.provenance is Provenance.MEASURED
+    return f"  {record.ms:.4f} ms {'measured' if measured else 'predicted'}"
+
+
+def _plain(text: str) -> str:
+    """A stored text that cannot end the comment it stands in."""
+    return re.sub(r"[^\w.+ -]", "?", text, flags=re.ASCII)
+
+
+def triton_configs(records: Iterable[Record]) -> str:
+    """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners.
+
+    Those of kernels in plain Triton: what a Gluon kernel is configured by, no other kernel has.
+
+    Raises:
+        TableError: Verification would refuse one of the records.
+    """
+    records = tuple(records)
+    require_admissible(records, EXPORTED)
+    lines = [
+        '"""Attention configs selected by flashtune, as `triton.Config`: CONFIGS[target][problem]."""',
+        "",
+        "import triton",
+        "",
+        "CONFIGS = {",
+    ]
+    by_target: dict[str, list[tuple[Problem, Config]]] = {}
+    for record in records:
+        if record.config is not None and find_family(record.family).interpreted:
+            by_target.setdefault(_plain(record.target), []).append((record.problem, record.config))
+    for target, pairs in by_target.items():
+        lines.append(f"    {_quoted(target)}: {{")
+        lines += [f"        {_quoted(problem.key)}: {_triton_config(config)}," for problem, config in pairs]
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def _triton_config(config: Config) -> str:
+    values = {name: msgspec.to_builtins(value) for name, value in config.items()}
+    meta = ", ".join(
+        f"{_quoted(name.upper())}: {_literal(value)}"
+        for name, value in values.items()
+        if name not in TRITON_OPTIONS
+    )
+    options = ", ".join(
+        f"{TRITON_OPTIONS[name]}={_literal(value)}"
+        for name, value in values.items()
+        # No cap on registers is said by saying nothing.
+        if name in TRITON_OPTIONS and not (name == "max_registers" and value == 0)
+    )
+    return f"triton.Config({{{meta}}}, {options})"
+
+
+def _literal(value: object) -> str:
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a whole file or nothing: a full disk leaves what was there.
+
+    Raises:
+        FlashtuneError: The file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise FlashtuneError(f"cannot write {path}: {error.strerror}; choose another place") from error

@@ -1,0 +1,123 @@
+"""Which kernel a command speaks of: what the user named, or what dispatch would use."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flashtune.core.config import Config
+from flashtune.core.errors import ProblemError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import Target
+from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.nearest import same_computation
+from flashtune.templates.family import Family, why_not
+from flashtune.templates.registry import find_family
+from flashtune.tuner.candidates import contiguous_specialization
+from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
+from flashtune.tuner.workloads.config_text import change_config
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A family's config for a problem on a target.
+
+    Attributes:
+        problem: What it computes, under the name that it was tuned for.
+        target: On which GPU.
+        family: The kernel family.
+        config: A point of the family's space.
+        specialization: What is assumed of the tensors.
+        record: What is stored of exactly this problem and config, if anything.
+        source: `command line`, `database`, `shipped`, `nearest` or `default`.
+        tuned_for: The shape that the config was selected for; the problem itself, or the nearest
+            one that was tuned, or None.
+    """
+
+    problem: Problem
+    target: Target
+    family: Family
+    config: Config
+    specialization: Specialization
+    record: Record | None
+    source: str
+    tuned_for: Problem | None
+
+
+def choose(
+    problem: Problem,
+    target: Target,
+    db: str | None,
+    family_name: str | None = None,
+    config: str | None = None,
+) -> Chosen:
+    """The kernel for a problem: as dispatch chooses, unless the user names a family or a config.
+
+    Predicted selections count here, which dispatch would not use. A config names only the fields
+    that differ from what would be chosen without it.
+
+    Raises:
+        ProblemError: No family, or not the named one, computes this problem on this target.
+        UsageError: The family or the config is none.
+        StoreError: The database cannot be read.
+    """
+    chosen = (
+        _of_family(problem, target, db, family_name) if family_name else _as_dispatch(problem, target, db)
+    )
+    if config is None:
+        return chosen
+    changed = change_config(chosen.config, config)
+    return msgspec.structs.replace(chosen, config=changed, record=None, source="command line", tuned_for=None)
+
+
+def default_kernel(problem: Problem, target: Target) -> Chosen:
+    """The kernel that dispatch would use if nothing were tuned.
+
+    Raises:
+        ProblemError: No family computes this problem on this target.
+    """
+    default = default_selection(problem, target, contiguous_specialization(problem))
+    return _from_record(problem, target, default.record, default.source)
+
+
+def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
+    # A baseline has no kernel to speak of, so only generated ones are asked for.
+    specialization = contiguous_specialization(problem)
+    selection = select(problem, target, tables_of(target.name, db), specialization, generated=True)
+    return _from_record(problem, target, selection.record, selection.source)
+
+
+def _of_family(problem: Problem, target: Target, db: str | None, family_name: str) -> Chosen:
+    """The family's selection or best record, or its default where it has neither."""
+    family = find_family(family_name)
+    specialization = contiguous_specialization(problem)
+    reason = why_not(family, problem, target, specialization)
+    if reason:
+        raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
+    found = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
+    if found:
+        return _from_record(problem, target, found[1], found[0])
+    rivals = (rival.record for rival in records_of(problem, target.name, db))
+    best = best_generated(rival for rival in rivals if rival.family == family_name)
+    if best:
+        return _from_record(problem, target, best, "database")
+    config = family.default(problem, target)
+    return Chosen(problem, target, family, config, specialization, None, "default", None)
+
+
+def _from_record(problem: Problem, target: Target, record: Record, source: str) -> Chosen:
+    """The kernel of a record; its own specialisation and evidence hold at its own problem alone."""
+    assert record.config is not None
+    tuned_for = None if source == "default" else record.problem
+    # The same computation may be tuned under another name of its mask.
+    same = tuned_for in same_computation(problem)
+    return Chosen(
+        record.problem if same else problem,
+        target,
+        find_family(record.family),
+        record.config,
+        record.specialization if same else contiguous_specialization(problem),
+        record if same else None,
+        source,
+        tuned_for,
+    )

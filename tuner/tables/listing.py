@@ -1,0 +1,103 @@
+"""What is stored, with what a reader asks of it: speed, the best SDPA beside it, and standing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.core.record import Outcome, Provenance, Record, Standing
+from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven, triton_version
+from flashtune.tuner.tables.lookup import Found
+
+SDPA = "sdpa-"
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A selection and what follows from it.
+
+    Attributes:
+        found: The record and where it was found.
+        tflops: TFLOP/s by the field's convention, None without a time.
+        best_sdpa_ms: The fastest of SDPA's backends, timed in the same run; None if none was.
+        standing: What it is worth to dispatch, under the versions installed here.
+        stands_in: Whether it serves the tensors alone that the selection before it cannot address.
+    """
+
+    found: Found
+    tflops: float | None
+    best_sdpa_ms: float | None
+    standing: Standing
+    stands_in: bool = False
+
+
+def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
+    """The selections with their figures, in the same order; what stands in for one comes after it."""
+    listed: list[Listed] = []
+    seen: set[tuple[str, str, str]] = set()
+    for entry in found:
+        record = entry.record
+        place = entry.source, record.target, record.problem.key
+        listed.append(
+            Listed(
+                entry,
+                tflops(record),
+                best_sdpa_ms(record),
+                standing(record, entry.has_receipt is True),
+                place in seen,
+            )
+        )
+        seen.add(place)
+    return tuple(listed)
+
+
+def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
+    """Records by problem and target, then those that ended well by their time, then the failures."""
+    return tuple(sorted(found, key=_order))
+
+
+def tflops(record: Record) -> float | None:
+    """TFLOP/s by the field's convention: 4·B·H·Sq·Sk·D operations, half of them when causal."""
+    return record.problem.nominal_flops() / record.ms / 1e9 if record.ms else None
+
+
+def best_sdpa_ms(record: Record) -> float | None:
+    """The fastest of SDPA's backends that was timed beside a record, in ms."""
+    peers = record.measurement.peers if record.measurement else ()
+    return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
+
+
+def standing(record: Record, has_receipt: bool = False) -> Standing:
+    """What a record is worth at its own shape, under the versions installed here.
+
+    Where the machine has no GPU driver, its version is not compared.
+
+    Args:
+        record: The record.
+        has_receipt: Whether a table has a receipt of its kernel under the versions here.
+    """
+    if record.config is None:
+        return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
+    unproven = Standing.VERIFIED if has_receipt else Standing.UNPROVEN
+    # Reading the assembler's version, as below, imports Triton.
+    if record.versions.triton != triton_version():
+        return unproven
+    here = current_versions(record.family)
+    if here.driver == NO_DRIVER:
+        here = msgspec.structs.replace(here, driver=record.versions.driver)
+    if not is_proven(record, here):
+        return unproven
+    return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
+
+
+def _order(entry: Found) -> tuple[str, str, bool, bool, float, str, int]:
+    record = entry.record
+    return (
+        record.problem.key,
+        record.target,
+        record.outcome is not Outcome.OK,
+        record.provenance is Provenance.PREDICTED,
+        record.ms or 0.0,
+        record.outcome.value,
+        entry.id,
+    )

@@ -1,0 +1,192 @@
+"""What is known already: the user's database and the shipped tables, read and never written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.core.errors import TargetError
+from flashtune.core.record import Outcome, Record, Versions
+from flashtune.core.target import TARGETS, find_target
+from flashtune.db.eligibility import by_problem
+from flashtune.db.evidence import under
+from flashtune.db.light.selections import chosen_in_file
+from flashtune.db.location import database_url, describe, sqlite_path
+from flashtune.db.table import shipped_table
+from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.versions import NO_DRIVER, current_versions
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.db.store import Store
+    from flashtune.db.table import TunedTable
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A record and where it was found.
+
+    Attributes:
+        record: The record.
+        source: `database` or `shipped`.
+        id: Its row in the database, 0 in a table.
+        created_at: When it was stored, ISO 8601; empty in a table.
+        has_receipt: Whether its table has a receipt of its kernel under the versions here; left out in a
+            database.
+    """
+
+    record: Record
+    source: str
+    id: int = 0
+    created_at: str = ""
+    has_receipt: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+@contextmanager
+def existing_store(db: str | None) -> Iterator[Store | None]:
+    """A database opened for reading alone, or None where there is none: it is not created.
+
+    Raises:
+        StoreError: It is damaged, or of another schema.
+    """
+    from flashtune.db.migrate import source_engine
+    from flashtune.db.store import Store
+
+    address = database_url(db)
+    path = sqlite_path(address)
+    if path is not None and not path.exists():
+        yield None
+        return
+    with Store(source_engine(address), address) as store:
+        yield store
+
+
+def tables_of(target: str, db: str | None) -> Tables:
+    """A target's selections as dispatch would see them, but with the predicted ones.
+
+    Raises:
+        StoreError: The database cannot be read.
+        TableError: The shipped table is damaged.
+    """
+    from flashtune.db.light.reader import open_reader
+
+    reader = open_reader(db)
+    shipped = shipped_table(target)
+    return Tables(
+        database=by_problem((*reader.selections(target), *reader.stand_ins(target)) if reader else ()),
+        shipped=by_problem(under(shipped, current_versions) if shipped else ()),
+    )
+
+
+def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Found, ...]:
+    """Every stored record of a problem, on one target or all, oldest first.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    with existing_store(db) as store:
+        stored = store.records(problem=problem, target=target) if store else []
+    return tuple(Found(row.record, "database", row.id, row.created_at) for row in stored)
+
+
+def database_selections(db: str | None) -> tuple[Found, ...]:
+    """Every selection of a database by target and problem, each before what stands in for it.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    address = database_url(db)
+    path = sqlite_path(address)
+    stored = None if path is None or not path.is_file() else chosen_in_file(path, address)
+    if stored is None:
+        with existing_store(db) as store:
+            stored = (*store.selections(), *store.stand_ins()) if store else ()
+    # Sorting keeps the order of equals.
+    ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
+    return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)
+
+
+def shipped_selections() -> tuple[Found, ...]:
+    """Every record of the tables that ship with flashtune, with their evidence for the versions here.
+
+    Dispatch uses the same evidence. Where the machine has no GPU driver, its version is not compared.
+
+    Raises:
+        TableError: A shipped table is damaged.
+    """
+    return tuple(found for table in shipped_tables() for found in _with_evidence(table))
+
+
+def _with_evidence(table: TunedTable) -> Iterator[Found]:
+    drivers = sorted({one.versions.driver for one in table.receipts})
+    places = [functools.partial(_versions_here, driver) for driver in drivers]
+    for versions_of in places:
+        table = msgspec.structs.replace(table, records=under(table, versions_of))
+    receipts = {(one.digest, one.versions.makers) for one in table.receipts}
+    for record in table.records:
+        has_receipt = record.kernel is not None and any(
+            (record.kernel, versions_of(record.family).makers) in receipts for versions_of in places
+        )
+        yield Found(record, "shipped", has_receipt=has_receipt)
+
+
+def _versions_here(driver: str, family: str) -> Versions:
+    """The versions here, with another's driver where the machine has none."""
+    here = current_versions(family)
+    return msgspec.structs.replace(here, driver=driver) if here.driver == NO_DRIVER else here
+
+
+def shipped_tables() -> tuple[TunedTable, ...]:
+    """The tables that ship with flashtune.
+
+    Raises:
+        TableError: A shipped table is damaged.
+    """
+    return tuple(filter(None, (shipped_table(target.name) for target in TARGETS)))
+
+
+def narrowed(
+    found: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
+) -> tuple[Found, ...]:
+    """What is of a target (as a user writes it) and of some problems; of all where none is named.
+
+    Raises:
+        TargetError: The target is neither among the records nor in the table of GPUs.
+    """
+    name = resolved_target(target, {entry.record.target for entry in found})
+    wanted = set(problems)
+    return tuple(
+        entry
+        for entry in found
+        if name in (None, entry.record.target) and (not wanted or entry.record.problem in wanted)
+    )
+
+
+def resolved_target(text: str | None, known: set[str]) -> str | None:
+    """A target's full name: one of the table of GPUs, or one that records name.
+
+    Raises:
+        TargetError: It is neither.
+    """
+    if text is None or text in known:
+        return text
+    try:
+        return find_target(text).name
+    except TargetError as error:
+        raise TargetError(
+            f"{error}" + (f", or of the stored {', '.join(sorted(known))}" if known else "")
+        ) from None
+
+
+def place(db: str | None, shipped: bool) -> str:
+    """Where a command looked, as sentences name it."""
+    return "the tables that ship" if shipped else describe(database_url(db))
+
+
+def best_generated(records: Iterable[Record]) -> Record | None:
+    """The fastest record of a kernel family that ended well."""
+    timed = (record for record in records if record.outcome is Outcome.OK and record.config and record.ms)
+    return min(timed, key=lambda record: record.ms or 0.0, default=None)

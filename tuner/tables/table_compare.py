@@ -1,0 +1,203 @@
+"""Compares two tables of one GPU: each problem's time relative to its peers, before and after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flashtune.core.errors import TableError, UsageError
+from flashtune.core.record import Measurement, Record
+from flashtune.db.eligibility import by_problem, serves_any_tensors
+from flashtune.db.table import Timing, TunedTable, dump_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.tables.admission import digest_of
+from flashtune.tuner.tables.table_receipts import with_receipts
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.target import Target
+
+# A ratio may fall by this share before both kernels are timed again.
+LIMIT = 0.02
+
+
+class Change(msgspec.Struct, frozen=True):
+    """The records of both tables that serve one problem, for the same tensors.
+
+    Attributes:
+        problem: Its key.
+        old: The record of the old table.
+        new: The record of the new table, None where that has none.
+    """
+
+    problem: str
+    old: Record
+    new: Record | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The new speed over the old one; None where it is not known.
+
+        The peers that both records have tell how fast the machine was in each run: their median does.
+        """
+        before, after = self.old.measurement, self.new.measurement if self.new else None
+        if before is None or after is None:
+            return None
+        if before == after:
+            return 1.0
+        old, new = ({peer.name: peer.ms for peer in one.peers} for one in (before, after))
+        machine = [new[name] / ms for name, ms in old.items() if name in new]
+        return statistics.median(machine) * before.ms / after.ms if machine else None
+
+    @property
+    def words(self) -> str:
+        """The ratio with three decimals, or why there is none."""
+        if self.new is None:
+            return "lost"
+        return "not comparable" if self.ratio is None else f"{self.ratio:.3f}"
+
+
+class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The kernels of a change, timed in turn on the same inputs, in ms.
+
+    Attributes:
+        problem: The problem's key.
+        old, new: Digests of the kernels.
+        old_ms, new_ms: Median times.
+    """
+
+    problem: str
+    old: str
+    new: str
+    old_ms: float
+    new_ms: float
+
+
+def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
+    """The changes between two tables, in the order of the old one. Equal records are left out.
+
+    Tensors that a selection cannot address are served by another record of the problem. Both the record for
+    contiguous tensors and the record for any tensors are compared.
+
+    Raises:
+        TableError: The tables are of different GPUs.
+    """
+    if old.target != new.target:
+        raise TableError(f"the tables are of {old.target} and {new.target}: compare tables of one GPU")
+    after = _serving(new)
+    changes: list[Change] = []
+    for place, before in _serving(old).items():
+        change = Change(place[0], before, after.get(place))
+        if change.new != before and change not in changes[-1:]:
+            changes.append(change)
+    return tuple(changes)
+
+
+def losses(changes: Iterable[Change], limit: float = LIMIT) -> tuple[Change, ...]:
+    """The changes that lose a record or more than `limit` of its speed, or that cannot be compared."""
+    return tuple(change for change in changes if change.ratio is None or change.ratio < 1 - limit)
+
+
+def retime(
+    change: Change, target: Target, device: torch.device
+) -> tuple[Retimed, tuple[Measurement, Measurement]]:
+    """Times both kernels of a change in turn, with their peers.
+
+    Raises:
+        UsageError: One of them is a baseline, which has no kernel.
+        KernelError: A kernel does not compile or load.
+    """
+    from flashtune.tuner.execution.timed_runs import run_finals
+
+    assert change.new is not None
+    old, new = change.old, change.new
+    if old.config is None or new.config is None:
+        raise UsageError(f"a baseline serves {change.problem}, which has no kernel to time: leave it out")
+    candidates = Candidate(old.family, old.config), Candidate(new.family, new.config)
+    before, after = run_finals(old.problem, candidates, new.specialization, target, device)
+    row = Retimed(change.problem, str(old.kernel), str(new.kernel), before.ms, after.ms)
+    return row, (before, after)
+
+
+def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Retimed, ...], bytes]:
+    """Times the kernels of losses in turn on the GPU here; also returns the table with the faster ones.
+
+    A problem that the table lost gets its old record back. The time of the faster kernel becomes that of its
+    record if the versions here made this, else a time of the table under the versions here. It is left out
+    where the record names another kernel than renders here.
+
+    Raises:
+        UsageError: The GPU here is not the table's, or a loss is of a baseline.
+        KernelError: A kernel does not compile or load.
+    """
+    lost = tuple(lost)
+    records = {_place(record): record for record in table.records}
+    rows, times = [], []
+    place = _gpu(table) if any(change.new is not None for change in lost) else None
+    for change in lost:
+        if change.new is None or place is None:
+            records[_place(change.old)] = change.old
+            continue
+        row, (before, after) = retime(change, *place)
+        rows.append(row)
+        if before.ms < after.ms:
+            _put_back(change.old, change.new, records)
+        faster, measurement = (change.old, before) if before.ms < after.ms else (change.new, after)
+        if (
+            faster.kernel is None
+            or digest_of(faster) != faster.kernel
+            or records.get(_place(faster)) != faster
+        ):
+            continue
+        if faster.specialization != change.new.specialization:
+            # Both were timed as the new record's tensors ask for.
+            continue
+        here = current_versions(faster.family)
+        if faster.versions.makers == here.makers:
+            records[_place(faster)] = msgspec.structs.replace(faster, measurement=measurement)
+        else:
+            timing = Timing(
+                problem=change.problem, kernel=faster.kernel, versions=here, measurement=measurement
+            )
+            times.append(timing)
+    merged = msgspec.structs.replace(table, records=tuple(records.values()))
+    return tuple(rows), dump_table(with_receipts(merged, (), (), times))
+
+
+def _gpu(table: TunedTable) -> tuple[Target, torch.device]:
+    import torch
+
+    from flashtune.core.target import device_target
+
+    if not torch.cuda.is_available() or device_target(0).name != table.target:
+        raise UsageError(f"timing needs the table's GPU, {table.target}: run this command there")
+    return device_target(0), torch.device("cuda", 0)
+
+
+def _put_back(old: Record, new: Record, records: dict[tuple[str, bool], Record]) -> None:
+    """Lets an old record serve instead of a new one. A new one that serves any tensors stays beside it."""
+    if serves_any_tensors(old) and not serves_any_tensors(new):
+        del records[_place(new)]
+        # Its own change decides about another record for any tensors.
+        records.setdefault(_place(old), old)
+    else:
+        records[_place(old)] = old
+
+
+def _serving(table: TunedTable) -> dict[tuple[str, bool], Record]:
+    """The records of a table by the problem and by whether they must serve any tensors."""
+    serving = {}
+    for key, records in by_problem(table.records).items():
+        serving[key, False] = records[0]
+        if serves_any_tensors(records[-1]):
+            serving[key, True] = records[-1]
+    return serving
+
+
+def _place(record: Record) -> tuple[str, bool]:
+    return record.problem.key, serves_any_tensors(record)

@@ -1,0 +1,205 @@
+"""Receipts of a table: the verdicts and times of a GPU here enter the table that was verified."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record, Resources
+from flashtune.db.codec import Check
+from flashtune.db.table import Timing, TunedTable
+from flashtune.dispatch.versions import is_proven
+from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import families
+from flashtune.tuner.tables.admission import digest_of
+
+# A kernel under the versions that made it, and a problem with the kernel that was timed at it.
+_Proven = tuple[str, tuple[str, str, str, str]]
+_Timed = tuple[str, str]
+
+
+def sibling(record: Record) -> Specialization:
+    """Returns the specialization of a record's sibling, which has the other setting of the log-sum-exp.
+
+    The sibling of a backward pass takes, or does not take, the gradient of the log-sum-exp.
+    """
+    return msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
+
+
+def with_receipts(
+    table: TunedTable,
+    passed: Iterable[tuple[Record, Check]],
+    receipts: Iterable[Check],
+    times: Iterable[Timing] = (),
+    failed: Iterable[Check] = (),
+    resources: Mapping[str, Resources] | None = None,
+) -> TunedTable:
+    """Returns a table with the verdicts and times of its GPU.
+
+    A record that was measured under the same versions takes the verdict of its own kernel as its own. It
+    keeps its time and takes the times with shared masks.
+    A record whose kernel renders the same under another template version takes that version and the verdict.
+    A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
+    that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
+    receipts are left out.
+
+    Args:
+        table: The table.
+        passed: Records of the table, each with the check of its own kernel.
+        receipts: Passed checks of kernels of records and of their siblings.
+        times: Times of kernels of records under the versions here.
+        failed: Checks of kernels that failed. Their earlier receipts are left out.
+        resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
+    """
+    times = tuple(times)
+    wrong = {(one.digest, one.versions.makers) for one in failed}
+    proven = {(one.digest, one.versions.makers): one for one in table.receipts}
+    proven = {place: one for place, one in proven.items() if place not in wrong}
+    measured = {(one.problem, one.kernel): one for one in times}
+    checks = dict(passed)
+    records = tuple(
+        _renewed(
+            record, checks.get(record) or _earlier_check(record, measured, proven), measured, resources or {}
+        )
+        for record in table.records
+    )
+    makers: dict[str | None, set[tuple[str, ...]]] = {}
+    for record in records:
+        if record.verdict is not None and record.verdict.passed:
+            makers.setdefault(record.kernel, set()).add(record.versions.makers)
+    proven |= {(one.digest, one.versions.makers): one for one in receipts}
+    # Records that have the verdict themselves need no receipt.
+    proven = {place: one for place, one in proven.items() if makers.get(place[0]) != {place[1]}}
+    timed = {
+        (one.problem, one.kernel, one.versions.makers): one
+        for listed in (table.times, times)
+        for one in listed
+    }
+    # These have the time themselves.
+    own = {(one.problem.key, one.kernel, one.versions.makers) for one in records}
+    return without_strays(
+        msgspec.structs.replace(
+            table,
+            records=records,
+            receipts=tuple(proven.values()),
+            times=tuple(one for place, one in timed.items() if place not in own),
+        )
+    )
+
+
+def _earlier_check(
+    record: Record, measured: Mapping[_Timed, Timing], proven: Mapping[_Proven, Check]
+) -> Check | None:
+    """Returns the receipt of a record's kernel as it renders now, where an earlier run left one."""
+    if all(problem != record.problem.key for problem, _ in measured):
+        return None
+    own = _kernels(record)[:1]
+    timing = measured.get((record.problem.key, own[0][0])) if own else None
+    return proven.get((timing.kernel, timing.versions.makers)) if timing else None
+
+
+def _renewed(
+    record: Record,
+    check: Check | None,
+    measured: Mapping[_Timed, Timing],
+    resources: Mapping[str, Resources],
+) -> Record:
+    """Returns a record with the verdict of its kernel, if the record has a time under the same versions."""
+    record = _with_shared_times(record, measured)
+    if check is None:
+        return record
+    if check.versions.makers == record.versions.makers:
+        return msgspec.structs.replace(record, verdict=check.verdict)
+    if check.digest == record.kernel and check.versions.builders == record.versions.builders:
+        # Another version of the template renders the same kernel, whose time stays.
+        versions = msgspec.structs.replace(record.versions, template=check.versions.template)
+        return msgspec.structs.replace(record, versions=versions, verdict=check.verdict)
+    timing = measured.get((record.problem.key, check.digest))
+    if check.digest == record.kernel or timing is None:
+        return record
+    return msgspec.structs.replace(
+        record,
+        kernel=check.digest,
+        versions=check.versions,
+        verdict=check.verdict,
+        measurement=timing.measurement,
+        resources=resources.get(check.digest),
+    )
+
+
+def _with_shared_times(record: Record, measured: Mapping[_Timed, Timing]) -> Record:
+    """Returns a record with the times with shared masks that were measured under its versions, if any."""
+    again = measured.get((record.problem.key, record.kernel or ""))
+    if again is None or again.versions.builders != record.versions.builders or record.measurement is None:
+        return record
+    shared = again.measurement.shared or record.measurement.shared
+    return msgspec.structs.replace(
+        record, measurement=msgspec.structs.replace(record.measurement, shared=shared)
+    )
+
+
+def stray_receipts(table: TunedTable) -> tuple[Check, ...]:
+    """Returns the receipts under an installed template version whose kernel no record of a table has.
+
+    Kernels of records are their own ones and their siblings, as they render here.
+    """
+    versions = {template_hash(family.name) for family in families()}
+    current = [one for one in table.receipts if one.versions.template in versions]
+    if not current:
+        return ()
+    kernels = {kernel for record in table.records for kernel in _kernels(record)}
+    return tuple(one for one in current if (one.digest, one.versions.template) not in kernels)
+
+
+def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
+    """The digests of a record's own kernel and its sibling, each with its template version."""
+    if record.config is None:
+        return ()
+    both = (record, msgspec.structs.replace(record, specialization=sibling(record)))
+    try:
+        return tuple((digest_of(one), template_hash(one.family)) for one in both)
+    except FlashtuneError:
+        # A record that cannot be rendered here fails by itself.
+        return ()
+
+
+def without_strays(table: TunedTable) -> TunedTable:
+    """Returns a table without stray receipts, and without times of kernels that no record names."""
+    strays = {(one.digest, one.versions.makers) for one in stray_receipts(table)}
+    named = {(record.problem.key, record.kernel) for record in table.records}
+    return msgspec.structs.replace(
+        table,
+        receipts=tuple(one for one in table.receipts if (one.digest, one.versions.makers) not in strays),
+        times=tuple(one for one in table.times if (one.problem, one.kernel) in named),
+    )
+
+
+def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
+    """Returns a table of the records of some problems, with the receipts and times of their kernels."""
+    records = tuple(record for record in table.records if record.problem in problems)
+    kernels = {kernel for record in records for kernel, _ in _kernels(record)}
+    kernels |= {record.kernel for record in records if record.kernel is not None}
+    keys = {problem.key for problem in problems}
+    return msgspec.structs.replace(
+        table,
+        records=records,
+        receipts=tuple(one for one in table.receipts if one.digest in kernels),
+        times=tuple(one for one in table.times if one.problem in keys),
+    )
+
+
+def verified_kernels(table: TunedTable) -> dict[str, frozenset[str]]:
+    """The kernels of records that passed on the table's GPU, by the Triton version, in order."""
+    own = {record.kernel for record in table.records}
+    passed: dict[str, set[str]] = {}
+    for receipt in table.receipts:
+        if receipt.digest in own:
+            passed.setdefault(receipt.versions.triton, set()).add(receipt.digest)
+    for record in table.records:
+        if record.kernel is not None and is_proven(record, record.versions):
+            passed.setdefault(record.versions.triton, set()).add(record.kernel)
+    return {triton: frozenset(passed[triton]) for triton in sorted(passed)}

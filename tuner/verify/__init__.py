@@ -1,0 +1,1 @@
+"""`flashtune verify`: compiles, checks and times the kernels of a table."""

@@ -1,0 +1,133 @@
+"""Runs the jobs of `flashtune verify` in worker processes, up to a time limit or a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
+
+from pebble import ProcessPool
+
+from flashtune.tuner.execution.processes import stop_pool
+from flashtune.tuner.verify.verify_jobs import failure
+
+# How often a run looks whether its time is over or a signal came.
+POLL_SECONDS = 0.2
+
+Progress = Callable[[str, int, int], None]
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Runs:
+    """Runs jobs in worker processes until a time limit is over or `stop` is called.
+
+    Attributes:
+        stopped: Whether `stop` was called.
+        error: The error that ended the run, where errors are held.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        progress: Progress = lambda phase, done, total: None,
+        *,
+        hold_errors: bool = False,
+    ) -> None:
+        """Sets the limit.
+
+        Args:
+            seconds: Seconds from now on after which no job is waited for, None without a limit.
+            progress: Called with the phase, the number of finished jobs and the total.
+            hold_errors: Whether an error that is no result of a job ends the run and becomes `error`, so that
+                the caller can keep the results so far. It must raise it then.
+        """
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._progress = progress
+        self._holds_errors = hold_errors
+        self.stopped = False
+        self.error: Exception | None = None
+
+    def stop(self) -> None:
+        """Ends the run: jobs that have not finished are dropped."""
+        self.stopped = True
+
+    @property
+    def ended(self) -> bool:
+        """Whether the time limit is over, `stop` was called or an error is held."""
+        late = self._end is not None and time.monotonic() >= self._end
+        return late or self.stopped or self.error is not None
+
+    def run(
+        self,
+        phase: str,
+        start: Callable[[], ProcessPool],
+        function: Callable[..., Any],
+        jobs: Mapping[Key, tuple[Any, ...]],
+        seconds: float,
+    ) -> dict[Key, tuple[str, Any]]:
+        """Calls a function for each job in a pool of processes.
+
+        Args:
+            phase: Name of the work, for the progress.
+            start: Makes the pool, which is stopped at the end.
+            function: What each job calls.
+            jobs: The arguments of each job.
+            seconds: Time limit of each job.
+
+        Returns:
+            For each finished job: why it gave no result, empty if it gave one, and the result. Jobs that had
+            not finished when the run ended are left out.
+
+        Raises:
+            MachineError: The machine failed, as with a full disk, and errors are not held.
+        """
+        if not jobs or self.ended:
+            return {}
+        pool = start()
+        try:
+            futures = {key: pool.schedule(function, args=job, timeout=seconds) for key, job in jobs.items()}
+            pending: set[Future[Any]] = set(futures.values())
+            while pending and not self.ended:
+                finished, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for one in finished:
+                    self._result(one)
+                self._progress(phase, len(futures) - len(pending), len(futures))
+            results = {key: self._result(one) for key, one in futures.items() if one.done()}
+            return {key: result for key, result in results.items() if result is not None}
+        finally:
+            stop_pool(pool)
+
+    def _result(self, job: Future[Any]) -> tuple[str, Any] | None:
+        """Returns why a job gave no result, or its result; None after an error that is held."""
+        try:
+            lost = failure(job)
+        except Exception as error:
+            if not self._holds_errors:
+                raise
+            self.error = self.error or error
+            return None
+        return lost, None if lost else job.result()
+
+
+@contextlib.contextmanager
+def stopped_by_signals(runs: Runs) -> Iterator[None]:
+    """Lets SIGINT and SIGTERM stop a run instead of the program. A second one ends the program as ever."""
+    usual = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for one, handler in usual.items():
+            signal.signal(one, handler)
+
+    def stop(*_: object) -> None:
+        restore()
+        runs.stop()
+
+    for one in usual:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        restore()

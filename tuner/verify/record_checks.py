@@ -1,0 +1,210 @@
+"""Verifies a table: every selected kernel compiles, fits, and computes what it should.
+
+A kernel runs on the GPU of its record where that GPU is here. Elsewhere it runs under the interpreter, in
+float32. That proves its source. Its binary is proven by the record's receipt: the verdict of a GPU, bound to
+the kernel's digest, the template and the versions. No interpreter runs kernels in Gluon. Without their GPU
+they have their receipts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import msgspec
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Dtype
+from flashtune.core.record import Provenance, Record
+from flashtune.core.target import Target
+from flashtune.db.codec import Check
+from flashtune.db.store import open_store
+from flashtune.db.table import TunedTable
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.execution.processes import start_pool, usable_cores
+from flashtune.tuner.tables.admission import facts_of, why_refused
+from flashtune.tuner.tables.receipts import Receipt, never_verified, receipt_fault, receipt_of
+from flashtune.tuner.verify import verify_jobs
+from flashtune.tuner.verify.job_runner import Runs
+from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
+from flashtune.tuner.verify.report import Means, Report, Result
+from flashtune.tuner.verify.verify_jobs import Interpretable, Subject
+
+# What the interpreter does not see of a config, set to one value so that fewer kernels differ.
+UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}
+
+
+def verify_records(
+    records: Iterable[Record],
+    *,
+    gpu: tuple[int, Target] | None,
+    require_gpu: bool = False,
+    same_triton: bool = False,
+    allow_unproven: bool = False,
+    known: TunedTable | None = None,
+    timed: bool = False,
+    runs: Runs | None = None,
+) -> Report:
+    """Verifies the selected kernels of a table.
+
+    Args:
+        records: The table's records; baselines among them are only counted.
+        gpu: Index and facts of the GPU of this machine, None without one.
+        require_gpu: Whether what was not compared on a GPU here fails.
+        same_triton: Whether receipts of another Triton than the one installed here fail.
+        allow_unproven: Whether what compiles and fits passes where no GPU ever verified it.
+        known: A table whose receipts and times under the versions here are not made again on the GPU.
+        timed: Whether the GPU here times kernels whose records were made under other versions, or lack times
+            with shared masks.
+        runs: Where the jobs run; without a limit and silent if left out.
+    """
+    runs = runs or Runs()
+    listed = list(records)
+    kernels = [record for record in listed if record.config is not None]
+    subjects = {id(record): _subject(record) for record in kernels}
+    sound = [subject for subject in subjects.values() if isinstance(subject, Subject)]
+    unfit = _compile(sound, runs)
+    fit = [subject for subject in sound if unfit.get(_binary(subject)) == ""]
+    name = gpu[1].name if gpu else None
+    here = [subject for subject in fit if subject.record.target == name]
+    on_gpu = check_on_gpu(here, gpu[0], runs, known, timed=timed) if gpu and here else OnGpu()
+    interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
+
+    def judge(record: Record) -> Result | None:
+        """The result of a record, None where the run ended before it."""
+        subject = subjects[id(record)]
+        if isinstance(subject, str):
+            return _result(record, None, Means.NONE, subject)
+        misfit = unfit.get(_binary(subject))
+        if misfit != "":
+            return None if misfit is None else _result(record, subject.kernel, Means.NONE, misfit)
+        outcome = on_gpu.outcomes.get(id(record))
+        if outcome is not None and outcome.missed and not outcome.failed:
+            return None
+        if outcome is not None and (outcome.ran or outcome.failed):
+            return _result(record, subject.kernel, Means.GPU, outcome.failed)
+        if outcome is not None:
+            result = _result(record, subject.kernel, Means.RECEIPT, "")
+        else:
+            verdict = interpreted.get(_source(subject)) if _is_interpreted(subject) else None
+            if verdict is None and _is_interpreted(subject):
+                return None
+            result = _by_receipt(subject, verdict, same_triton, allow_unproven)
+        if require_gpu and not result.failed:
+            return msgspec.structs.replace(result, failed=f"was not compared on {record.target} here")
+        return result
+
+    results = [judge(record) for record in kernels]
+    judged = tuple(result for result in results if result is not None)
+    return Report(judged, len(listed) - len(kernels), len(results) - len(judged), on_gpu)
+
+
+def remember(checks: Iterable[Check], db: str | None) -> None:
+    """Keeps a GPU's verdicts in a database, so that dispatch need not check these kernels again.
+
+    Raises:
+        StoreError: The database cannot be written.
+    """
+    with open_store(db) as store:
+        # Of several verdicts of one kernel the last one stays: a failure.
+        for check in sorted(checks, key=lambda check: not check.verdict.passed):
+            store.remember_check(check)
+
+
+def _subject(record: Record) -> Subject | str:
+    """The record's kernel as it renders here, or why the record cannot be used."""
+    assert record.config is not None
+    try:
+        refused, target = why_refused(record), facts_of(record)
+        if refused or target is None:
+            return refused
+        kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
+        return Subject(record, target, kernel)
+    except FlashtuneError as error:
+        return str(error)
+
+
+def _result(
+    record: Record, kernel: Kernel | None, means: Means, failed: str, receipt: Receipt | None = None
+) -> Result:
+    digest = kernel.digest if kernel else None
+    return Result(record.problem.key, record.target, record.family, digest, means, failed, receipt)
+
+
+def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, allow_unproven: bool) -> Result:
+    """The result of a kernel that no GPU ran here; `interpreted` is None where no interpreter could."""
+    record = subject.record
+    means = Means.RECEIPT if interpreted is None else Means.INTERPRETER
+    if interpreted:
+        return _result(record, subject.kernel, means, interpreted)
+    missing = receipt_fault(record, subject.kernel.digest, same_triton)
+    if not missing:
+        return _result(record, subject.kernel, means, "", receipt_of(record))
+    means = Means.NONE if interpreted is None else means
+    # A predicted record never claimed to have run, and is never dispatched as if it had.
+    excused = record.provenance is Provenance.PREDICTED and means is Means.INTERPRETER
+    excused = excused or (allow_unproven and never_verified(record))
+    return _result(record, subject.kernel, means, "" if excused else missing)
+
+
+def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
+    """Why each distinct binary is unfit for its target, empty where it is fit."""
+    jobs = {_binary(subject): (subject.kernel, subject.target) for subject in subjects}
+    done = runs.run(
+        "compiling",
+        lambda: start_pool(usable_cores()),
+        verify_jobs.why_not_compiled,
+        jobs,
+        verify_jobs.COMPILE_SECONDS,
+    )
+    return {key: lost or unfit for key, (lost, unfit) in done.items()}
+
+
+def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
+    """By source: why it failed under the interpreter, empty if it passed."""
+    tasks = {_source(subject): _task(subject) for subject in subjects if _is_interpreted(subject)}
+    # The longest ones first, so that no core waits for one that began last.
+    first = sorted(tasks, key=lambda source: _length(tasks[source]), reverse=True)
+    done = runs.run(
+        "under the interpreter",
+        lambda: verify_jobs.start_interpreters(usable_cores()),
+        verify_jobs.check_interpreted,
+        {source: (tasks[source],) for source in first},
+        verify_jobs.INTERPRETER_SECONDS,
+    )
+    return {key: lost or verdict.failed for key, (lost, verdict) in done.items()}
+
+
+def _length(task: Interpretable) -> int:
+    """Grows with the time of the interpreter: larger head dims and more splits take longer."""
+    return task.problem.head_dim * int(getattr(task.config, "splits", 1))
+
+
+def _is_interpreted(subject: Subject) -> bool:
+    return find_family(subject.record.family).interpreted
+
+
+def _task(subject: Subject) -> Interpretable:
+    """The kernel as the interpreter meets it: in float32, at no particular size or option."""
+    record = subject.record
+    assert record.config is not None
+    seen = {name: value for name, value in UNSEEN.items() if hasattr(record.config, name)}
+    return Interpretable(
+        family=record.family,
+        problem=msgspec.structs.replace(
+            record.problem, dtype=Dtype.FP32, batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1
+        ),
+        config=msgspec.structs.replace(record.config, **seen),
+        specialization=record.specialization,
+        target=subject.target,
+    )
+
+
+def _source(subject: Subject) -> Hashable:
+    task = _task(subject)
+    return render(find_family(task.family), task.problem, task.config, task.specialization).digest
+
+
+def _binary(subject: Subject) -> tuple[str, str]:
+    return subject.kernel.digest, subject.target.name

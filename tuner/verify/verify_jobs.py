@@ -1,0 +1,246 @@
+"""What `flashtune verify` does in worker processes: compile, run on the GPU, run under the interpreter.
+
+Nothing that imports Triton is imported at the top: an interpreter's worker sets its variable first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pebble import ProcessPool
+
+from flashtune.core.errors import KernelError, MachineError, VerificationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.config import Config
+    from flashtune.core.kernel import Kernel, Specialization
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Measurement, Record, Resources, Verdict
+    from flashtune.core.target import Target
+    from flashtune.db.codec import Check
+
+COMPILE_SECONDS = 120.0
+# Several processes share the GPU.
+GPU_SECONDS = 900.0
+# Against a hang alone: the widest kernels take minutes, and several times that on a busy machine.
+INTERPRETER_SECONDS = 1800.0
+BROKEN_CONTEXT = 70
+# A process that holds more of the GPU's memory than this gives back what it kept of earlier checks.
+MOST_KEPT_BYTES = 6 * 2**30
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """A record to be verified, the facts of its GPU, and its kernel as it renders here."""
+
+    record: Record
+    target: Target
+    kernel: Kernel
+
+    @property
+    def renders_differently(self) -> bool:
+        """Whether the record names another kernel."""
+        return self.kernel.digest != self.record.kernel
+
+
+class Interpretable(msgspec.Struct, frozen=True):
+    """All that decides what a kernel computes under the interpreter."""
+
+    family: str
+    problem: Problem
+    config: Config
+    specialization: Specialization
+    target: Target
+
+
+def start_interpreters(workers: int) -> ProcessPool:
+    """Workers in which Triton interprets; each is a fresh process, since Triton decides at import."""
+    return ProcessPool(
+        max_workers=workers, context=multiprocessing.get_context("spawn"), initializer=_become_interpreter
+    )
+
+
+def _become_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    # Every worker has a core to itself: threads of numpy's would spin for one another at each small product.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    # Kernels divide by zero and subtract infinities where rows see no key; the comparison judges the results.
+    np.seterr(divide="ignore", invalid="ignore")
+
+
+def why_not_compiled(kernel: Kernel, target: Target) -> str:
+    """Compiles a kernel for a target: why it cannot run there, empty if it can.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+    """
+    from flashtune.tuner.binary.resources import overflow, read_sizes
+
+    try:
+        return overflow(read_sizes(kernel, target), target) or ""
+    except MachineError:
+        raise
+    except KernelError as error:
+        return f"does not compile: {error}"
+
+
+def check_interpreted(task: Interpretable) -> Verdict:
+    """Compares a kernel with the reference on the CPU, in float32 and at small sizes.
+
+    Raises:
+        KernelError: It does not run.
+    """
+    import torch
+
+    from flashtune.launch.compilation import interpreting
+    from flashtune.templates.registry import find_family
+    from flashtune.verification.cases import Level
+    from flashtune.verification.check import check_kernel
+
+    if not interpreting():
+        raise VerificationError(
+            "Triton was imported before it was told to interpret: run flashtune verify by itself"
+        )
+    family = find_family(task.family)
+    cpu = torch.device("cpu")
+    return check_kernel(family, task.problem, task.config, task.specialization, task.target, cpu, Level.QUICK)
+
+
+def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
+    """Proves a record's own kernel or its sibling on a GPU, at the record's shape.
+
+    A kernel with barriers of its own is proven with injected delays too; its verdict then names `delays`.
+
+    Raises:
+        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+    """
+    import torch
+
+    from flashtune.core.target import device_target
+    from flashtune.db.codec import Check
+    from flashtune.dispatch.versions import current_versions
+    from flashtune.tuner.execution.processes import lacked_memory
+    from flashtune.verification.check import check_delayed, check_rendered, joined
+    from flashtune.verification.passes import forget
+
+    assert record.config is not None
+    target, device = device_target(index), torch.device("cuda", index)
+    with _whole_context(device):
+        if torch.cuda.memory_reserved(device) > MOST_KEPT_BYTES:
+            # Other processes check kernels on the same GPU.
+            forget()
+            torch.cuda.empty_cache()
+        verdict = None
+        try:
+            verdict = check_rendered(kernel, record.problem, record.config, target, device)
+        except KernelError as error:
+            if not lacked_memory(str(error)):
+                raise
+        if verdict is None:
+            # The memory that this process kept for other checks may suffice. An error's traceback would keep
+            # the tensors of the failed check.
+            forget()
+            torch.cuda.empty_cache()
+            verdict = check_rendered(kernel, record.problem, record.config, target, device)
+        late = (
+            check_delayed(kernel, record.problem, record.config, target, device) if verdict.passed else None
+        )
+    if late is not None:
+        verdict = joined([verdict, late])
+    return Check(
+        digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
+    )
+
+
+def read_compiled(kernel: Kernel, target: Target) -> Resources:
+    """Returns the compiler's figures of a kernel that a search would launch.
+
+    Raises:
+        MachineError: The machine cannot compile, as with a full disk.
+        KernelError: A search would not launch it: its matrix instructions are serialised, for instance.
+    """
+    from flashtune.tuner.execution.compile_pool import compile_kernel
+
+    compiled = compile_kernel(kernel, target)
+    if compiled.resources is None or compiled.message:
+        raise KernelError(compiled.message)
+    return compiled.resources
+
+
+def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
+    """Times a record's kernel on a GPU, with peers in the same run if `with_peers` is set.
+
+    Raises:
+        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+    """
+    import torch
+
+    from flashtune.core.target import device_target
+    from flashtune.tuner.candidates import Candidate
+    from flashtune.tuner.execution.gpu_jobs import prepare
+    from flashtune.tuner.execution.inputs import make_tensors
+    from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
+    from flashtune.tuner.execution.timing import clock_probe, measure
+
+    assert record.config is not None
+    prepare(index)
+    device = torch.device("cuda", index)
+    candidate, target = Candidate(record.family, record.config), device_target(index)
+    with _whole_context(device):
+        if with_peers:
+            (found,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
+            return found
+        tensors = make_tensors(record.problem, device, lse=record.specialization.lse)
+        run = kernel_run(record.problem, candidate, record.specialization, target, tensors)
+        return measure(run, device, throttled=clock_probe(index).is_throttled())
+
+
+@contextlib.contextmanager
+def _whole_context(device: torch.device) -> Iterator[None]:
+    """Ends this process after an error that broke the GPU's context.
+
+    Raises:
+        KernelError: In place of torch's errors.
+    """
+    import torch
+
+    from flashtune.launch.compilation import first_line
+
+    try:
+        yield
+    except (KernelError, RuntimeError) as error:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            os._exit(BROKEN_CONTEXT)
+        if isinstance(error, KernelError):
+            raise
+        raise KernelError(first_line(error)) from error
+
+
+def failure(job: Future[Any]) -> str:
+    """Why a job gave no result, empty if it gave one.
+
+    Raises:
+        MachineError: The machine failed, as with a full disk.
+    """
+    from flashtune.tuner.execution.processes import failure_of
+
+    lost = failure_of(job)
+    if lost is not None:
+        return lost[1]
+    error = job.exception()
+    if error is not None and (isinstance(error, MachineError) or not isinstance(error, KernelError)):
+        raise error
+    return str(error) if error else ""

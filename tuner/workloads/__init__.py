@@ -1,0 +1,1 @@
+"""Shapes and models: their texts, files, presets and Hugging Face configs."""

@@ -1,0 +1,124 @@
+"""The attention of a transformers `config.json`: a file of whatever origin, read as typed data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Dtype
+from flashtune.tuner.workloads.hf_layers import MAX_LAYERS, LayerFields, Text, latent_of, layers_of
+from flashtune.tuner.workloads.models import ModelAttention
+from flashtune.tuner.workloads.shape_values import DTYPES, MAX_COUNT, MAX_WIDTH, quoted
+from flashtune.tuner.workloads.shapes_file import read_text
+
+LayerCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
+Heads = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+Width = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
+
+# Model types whose tokens see one another in both directions.
+ENCODERS = frozenset({"bert", "roberta", "distilbert", "electra", "modernbert", "vit", "siglip_vision_model"})
+
+
+class _Attention(LayerFields, frozen=True):
+    """The fields that decide attention's shape, under the names that configs give them.
+
+    One that does not say how many layers it has is taken for one layer.
+    """
+
+    num_hidden_layers: LayerCount | None = None
+    n_layer: LayerCount | None = None
+    num_attention_heads: Heads | None = None
+    n_head: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    num_kv_heads: Heads | None = None
+    multi_query: bool | None = None
+    new_decoder_architecture: bool | None = None
+    hidden_size: Heads | None = None
+    n_embd: Heads | None = None
+    head_dim: Width | None = None
+    qk_nope_head_dim: Width | None = None
+    v_head_dim: Width | None = None
+    dtype: Text | None = None
+    torch_dtype: Text | None = None
+
+
+class _Document(_Attention, frozen=True):
+    """A whole config; multimodal models keep their language model's in `text_config`."""
+
+    text_config: _Attention | None = None
+
+
+def read_hf_config(path: Path) -> ModelAttention:
+    """The attention shape of a config file.
+
+    Raises:
+        UsageError: The file cannot be read, is no config, or says too little or nonsense.
+    """
+    content = read_text(path, "model config")
+    try:
+        document = msgspec.json.decode(content, type=_Document)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"the model config {path} cannot be used: {error}") from error
+    return _attention(document, path)
+
+
+def _attention(document: _Document, path: Path) -> ModelAttention:
+    text = document.text_config
+    nested = text is not None and (text.num_attention_heads or text.n_head)
+    config = text if text is not None and nested else document
+    heads = config.num_attention_heads or config.n_head
+    if heads is None:
+        raise UsageError(
+            f"the model config {path} has no num_attention_heads: pass a transformer's config.json"
+        )
+    head_dim = _head_dim(config, heads, path)
+    return ModelAttention(
+        name=config.model_type or path.stem,
+        heads=heads,
+        kv_heads=_kv_heads(config, heads),
+        head_dim=head_dim,
+        value_head_dim=config.v_head_dim or head_dim,
+        dtype=_dtype(config.dtype or config.torch_dtype or document.dtype or document.torch_dtype, path),
+        causal=config.model_type not in ENCODERS,
+        source=str(path),
+        kinds=layers_of(config, config.num_hidden_layers or config.n_layer or 1, path),
+        latent=latent_of(config, path),
+    )
+
+
+def _kv_heads(config: _Attention, heads: int) -> int:
+    # Falcon's first generation says multi_query and leaves num_kv_heads at a number it ignores.
+    if config.multi_query and not config.new_decoder_architecture:
+        return 1
+    if config.qk_nope_head_dim:
+        return heads  # multi-head latent attention, as its prefill expands it
+    return config.num_key_value_heads or config.num_kv_heads or heads
+
+
+def _head_dim(config: _Attention, heads: int, path: Path) -> int:
+    if config.qk_nope_head_dim and config.qk_rope_head_dim:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.head_dim:
+        return config.head_dim
+    hidden = config.hidden_size or config.n_embd
+    if hidden is None:
+        raise UsageError(f"the model config {path} has neither head_dim nor hidden_size: add one of the two")
+    if hidden % heads or hidden // heads > MAX_WIDTH:
+        raise UsageError(
+            f"the model config {path} has hidden_size {hidden} for {heads} heads: add its head_dim"
+        )
+    return hidden // heads
+
+
+def _dtype(name: str | None, path: Path) -> Dtype:
+    if name is None or name == "auto":
+        return Dtype.BF16
+    dtype = DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise UsageError(
+            f"the model config {path} has dtype {quoted(name)}: flashtune takes bf16, fp16 and fp32"
+        )
+    return dtype

@@ -1,0 +1,168 @@
+"""The keys that a shape may have, and what may stand behind each."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale
+
+MAX_COUNT = 2**24
+# Names in one sentence.
+MOST_NAMED = 6
+MAX_LENGTH = 2**31 - 1
+MAX_WIDTH = 1024
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest number that a key takes."""
+
+    least: int
+    most: int
+
+
+class Window(NamedTuple):
+    """How far a query sees to either side; None for no bound."""
+
+    left: int | None
+    right: int | None
+
+
+NUMBERS: dict[str, Bounds] = {
+    "heads": Bounds(1, MAX_COUNT),
+    "kv_heads": Bounds(1, MAX_COUNT),
+    "seqlen": Bounds(1, MAX_LENGTH),
+    "seqlen_q": Bounds(1, MAX_LENGTH),
+    "seqlen_kv": Bounds(1, MAX_LENGTH),
+    "head_dim": Bounds(1, MAX_WIDTH),
+    "value_head_dim": Bounds(1, MAX_WIDTH),
+    "batch": Bounds(1, MAX_LENGTH),
+    "tokens": Bounds(1, MAX_LENGTH),
+    "window_left": Bounds(0, MAX_LENGTH),
+    "window_right": Bounds(0, MAX_LENGTH),
+    "first_tokens": Bounds(0, MAX_LENGTH),
+    "chunk": Bounds(0, MAX_LENGTH),
+    "packed": Bounds(0, MAX_LENGTH),
+    "page_size": Bounds(0, MAX_LENGTH),
+}
+DTYPES: dict[str, Dtype] = {
+    **{dtype.value: dtype for dtype in Dtype},
+    "bfloat16": Dtype.BF16,
+    "float16": Dtype.FP16,
+    "float32": Dtype.FP32,
+}
+# Of each of these the name alone means true.
+FLAGS = (
+    "prefix",
+    "softcap",
+    "alibi",
+    "sinks",
+    "lengths",
+    "latent",
+    "dropout",
+    "backward",
+    "deterministic",
+)
+TRUTH = {"true": True, "false": False}
+# A cache of the queries' own type is told by `none`.
+KV_DTYPES: dict[str, KvDtype | None] = {**{kind.value: kind for kind in KvDtype}, "none": None}
+WINDOW = "window"
+
+Value = int | bool | Dtype | Causal | Direction | Bias | KvDtype | KvScale | Window | None
+WORDS: dict[str, Mapping[str, Value]] = {
+    "dtype": DTYPES,
+    "causal": {
+        **{causal.value: causal for causal in Causal},
+        "true": Causal.BOTTOM_RIGHT,
+        "false": Causal.NONE,
+    },
+    "direction": {direction.value: direction for direction in Direction},
+    "bias": {bias.value: bias for bias in Bias},
+    "kv_dtype": KV_DTYPES,
+    "kv_scale": {scale.value: scale for scale in KvScale},
+    **dict.fromkeys(FLAGS, TRUTH),
+}
+# What a key stands for where nothing stands behind it.
+ALONE = {"causal": Causal.BOTTOM_RIGHT.value, **dict.fromkeys(FLAGS, "true")}
+KEYS = (*NUMBERS, WINDOW, *WORDS)
+
+
+def parse_values(key: str, text: str) -> tuple[Value, ...]:
+    """The values of one key: items joined by `|`, each a word, a number or a range.
+
+    Raises:
+        UsageError: The key or a value is none that shapes have.
+    """
+    items = [item.strip() for item in text.split("|")]
+    if key in WORDS:
+        return tuple(_word(key, item, WORDS[key]) for item in items)
+    if key == WINDOW:
+        return tuple(map(_window, items))
+    if key not in NUMBERS:
+        raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, KEYS)}")
+    return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
+
+
+def quoted(text: str) -> str:
+    """A user's words inside a sentence: one line, escaped, not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The names that a user may have meant, as the end of a sentence.
+
+    Those that begin with the word; else the one that is nearest; else all of them.
+    """
+    names = tuple(known)
+    longer = [repr(name) for name in names if word and name.startswith(word)]
+    if longer:
+        *others, last = longer[:MOST_NAMED]
+        return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
+
+
+def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:
+    if item.lower() not in known:
+        raise UsageError(f"{key} cannot be {quoted(item)}: {nearest(item.lower(), known)}")
+    return known[item.lower()]
+
+
+def _window(item: str) -> Window:
+    """`left`, `left:right` or `:right`: keys on that side beside the query's own."""
+    left, colon, right = (part.strip() for part in item.partition(":"))
+    if not left and not right:
+        raise UsageError("window has no bound: write window=1024, or window=1024:0 to bound both sides")
+    return Window(
+        _number("window_left", left) if left else None,
+        _number("window_right", right) if colon and right else None,
+    )
+
+
+def _numbers(key: str, item: str) -> tuple[int, ...]:
+    """A number, or every doubling from the first of a range to its last."""
+    first_text, dots, last_text = item.partition("..")
+    first = _number(key, first_text)
+    if not dots:
+        return (first,)
+    last = _number(key, last_text)
+    doublings = (last // first).bit_length() - 1 if first else 0
+    if last < first or first << doublings != last:
+        raise UsageError(f"{key}={item}: a range doubles from first to last, as 512..4096 does")
+    return tuple(first << step for step in range(doublings + 1))
+
+
+def _number(key: str, text: str) -> int:
+    text = text.strip()
+    # int() would also take signs, underscores and other alphabets' digits.
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        forms = f"{key}=128, {key}=64|128 or {key}=64..512"
+        raise UsageError(f"{key} takes whole numbers, and {quoted(text)} is none: write {forms}")
+    number = int(text)
+    least, most = NUMBERS[key]
+    if not least <= number <= most:
+        raise UsageError(f"{key}={number} is out of bounds: it must lie between {least} and {most:,}")
+    return number

@@ -1,0 +1,140 @@
+"""Shapes as text: `heads=32,kv_heads=8,seqlen=512..16384,head_dim=64|128,causal` becomes problems.
+
+A value is one item or several joined by `|`; an item of a number is a number or a doubling range
+`first..last`. Every combination of the values is one problem. `causal` alone means
+`causal=bottom_right`; `seqlen` sets both lengths, `seqlen_q` and `seqlen_kv` one each; `tokens`
+stands in place of `batch`, which is then tokens / seqlen_q. `window=1023` bounds what a query sees
+before it, `window=1023:0` also what it sees behind it. `backward` asks for the gradients, as
+`direction=backward` does. `flashtune.core.shape_format` is the way back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from flashtune.core.canonical import normal_form
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale, Problem
+from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
+
+MAX_PROBLEMS = 10_000
+
+Choices = Mapping[str, tuple[Value, ...]]
+Word = TypeVar("Word", Dtype, Causal, Direction, Bias, KvScale)
+
+
+def parse_shape(text: str) -> tuple[Problem, ...]:
+    """All problems that a shape names, in the order of its values, none twice.
+
+    Raises:
+        UsageError: An unknown key or value, a missing key, or an impossible shape.
+    """
+    choices: dict[str, tuple[Value, ...]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator and key in ALONE:
+            value = ALONE[key]
+        elif not separator and key in KEYS:
+            raise UsageError(f"{key} has no value: write {key}=...")
+        if key in choices:
+            raise UsageError(f"{key} is given twice: list its values with |, as in {key}=a|b")
+        choices[key] = parse_values(key, value)
+    return expand(choices)
+
+
+def expand(choices: Choices) -> tuple[Problem, ...]:
+    """Every combination of the keys' values as problems, none twice.
+
+    Raises:
+        UsageError: A key is missing or contradicts another, or a combination is impossible.
+    """
+    if math.prod(len(values) for values in choices.values()) > MAX_PROBLEMS:
+        raise UsageError(f"the lists and ranges name more than {MAX_PROBLEMS:,} shapes: shorten them")
+    combinations = itertools.product(*choices.values())
+    return tuple(dict.fromkeys(_build(dict(zip(choices, values, strict=True))) for values in combinations))
+
+
+def _build(given: dict[str, Value]) -> Problem:
+    """One combination of values as a problem, with the defaults of what it leaves out."""
+    numbers = {key: value for key, value in given.items() if type(value) is int}
+    for key in ("heads", "head_dim"):
+        if key not in numbers:
+            raise UsageError(f"a shape needs {key}: add {key}=...")
+    seqlen_q = numbers.get("seqlen_q", numbers.get("seqlen"))
+    seqlen_kv = numbers.get("seqlen_kv", numbers.get("seqlen"))
+    if seqlen_q is None or seqlen_kv is None:
+        raise UsageError("a shape needs its lengths: add seqlen=..., or seqlen_q=... and seqlen_kv=...")
+    if {"seqlen", "seqlen_q", "seqlen_kv"} <= numbers.keys():
+        raise UsageError("seqlen, seqlen_q and seqlen_kv contradict one another: leave one of the three out")
+    window, kv_dtype = _window(given), given.get("kv_dtype")
+    if "kv_scale" in given and "kv_dtype" not in given:
+        raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
+    posed = Problem(
+        dtype=_word(given.get("dtype"), Dtype.BF16),
+        head_dim=numbers["head_dim"],
+        value_head_dim=numbers.get("value_head_dim", numbers["head_dim"]),
+        heads=numbers["heads"],
+        kv_heads=numbers.get("kv_heads", numbers["heads"]),
+        batch=_batch(numbers, seqlen_q),
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        causal=_word(given.get("causal"), Causal.NONE),
+        direction=_direction(given),
+        window_left=window.left,
+        window_right=window.right,
+        bias=_word(given.get("bias"), Bias.NONE),
+        kv_dtype=kv_dtype if isinstance(kv_dtype, KvDtype) else None,
+        # Without a quantised cache there is nothing that could share a scale.
+        kv_scale=_word(given.get("kv_scale"), KvScale.TENSOR) if kv_dtype else KvScale.TENSOR,
+        first_tokens=numbers.get("first_tokens", 0),
+        chunk=numbers.get("chunk", 0),
+        packed=numbers.get("packed", 0),
+        page_size=numbers.get("page_size", 0),
+        prefix=given.get("prefix") is True,
+        softcap=given.get("softcap") is True,
+        alibi=given.get("alibi") is True,
+        sinks=given.get("sinks") is True,
+        lengths=given.get("lengths") is True,
+        latent=given.get("latent") is True,
+        dropout=given.get("dropout") is True,
+        deterministic=given.get("deterministic") is True,
+    )
+    # As calls name it: what is recorded under another name would never be found.
+    return normal_form(posed)
+
+
+def _word(value: Value, default: Word) -> Word:
+    return value if isinstance(value, type(default)) else default
+
+
+def _direction(given: dict[str, Value]) -> Direction:
+    if "backward" not in given:
+        return _word(given.get("direction"), Direction.FORWARD)
+    if "direction" in given:
+        raise UsageError("backward says what direction=backward does: leave one of the two out")
+    return Direction.BACKWARD if given["backward"] is True else Direction.FORWARD
+
+
+def _window(given: dict[str, Value]) -> Window:
+    window, left, right = (given.get(key) for key in ("window", "window_left", "window_right"))
+    if isinstance(window, Window):
+        if left is not None or right is not None:
+            raise UsageError(
+                "window says what window_left and window_right do: leave one of the two ways out"
+            )
+        return window
+    return Window(left if isinstance(left, int) else None, right if isinstance(right, int) else None)
+
+
+def _batch(numbers: dict[str, int], seqlen_q: int) -> int:
+    tokens = numbers.get("tokens")
+    if tokens is None:
+        return numbers.get("batch", 1)
+    if "batch" in numbers:
+        raise UsageError("tokens and batch say the same thing twice: leave one of the two out")
+    if tokens % seqlen_q:
+        raise UsageError(f"tokens={tokens} is no multiple of seqlen_q={seqlen_q}: batch is tokens / seqlen_q")
+    return tokens // seqlen_q

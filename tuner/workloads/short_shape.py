@@ -1,0 +1,46 @@
+"""A problem in a few words, for columns of tables: `h32/8 d128 s4096 b1 causal`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashtune.core.problem import Causal, Dtype, feature_words
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+
+# Beginnings of features' words that are common in tables.
+SHORT = (("window", "w"), ("page", "p"))
+MASKS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "top-left"}
+
+
+def short_shape(problem: Problem) -> str:
+    """The heads, width, length, batch and mask of a problem, and then only what is not the default.
+
+    Different problems have different texts. bf16 and the forward pass are the defaults.
+    """
+    words = (
+        _pair("h", problem.heads, problem.kv_heads),
+        _pair("d", problem.head_dim, problem.value_head_dim),
+        _lengths(problem),
+        f"b{problem.batch}",
+        "" if problem.dtype is Dtype.BF16 else problem.dtype.value,
+        MASKS[problem.causal],
+        "bwd" if problem.is_backward else "",
+        *map(_shortened, feature_words(problem).split("_")),
+    )
+    return " ".join(word for word in words if word)
+
+
+def _shortened(word: str) -> str:
+    return next((short + word.removeprefix(name) for name, short in SHORT if word.startswith(name)), word)
+
+
+def _pair(letter: str, first: int, second: int) -> str:
+    return f"{letter}{first}" if first == second else f"{letter}{first}/{second}"
+
+
+def _lengths(problem: Problem) -> str:
+    if problem.seqlen_q == problem.seqlen_kv:
+        return f"s{problem.seqlen_q}"
+    return f"q{problem.seqlen_q} k{problem.seqlen_kv}"
