@@ -1,4 +1,4 @@
-"""`Candidate`: a config of a family; the spaces they come from, and the model that prunes them."""
+"""`Candidate`, a config of a family; search spaces; and the capacity check that prunes candidates."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Candidate(msgspec.Struct, frozen=True):
     config: Config
 
     def order(self) -> tuple[str, tuple[object, ...]]:
-        """A total order over candidates."""
+        """Returns a sort key that orders all candidates."""
         return self.family, self.config.sort_key()
 
 
 class FamilySpace(msgspec.Struct, frozen=True):
-    """The space that is searched of one family."""
+    """A family and the space to search."""
 
     family: Family
     space: Space
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every candidate once."""
+        """Yields every candidate once."""
         return (Candidate(self.family.name, config) for config in self.space.configs())
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """Where one search looks: the problem, the GPU, what tensors are assumed, the families' spaces."""
+    """The problem, GPU, specialization and search spaces of one search."""
 
     problem: Problem
     target: Target
@@ -46,19 +46,19 @@ class Scope(msgspec.Struct, frozen=True):
     spaces: tuple[FamilySpace, ...]
 
     def contains(self, candidate: Candidate) -> bool:
-        """Whether a candidate lies in one of the spaces."""
+        """Returns whether a candidate is in one of the spaces."""
         return any(
             entry.family.name == candidate.family and entry.space.contains(candidate.config)
             for entry in self.spaces
         )
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every candidate of every space once."""
+        """Yields every candidate of every space once."""
         for entry in self.spaces:
             yield from entry.candidates()
 
     def defaults(self) -> tuple[Candidate, ...]:
-        """Each family's default config, whether or not its space holds it."""
+        """Returns the default candidate of each family, also if its space does not contain it."""
         return tuple(
             Candidate(entry.family.name, entry.family.default(self.problem, self.target))
             for entry in self.spaces
@@ -66,12 +66,12 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What the models say that a candidate asks of the target at the least.
+    """The minimum demand of a candidate on the target, by the models.
 
     Attributes:
         sram_bytes: Shared memory of a block.
-        excess: How far it is over a capacity, as a share of it; 0 where it fits.
-        message: What it exceeds, empty where it fits.
+        excess: Demand beyond a capacity, as a fraction of the capacity; 0 if the candidate fits.
+        message: The exceeded capacity; empty if the candidate fits.
     """
 
     sram_bytes: int
@@ -80,7 +80,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 def demand(scope: Scope, candidate: Candidate) -> Demand:
-    """Holds a candidate against the target's SRAM and tensor memory, before anything is compiled."""
+    """Compares a candidate with the target's SRAM and tensor memory, without compiling it."""
     family, target = find_family(candidate.family), scope.target
     items = family.sram_items(scope.problem, candidate.config, target, scope.specialization)
     sram = sum(item.bytes for item in items)
@@ -100,11 +100,14 @@ def demand(scope: Scope, candidate: Candidate) -> Demand:
 def open_spaces(
     problem: Problem, target: Target, families: tuple[str, ...], forced: tuple[tuple[str, Space], ...] = ()
 ) -> tuple[FamilySpace, ...]:
-    """The spaces to search: of all families that compute the problem, of the named ones, or as forced.
+    """Returns the spaces to search.
+
+    These are the spaces in `forced`, else those of the named families, else those of all families that
+    compute the problem.
 
     Raises:
-        UsageError: There is no family of a name.
-        ProblemError: None of the families computes this problem on this target.
+        UsageError: A named family does not exist.
+        ProblemError: No family computes this problem on this target.
     """
     if forced:
         return tuple(FamilySpace(find_family(name), space) for name, space in forced)
@@ -129,11 +132,11 @@ def open_spaces(
 
 
 def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
-    """What holds of contiguous tensors of a problem; gradients lie as what they are gradients of.
+    """Returns the specialization for contiguous tensors. Gradients have the layout of their tensors.
 
     Args:
-        problem: Of which pass it ever is.
-        lse: Whether a forward pass gives the log-sum-exp, or its gradient comes into a backward pass.
+        problem: A forward or a backward problem.
+        lse: Whether a forward pass returns the log-sum-exp, or a backward pass receives its gradient.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The candidates of a search as points of a grid: how far they lie apart, and who lies nearest."""
+"""The candidate grid: candidates as points, their distances and nearest neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtune.tuner.candidates import Candidate, Scope
 
 Floats = NDArray[np.float64]
 
-# Where an axis is of another family, its coordinate is this, and any two differ by a whole step.
+# The coordinate on axes of other families. It differs by a whole step from every other coordinate.
 ELSEWHERE = -1.0
 
 
@@ -21,7 +21,7 @@ class Pool:
 
     Attributes:
         candidates: The candidates.
-        places: Where each stands among them.
+        places: The index of each candidate.
         axes: Names of the axes that have more than one value, as `family.axis`.
     """
 
@@ -40,10 +40,10 @@ class Pool:
         self._points = self._points.reshape(len(self.candidates), len(self._axes))
 
     def steps(self, candidate: Candidate) -> Floats:
-        """What separates a candidate from each of the pool, axis by axis: 0 where they agree, at most 1.
+        """Returns the distance of a candidate to each of the pool on each axis, from 0 (equal) to 1.
 
-        Neighbours on an ordered axis of many values lie nearer than its ends do; values of other
-        axes are all equally far apart.
+        On an ordered axis the distance grows with the difference in position. On other axes all
+        different values have distance 1.
         """
         apart = np.abs(self._points - self._point(candidate))
         foreign = (self._points == ELSEWHERE) != (self._point(candidate) == ELSEWHERE)
@@ -52,14 +52,14 @@ class Pool:
         )
 
     def nearest(self, candidate: Candidate, free: NDArray[np.bool_]) -> Candidate | None:
-        """The one among the free that differs least from a candidate, which need not be of the pool."""
+        """Returns the free candidate nearest to a candidate, which need not be in the pool."""
         if not free.any():
             return None
         apart = np.where(free, self.steps(candidate).sum(axis=1), np.inf)
         return self.candidates[int(apart.argmin())]
 
     def _point(self, candidate: Candidate) -> Floats:
-        """Positions along the axes, from 0 to 1; a value that an axis does not have counts as its first."""
+        """Returns the positions along the axes, from 0 to 1; an unknown value counts as the first."""
         return np.array(
             [
                 _position(axis, candidate) if family == candidate.family else ELSEWHERE

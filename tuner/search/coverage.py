@@ -1,4 +1,4 @@
-"""What a search is expected to do, before it starts: how much of its spaces it tries, and for how long."""
+"""An estimate, before a search starts, of the number of trials and of the search time."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from flashtune.db.store import Store
     from flashtune.tuner.search.request import SearchRequest
 
-# Compilations that took less, in seconds, were answered by Triton's cache.
+# Shorter compilations, in seconds, were hits of Triton's cache.
 CACHED_SECONDS = 0.2
-# Seconds that one compiler takes for a candidate, where no record says so.
+# Seconds to compile a candidate on one core, if no record has a time.
 USUAL_SECONDS = 2.0
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one search is expected to do.
+    """The expected extent of one search.
 
     Attributes:
         problem: Key of the problem.
         target: Name of the GPU.
-        families: The families that are searched, and how many candidates each has.
+        families: The families to search, with their numbers of candidates.
         candidates: Size of all spaces.
         known: Candidates that earlier searches compiled.
-        tried: Candidates that will have been compiled in the end, those included; about, and at most.
-        seconds: Wall clock without the finals; about, and at most.
+        tried: Approximate maximum of compiled candidates, `known` included.
+        seconds: Approximate maximum of wall-clock time, without the finals.
     """
 
     problem: str
@@ -46,13 +46,13 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expect(request: SearchRequest, store: Store | None, width: int, compile_seconds: float) -> Expectation:
-    """What a search is expected to do.
+    """Returns the expected extent of a search.
 
     Args:
         request: The search.
-        store: What earlier searches found; None where there is no database yet.
-        width: Compiler processes.
-        compile_seconds: What one compiler takes for one candidate.
+        store: The records of earlier searches; None if there is no database yet.
+        width: Number of compiler processes.
+        compile_seconds: Seconds that one process needs for one candidate.
 
     Raises:
         ProblemError: No family computes the problem on the target.
@@ -78,9 +78,9 @@ def expect(request: SearchRequest, store: Store | None, width: int, compile_seco
 
 
 def usual_compile_seconds(*sources: Iterable[Record]) -> float:
-    """The median of what compilations took that no cache answered, in seconds.
+    """Returns the median time of compilations that missed the cache, in seconds.
 
-    It is that of the first source with such compilations.
+    The first source with such compilations is used.
     """
     for records in sources:
         taken = [record.resources.compile_seconds for record in records if record.resources]
@@ -91,7 +91,7 @@ def usual_compile_seconds(*sources: Iterable[Record]) -> float:
 
 
 def outlook(expected: tuple[Expectation, ...]) -> str:
-    """What all searches together are expected to do, in one sentence."""
+    """Describes the expected extent of all searches together in one sentence."""
     candidates = sum(one.candidates for one in expected)
     tried = sum(one.tried for one in expected)
     share = f"about {tried:,} of {candidates:,} candidates ({_percent(tried / max(1, candidates))})"
@@ -102,7 +102,7 @@ def outlook(expected: tuple[Expectation, ...]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `45 s`, `12 min` or `3.5 h`."""
+    """Formats seconds as `45 s`, `12 min` or `3.5 h`."""
     if seconds < 120:
         return f"{math.ceil(seconds)} s"
     if seconds < 7200:

@@ -1,4 +1,4 @@
-"""The search: propose, prune, compile, verify, measure, store; then finals, a last proof, the selection."""
+"""The search: propose, prune, compile, verify, measure, store; then finals, last verification, selection."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def run_search(
     equipment: Equipment | None = None,
     policy: Policy = default_policy,
 ) -> SearchResult:
-    """Searches the kernels for one problem on one GPU; everything that finishes is stored at once.
+    """Searches kernels for one problem on one GPU, and stores every result at once.
 
-    What the store knows of the same problem, target, config and versions is not done again, so the
-    same request goes on where an interrupted one stopped.
+    Stored results for the same problem, target, config and versions are reused. The same request
+    therefore continues an interrupted search.
 
     Args:
-        request: What to search, and when to stop.
-        store: Where records go and come from.
-        observer: Hears of progress, several times a second.
-        equipment: What compiles and measures; made for this search alone where left out.
-        policy: Who proposes candidates.
+        request: The problem, the GPU and the budget.
+        store: The database to read and write.
+        observer: Called with the progress, several times a second.
+        equipment: The compiler and the measurer; None starts them for this search.
+        policy: Makes the object that proposes candidates.
 
     Raises:
         ProblemError: No family computes the problem on the target, or there is nothing to compute.
         UsageError: A named family does not exist.
         StoreError: The store cannot be read or written.
         DeviceLostError: The GPU cannot be used, or was taken away.
-        MachineError: The machine failed, as with a full disk: no candidate is blamed for it.
-        KeyboardInterrupt: Passed on once the best so far is selected.
+        MachineError: The machine failed, for example with a full disk. No candidate is recorded as failed.
+        KeyboardInterrupt: Raised again after the best kernel so far is selected.
     """
     scope = search_scope(request)
     given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
@@ -84,7 +84,7 @@ def run_search(
             run_finals(scope, journal, tools)
             prove_choice(scope, journal, tools)
         except (KeyboardInterrupt, DeviceLostError, MachineError):
-            # What is right and timed may serve, though no finals compared it, or no delays proved it.
+            # A verified and timed kernel can be selected without finals and schedule fuzzing.
             _pin(store, request, journal)
             raise
     best, stand_in, pinned = _pin(store, request, journal)
@@ -107,7 +107,7 @@ def run_search(
 
 
 def search_scope(request: SearchRequest) -> Scope:
-    """Where a search looks: families without a chance are left out, unless the request names families.
+    """Returns the scope of a search. Families that are predicted far slower are left out unless named.
 
     Raises:
         ProblemError: No family computes the problem on the target, or there is nothing to compute.
@@ -123,7 +123,7 @@ def search_scope(request: SearchRequest) -> Scope:
 
 
 def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> tuple[Candidate, ...]:
-    """What is tried first and in any case: each family's default, and winners of near shapes."""
+    """Returns the candidates that are always tried first: family defaults, and winners of near shapes."""
     defaults = (
         candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
     )
@@ -133,14 +133,14 @@ def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> t
 def _pin(
     store: Store, request: SearchRequest, journal: Journal
 ) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
-    """Selects among the finalists, or among all where there were no finals, and pins the choice.
+    """Chooses among the finalists, or among all candidates without finals, and stores the selection.
 
-    A prediction never takes the place of something measured, nor does the best of some families that
-    of a faster one that was not searched.
+    A predicted record never replaces a measured one. A search of some families never replaces a
+    faster selection of another family.
 
     Returns:
-        The choice, what stands in for the selection where that cannot address every tensor, and
-        whether the choice was made the selection.
+        The chosen record; the fallback for tensors that the selection cannot address; and whether
+        the chosen record became the selection.
     """
     rows = journal.contenders()
     best = selected(rows)
@@ -159,12 +159,12 @@ def _pin(
 
 
 def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
-    """Whether the present selection stays in place of what a search chose."""
+    """Returns whether the present selection stays, in place of the record that a search chose."""
     if present.provenance is Provenance.PREDICTED:
         return False
     if chosen.provenance is Provenance.PREDICTED:
         return True
-    # What was searched too was compared in this search's own run, which tells more than stored times.
+    # This search timed the families that it searched in one run, which is more precise than stored times.
     if present.config is None or not request.families or present.family in request.families:
         return False
     installed = same_makers(present.versions, current_versions(present.family))
@@ -172,14 +172,14 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
 
 
 def _default(scope: Scope, journal: Journal) -> Record | None:
-    """The fastest family default, as timed in the finals if it was there."""
+    """Returns the record of the fastest family default, with its time of the finals if it has one."""
     rows = [row for candidate in scope.defaults() if (row := journal.rows.get(candidate)) is not None]
     right = [row.record for row in rows if row.record.outcome is Outcome.OK]
     return min(right, key=lambda record: record.ms or 0.0, default=None)
 
 
 class _Reporter:
-    """Tells the observer how far a search is."""
+    """Sends the progress of a search to the observer."""
 
     def __init__(
         self, request: SearchRequest, journal: Journal, observer: Observer, elapsed: Callable[[], float]
@@ -193,7 +193,7 @@ class _Reporter:
 
     def report(self, phase: Phase) -> None:
         tally = self._journal.tally()
-        # Rows keep the order in which candidates finished.
+        # Rows are in the order in which candidates finished.
         fresh = itertools.islice(self._journal.rows.values(), self._reported, None)
         finished = tuple(row.record for row in fresh)
         self._reported += len(finished)
@@ -212,7 +212,7 @@ class _Reporter:
         )
 
     def _remaining(self, tried: int, seconds: float) -> float | None:
-        """The sooner of what is left of the seconds, and of the trials at the pace so far."""
+        """Returns the seconds until the time or the trials run out, at the present rate of trials."""
         budget = self._request.budget
         ends = [] if budget.seconds is None else [budget.seconds - seconds]
         if budget.trials is not None and tried > self._before:

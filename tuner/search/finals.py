@@ -1,4 +1,4 @@
-"""The end of a search: the best timed once more, in one run, and the one that is chosen proven once more."""
+"""The final measurement of the best candidates in one run, and the last verification of the selection."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flashtune.tuner.search.trial_log import Journal
 from flashtune.verification.check import joined
 from flashtune.verification.schedule_fuzzing import DELAYS
 
-# Candidates that are timed once more, in turn. Many, since the first time of each was taken alone: where only
-# the fastest run in turn, the GPU is hotter, and who was first by a few percent may be twentieth.
+# Candidates in the final interleaved measurement. The number is large because first times are taken alone:
+# the GPU is hotter when only fast kernels run, and the order within a few percent changes much.
 FINALISTS = 24
-# The finals take no candidate that is slower than this many times the best.
+# Candidates slower than this many times the best are left out of the finals.
 FINALS_WITHIN = 1.15
 
 
 def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
-    """Times the best candidates, the fastest default, what may stand in, and the peers in one run.
+    """Times the best candidates, the fastest default, the best fallback and the baselines in one run.
 
-    Where that comes to nothing, those that were timed in one run before are the finalists still.
+    If that run measures nothing, the finalists of the previous run remain.
 
     Raises:
         DeviceLostError: The GPU was taken away.
@@ -50,7 +50,7 @@ def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
 
 
 def prove_choice(scope: Scope, journal: Journal, tools: Equipment) -> None:
-    """Proves what is about to be selected with warps that fall behind; one that fails makes way for the next.
+    """Verifies the best candidate with schedule fuzzing. If it fails, the next best is verified.
 
     Raises:
         DeviceLostError: The GPU was taken away.
@@ -68,20 +68,20 @@ def prove_choice(scope: Scope, journal: Journal, tools: Equipment) -> None:
         if evaluation.outcome is Outcome.OK:
             return
         following = selected(journal.rows[candidate] for candidate in journal.finalists)
-        # What is left of the finalists may be far slower than what there was no room for among them.
+        # Candidates that were not among the finalists may now be faster than the remaining finalists.
         if following is None or (following.record.ms or 0.0) > FINALS_WITHIN * (record.ms or 0.0):
             run_finals(scope, journal, tools)
 
 
 def selected(rows: Iterable[StoredRecord]) -> StoredRecord | None:
-    """The row to select among those of one problem and run."""
+    """Returns the row to select among those of one problem and run."""
     listed = list(rows)
     record = select(row.record for row in listed)
     return next((row for row in listed if row.record is record), None)
 
 
 def _judged(record: Record, evaluation: Evaluation) -> Record:
-    """A record with what delays told: more checks that were passed, or a failure."""
+    """Returns a record with the result of schedule fuzzing: more passed probes, or a failure."""
     if evaluation.outcome is not Outcome.OK:
         return msgspec.structs.replace(
             record,

@@ -1,7 +1,7 @@
-"""Optuna's study of one search: candidates as trials, the family their first axis.
+"""Optuna's study of one search. Candidates are trials, and the family is the first axis.
 
-The sampler learns from every candidate: a failed one is a completed trial with a violated
-constraint, since trials that are told as failures would be ignored and proposed again.
+A failed candidate is a completed trial with a violated constraint. The sampler would ignore a failed
+trial and propose it again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flashtune.tuner.candidates import Candidate, FamilySpace, Scope
 FAMILY = "family"
 CAPACITY = "capacity"
 RIGHT = "right"
-# What a failed trial is told as its time; constraints rank it, not this.
+# The value of a failed trial. Its rank depends on the constraints, not on this value.
 FAILED_MS = 1e9
 STARTUP_TRIALS = 10
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a candidate came to, for the sampler.
+    """The result of a candidate, for the sampler.
 
     Attributes:
-        ms: Its time, None where it failed.
-        excess: How far it was over a capacity, as a share of it.
+        ms: Its time; None if it failed.
+        excess: Demand beyond a capacity, as a fraction of the capacity.
     """
 
     ms: float | None
@@ -39,10 +39,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Study:
-    """Suggests candidates, and learns from what became of these and of others."""
+    """Suggests candidates, and learns from the results of these and of other candidates."""
 
     def __init__(self, scope: Scope, sampler: optuna.samplers.BaseSampler, *, flat: bool = False) -> None:
-        """A `flat` study searches conditional axes always, for samplers that know no conditions."""
+        """A `flat` study always searches conditional axes, for samplers without support for conditions."""
         self._scope = scope
         self._flat = flat
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
@@ -50,15 +50,15 @@ class Study:
         self._study = optuna.create_study(sampler=sampler)
 
     def suggest(self) -> Candidate:
-        """What the sampler would try next: known to it or not, admitted by its space or not."""
+        """Returns the sampler's next candidate. It may be a known one, or outside of its space."""
         trial = self._study.ask()
         candidate = self._suggest(trial)
-        # What is tried in its stead, or the same, is added once its answer is there.
+        # The candidate that is tried, this one or another, is added with its result.
         self._study.tell(trial, state=TrialState.FAIL)
         return candidate
 
     def add(self, candidate: Candidate, answer: Answer) -> None:
-        """Learns what became of a candidate; one that lies in no space has no trial."""
+        """Adds the result of a candidate. Candidates outside of all spaces are ignored."""
         if self._scope.contains(candidate):
             self._study.add_trial(self._told(candidate, answer))
 
@@ -109,9 +109,9 @@ class Study:
 
 
 def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:
-    """The tree-structured Parzen estimator as searches use it."""
+    """Returns the tree-structured Parzen estimator with the settings of searches."""
     with warnings.catch_warnings():
-        # Grouping, which conditional axes need, is stable in practice and marked as experimental.
+        # Conditional axes need grouping. It is stable in practice, but marked as experimental.
         warnings.simplefilter("ignore", ExperimentalWarning)
         return optuna.samplers.TPESampler(
             seed=seed, multivariate=True, group=True, n_startup_trials=STARTUP_TRIALS
@@ -119,7 +119,7 @@ def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:
 
 
 def _constraints(answer: Answer) -> dict[str, float]:
-    """Zero where they hold: that a candidate fits, and that it then ran and was right."""
+    """Returns the constraints, 0 if satisfied: the candidate fits, and its result is correct."""
     failed = answer.ms is None and answer.excess <= 0
     return {CAPACITY: max(answer.excess, 0.0), RIGHT: 1.0 if failed else 0.0}
 

@@ -16,18 +16,18 @@ from flashtune.tuner.search.policy import Proposes
 from flashtune.tuner.search.request import Budget, Stop
 from flashtune.tuner.search.trial_log import Journal
 
-# Candidates that are handed to the GPU's process: one to work on, one to go on with.
+# Candidates in the GPU process: one that runs, and the next.
 ON_DEVICE = 2
-# Compiled candidates that wait for the GPU. More would be proposed on stale knowledge.
+# Compiled candidates that wait for the GPU. A longer queue would be proposed without the latest results.
 READY = 6
-# Candidates to ask for before looking at the clock again: the model may prune many in a row.
+# Proposals between two checks of the budget: the model may prune many in a row.
 MOST_ASKED = 64
-# A launch slower than this many times the best so far is dropped after a few samples.
+# Timing stops after a few samples if a launch takes this many times the best time.
 DROP_FACTOR = 2.0
 
 
 class Pipeline:
-    """Moves candidates from proposal to record, one step at a time."""
+    """Moves candidates from proposal to record."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Pipeline:
         journal: Journal,
         promised: frozenset[Candidate] = frozenset(),
     ) -> None:
-        """Of `promised` candidates, what was begun is tried even where seconds run out."""
+        """Started `promised` candidates are finished even if the time budget is spent."""
         self._scope = scope
         self._proposer = proposer
         self._compiler, self._measurer, self._width, self._clock = equipment
@@ -49,16 +49,16 @@ class Pipeline:
         self._exhausted = False
 
     def run(self, budget: Budget, started: float, beat: Callable[[], None]) -> Stop:
-        """Works until a budget is spent or every candidate was tried.
+        """Runs until a budget is spent or every candidate was tried.
 
         Args:
             budget: When to stop.
-            started: When the search started, by the equipment's clock.
-            beat: Called whenever something finished, and now and then.
+            started: Start time of the search, by the equipment's clock.
+            beat: Called when a job finished, and at regular intervals.
 
         Raises:
             DeviceLostError: The GPU was taken away.
-            MachineError: The machine failed, as with a full disk.
+            MachineError: The machine failed, for example with a full disk.
         """
         while True:
             stop = self._reason_to_stop(budget, started)
@@ -77,18 +77,18 @@ class Pipeline:
             try:
                 self._collect_compiled()
             finally:
-                # What the GPU has finished is stored, whatever the machine failed to compile.
+                # Store finished evaluations even if compiling raised an error.
                 self._collect_evaluated()
             beat()
 
     def _owes(self) -> bool:
-        """Whether promised candidates are on their way; the others that wait for the GPU make room."""
+        """Returns whether promised candidates are unfinished, and drops others that wait for the GPU."""
         self._ready = deque(entry for entry in self._ready if entry[0] in self._promised)
         waiting = (candidate for candidate, _ in (*self._ready, *self._running.values()))
         return not self._promised.isdisjoint((*self._compiling.values(), *waiting))
 
     def _drain(self) -> None:
-        """Lets the GPU end what it has, which is soon over and was paid for."""
+        """Waits for the candidates in the GPU process and stores their results."""
         self._clock.wait_for_all(self._running)
         self._collect_evaluated()
 
@@ -105,7 +105,7 @@ class Pipeline:
         return len(self._compiling) + len(self._ready) + len(self._running)
 
     def _fill(self, budget: Budget) -> None:
-        """Starts compiling as many candidates as there is room for; the model prunes on the way."""
+        """Proposes candidates, prunes those that do not fit, and starts compiling the others."""
         room = self._width + READY + ON_DEVICE
         if budget.trials is not None:
             room = min(room, budget.trials - self._journal.tally().tried)
@@ -123,7 +123,7 @@ class Pipeline:
                 self._compiling[self._compiler.submit(self._scope, candidate)] = candidate
 
     def _launch(self) -> None:
-        """Hands compiled candidates to the GPU's process."""
+        """Submits compiled candidates to the GPU process."""
         while self._ready and len(self._running) < ON_DEVICE:
             candidate, compiled = self._ready.popleft()
             best = self._journal.best_ms
@@ -149,6 +149,6 @@ class Pipeline:
 
 
 def _in_turn(jobs: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """The jobs that are done, those that failed last: an error must not lose what others found."""
+    """Returns the finished jobs, failed ones last, so that an error does not lose other results."""
     done = [job for job in jobs if job.done()]
     return sorted(done, key=lambda job: job.exception() is not None)

@@ -1,4 +1,4 @@
-"""Policies: who proposes candidates to a search, and from which start."""
+"""The interface that proposes candidates to a search, and the default policy."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from flashtune.tuner.search.optuna_study import Answer
 from flashtune.tuner.search.proposer import Proposer
 from flashtune.tuner.search.ranking import opening, rank
 
-# Candidates that are tried in the order of their predicted times before the sampler takes over.
+# Candidates that are tried in the order of their predicted times before the sampler is used.
 START = 24
-# A space of so few candidates is no matter for a sampler.
+# Spaces of up to this many candidates are enumerated.
 ENUMERATED = 96
 
 
 class Proposes(Protocol):
-    """Proposes candidates one by one, and hears what became of them."""
+    """Proposes candidates one by one, and receives their results."""
 
     def ask(self) -> Candidate | None:
-        """The next candidate to try, None when there is nothing new. It is open until it is told."""
+        """Returns the next candidate, None if no new one is left. It is open until `tell` is called."""
         ...
 
     def tell(self, candidate: Candidate, answer: Answer) -> None:
-        """Learns what became of an open candidate."""
+        """Receives the result of an open candidate."""
         ...
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """What a search knows before it begins.
+    """The context of a search: its task, earlier results, budget and seed.
 
     Attributes:
-        scope: Where it looks.
-        promised: What is tried first and in any case: defaults, and winners of near shapes.
-        answers: What earlier searches of the same problem found.
-        trials: How many candidates may be tried, those of earlier searches included; None without limit.
-        seed: Of whatever is random.
-        fit: How predictions are corrected.
+        scope: The problem, the GPU and the spaces.
+        promised: Candidates that are always tried first: defaults, and winners of near shapes.
+        answers: Results of earlier searches of the same problem.
+        trials: Maximum number of trials, including those of earlier searches; None for no limit.
+        seed: Seed of all random choices.
+        fit: Corrections of predicted times.
     """
 
     scope: Scope
@@ -55,7 +55,7 @@ Policy = Callable[[Knowledge], Proposes]
 
 
 def default_policy(known: Knowledge) -> Proposer:
-    """The policy of every search; a small space is walked through in the order of predicted times."""
+    """Returns the default proposer. It tries small spaces entirely, in the order of predicted times."""
     ranked = rank(known.scope, known.seed, known.fit)
     everything = tuple(entry.candidate for entry in ranked)
     few = len(everything) <= ENUMERATED and (known.trials is None or len(everything) <= known.trials)

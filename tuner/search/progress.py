@@ -1,4 +1,4 @@
-"""Showing a search while it runs: a live line on a terminal, plain lines elsewhere."""
+"""Display of a running search: live lines on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAR_WIDTH = 24
 
 
 def finished_lines(progress: Progress) -> Iterator[str]:
-    """A line for each candidate that was compiled and finished since the last report."""
+    """Yields a line for each compiled candidate that finished since the last report."""
     for record in progress.finished:
         if record.config is None or record.kernel is None:
             continue
@@ -30,7 +30,7 @@ def finished_lines(progress: Progress) -> Iterator[str]:
 
 @contextlib.contextmanager
 def shown(console: Console, place: Place) -> Iterator[Observer]:
-    """An observer that shows one search on a console while the context is open."""
+    """Gives an observer that shows one search on a console while the context is open."""
     if console.is_terminal:
         with _live(console, place) as observer:
             yield observer
@@ -40,11 +40,11 @@ def shown(console: Console, place: Place) -> Iterator[Observer]:
 
 @contextlib.contextmanager
 def _live(console: Console, place: Place) -> Iterator[Observer]:
-    """A line with a bar and the remaining time, and below it the best so far and the counts."""
+    """Shows a line with a bar and the remaining time, and below it the best kernel and the counts."""
     from rich.live import Live
     from rich.text import Text
 
-    # What the program prints meanwhile goes where it belongs, which need not be this console.
+    # Other output of the program may go to another stream than this console, so it is not redirected.
     with Live(console=console, transient=True, redirect_stdout=False, refresh_per_second=8) as live:
 
         def observe(progress: Progress) -> None:
@@ -59,7 +59,7 @@ def _bar(progress: Progress) -> str:
 
 
 def share_done(progress: Progress) -> float:
-    """How much of a search is over, 0 to 1, by whichever of its budgets ends first."""
+    """Returns the finished fraction of a search, from 0 to 1, by the budget that ends first."""
     if progress.phase in (Phase.FINALS, Phase.DONE):
         return 1.0
     if progress.remaining is None:
@@ -68,7 +68,7 @@ def share_done(progress: Progress) -> float:
 
 
 def plain(write: Callable[[str], None], place: Place, interval: float = PLAIN_INTERVAL) -> Observer:
-    """An observer that writes a line when the phase changes, and now and then."""
+    """Returns an observer that writes a line when the phase changes, and every `interval` seconds."""
     last_phase: tuple[str, Phase] | None = None
     last_time = 0.0
 
@@ -84,7 +84,7 @@ def plain(write: Callable[[str], None], place: Place, interval: float = PLAIN_IN
 
 
 class Place:
-    """Which of how many searches is running, and when all will be over at the pace so far."""
+    """The number of the running search, and the estimated end of all searches."""
 
     def __init__(self, searches: int) -> None:
         self._searches = searches
@@ -92,7 +92,7 @@ class Place:
         self._started = time.monotonic()
 
     def of(self, progress: Progress) -> str:
-        """A search's number, name, phase and times."""
+        """Returns a search's number, name, phase and times."""
         if progress.problem.key not in self._keys:
             self._keys.append(progress.problem.key)
         number = len(self._keys)
@@ -104,7 +104,7 @@ class Place:
         return f"[{number}/{self._searches}] {words}{self._all_left(number, progress)}"
 
     def _all_left(self, number: int, progress: Progress) -> str:
-        """What is left of all searches, if each takes what the ones so far took."""
+        """Returns the remaining time of all searches, from the mean time of the searches so far."""
         if progress.remaining is None:
             return ""
         before = time.monotonic() - self._started - progress.seconds
@@ -114,7 +114,7 @@ class Place:
 
 
 def status_lines(progress: Progress) -> tuple[str, ...]:
-    """The counts; and the best so far, its time and its config on lines of their own."""
+    """Returns a line with the counts, and lines with the time and the config of the best kernel."""
     best = progress.best
     limit = f" of {progress.expected}" if progress.expected else ""
     tried = f"{progress.tally.tried}{limit} tried: {counts(progress.tally)}"
@@ -128,7 +128,7 @@ def status_lines(progress: Progress) -> tuple[str, ...]:
 
 
 def counts(tally: Tally) -> str:
-    """`31 ok, 4 wrong_result, 12 infeasible (9 pruned by the model)`."""
+    """Formats counts as `31 ok, 4 wrong_result, 12 infeasible (9 pruned by the model)`."""
     present = (outcome for outcome in Outcome if tally.outcomes.get(outcome))
     parts = [f"{tally.outcomes[outcome]} {outcome.value}" for outcome in present]
     pruned = f" ({tally.pruned} pruned by the model)" if tally.pruned else ""

@@ -1,7 +1,7 @@
-"""Proposes the next candidates: an ordered start, then several sources in turn.
+"""Proposes the next candidates: first the initial design, then several sources in turn.
 
-The sources are the surrogate's expected improvement, neighbors of the fastest candidates, and Optuna's
-sampler. Neighbors differ from a config on one axis.
+The sources are the surrogate's expected improvement, neighbours of the fastest candidates, and Optuna's
+sampler. Neighbours differ from a config on one axis.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flashtune.tuner.search.optuna_study import Answer, Study, tpe_sampler
 from flashtune.tuner.search.ranking import Ranked
 from flashtune.tuner.search.surrogate import Beliefs, Landscape
 
-# A family is given up once this many of its candidates ran and none came near the best of all.
+# A family is pruned if this many of its candidates ran and all took more than HOPELESS_FACTOR times the best.
 FAMILY_CHANCES = 4
 HOPELESS_FACTOR = 2.0
-# So many of the fastest are looked around, the fastest first.
+# Number of the fastest candidates with neighbours to try, the fastest first.
 CENTRES = 3
 BELIEFS = Beliefs()
 
 
 class Proposer:
-    """Proposes candidates one by one, none twice, and learns from what became of them.
+    """Proposes candidates one by one, none twice, and learns from their results.
 
-    A family that is far behind after a few candidates is proposed no more: on a long problem one of
-    its launches can take longer than a whole trial of another's.
+    A family that is far slower after a few candidates is pruned. On a long problem one launch of a slow
+    family can take longer than a whole trial of another family.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Proposer:
         return self._most_expected, self._beside_the_best, self._most_expected, self._suggested
 
     def ask(self) -> Candidate | None:
-        """The next candidate to try, None when there is nothing new. It is open until it is told."""
+        """Returns the next candidate, None if no new one is left. It is open until `tell` is called."""
         for candidate in self._start:
             if self._is_worth_trying(candidate):
                 return self._opened(candidate)
@@ -74,7 +74,7 @@ class Proposer:
         return None
 
     def tell(self, candidate: Candidate, answer: Answer) -> None:
-        """Learns what became of a candidate."""
+        """Receives the result of a candidate."""
         self._open.discard(candidate)
         self._answers[candidate] = answer
         if answer.ms is not None:
@@ -97,7 +97,7 @@ class Proposer:
         return len(times) >= FAMILY_CHANCES and min(times) > HOPELESS_FACTOR * fastest
 
     def _free(self) -> NDArray[np.bool_]:
-        """Which candidates of the pool are worth trying."""
+        """Returns, for each candidate of the pool, whether it can be proposed."""
         hopeless = {family for family in self._spaces if self._is_hopeless(family)}
         return np.array(
             [
@@ -108,7 +108,7 @@ class Proposer:
         )
 
     def _beside_the_best(self) -> Candidate | None:
-        """A new candidate that differs on one axis from one of the fastest, the fastest's first."""
+        """Returns a new neighbour of one of the fastest candidates, the fastest first."""
         timed = {candidate: answer.ms for candidate, answer in self._answers.items() if answer.ms is not None}
         for centre in sorted(timed, key=timed.__getitem__)[:CENTRES]:
             entry = self._spaces[centre.family]
@@ -119,7 +119,7 @@ class Proposer:
         return None
 
     def _most_expected(self) -> Candidate | None:
-        """The candidate that is expected to beat the best by most; the fastest predicted before any ran."""
+        """Returns the candidate with the largest expected improvement; first the fastest predicted one."""
         free, places = self._free(), self._pool.places
         if not free.any():
             return None
@@ -133,16 +133,16 @@ class Proposer:
         return self._pool.candidates[int(np.where(free, expected, -np.inf).argmax())]
 
     def _suggested(self) -> Candidate | None:
-        """What Optuna's sampler suggests, or the nearest to it that is new."""
+        """Returns the suggestion of Optuna's sampler, or the new candidate nearest to it."""
         free = self._free()
         return self._pool.nearest(self._study.suggest(), free) if free.any() else None
 
 
 def neighbours(space: Space, config: Config) -> Iterator[Config]:
-    """The points of a space that differ from a config on one axis, in the order of the axes.
+    """Yields the points of a space that differ from a config on one axis, in the order of the axes.
 
-    Ordered axes are left by one step, others for any value. What that switches off takes its first
-    value, and what it switches on keeps the one that it has.
+    An ordered axis changes by one step, other axes change to any value. An axis that becomes inactive
+    gets its first value. An axis that becomes active keeps its value.
     """
     for axis in space.axes:
         for value in _beside(axis, getattr(config, axis.name)):

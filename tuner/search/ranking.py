@@ -1,4 +1,4 @@
-"""The order in which a search starts: all candidates that fit, fastest predicted first."""
+"""The initial order of a search: all candidates that fit, fastest predicted first."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
 from flashtune.tuner.perf_model.calibration import Fit, expected_ms
 from flashtune.tuner.perf_model.features import estimated
 
-# Of each family; a model that ranks more than this would delay the start of the search.
+# Candidates of each family. Ranking more would delay the start of the search.
 MOST_RANKED = 4096
-# Predictions closer than this, relatively, count as one.
+# Predictions with a smaller relative difference count as equal.
 SAME_PREDICTION = 1e-4
-# Predictions of different families compare badly: one whose best is up to this many times slower than
-# the best of all has its share of the start.
+# Predictions of different families compare badly. A family has a share of the initial design if its best
+# prediction is at most this many times the best of all.
 WORTH_A_START = 2.0
-# A family whose default is predicted to take this many times as long as another's is not searched unless
-# it was asked for: one of its launches can take longer than all that the others need.
+# A family with a default predicted this many times slower than another's is searched only if it is named.
+# One launch of such a family can take longer than all trials of the others.
 HOPELESS = 3.0
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """A candidate that fits by the model, and the time that is predicted of it, in ms."""
+    """A candidate that fits by the model, and its predicted time in ms."""
 
     candidate: Candidate
     predicted_ms: float
 
 
 def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
-    """The candidates that fit by the model, fastest predicted first, a seeded draw where they are many.
+    """Returns the candidates that fit by the model, fastest predicted first; a random sample of large spaces.
 
-    Registers are estimated here, nothing being compiled. Among equal predictions the
-    order is random, so that a start from the top does not try near copies.
+    Registers are estimated, because no kernel is compiled. Equal predictions are in random order, so
+    that the first trials are not near copies.
     """
     draw = random.Random(seed)  # noqa: S311 - no secret
     drawn: list[Candidate] = []
@@ -55,9 +55,9 @@ def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
 
 
 def promising(scope: Scope, fit: Fit) -> Scope:
-    """A scope without the families that the prediction gives no chance.
+    """Returns a scope without the families that are predicted far slower.
 
-    The prediction of what does not fit counts for nothing, so that such families stay.
+    Families with a default that does not fit the target stay.
     """
     predicted = {
         candidate.family: _predict(scope, candidate, need, fit)
@@ -76,7 +76,7 @@ def _predict(scope: Scope, candidate: Candidate, need: Demand, fit: Fit) -> floa
 
 
 def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
-    """What to try first, by prediction: of each family that may win, by turns."""
+    """Returns the initial design: the fastest predicted candidates of each promising family, in turn."""
     if not ranked:
         return ()
     slowest = WORTH_A_START * ranked[0].predicted_ms
@@ -89,7 +89,7 @@ def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
 
 
 def varied(ranked: Iterable[Ranked], limit: int) -> tuple[Candidate, ...]:
-    """The fastest predicted candidates, one of each prediction: others differ in what the model ignores."""
+    """Returns the fastest predicted candidates, one of each group with equal predictions."""
     chosen: list[Candidate] = []
     last = -math.inf
     for entry in ranked:

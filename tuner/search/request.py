@@ -1,4 +1,4 @@
-"""What a search is asked for, what it says while it runs, and what it comes to."""
+"""The request, progress and result of a search."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flashtune.tuner.perf_model.calibration import Fit
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """When to stop; None where something is no reason to stop.
+    """When to stop. None disables a limit.
 
     Attributes:
         trials: Candidates that were compiled and ran or failed, those of earlier searches included.
-        seconds: Wall clock for one shape, the finals and the last proof not included.
+        seconds: Wall clock for one shape, the finals and the last verification not included.
         patience: Candidates in a row that did not improve on the best.
     """
 
@@ -30,11 +30,11 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class Experience(msgspec.Struct, frozen=True):
-    """What earlier measurements of other problems say to a search.
+    """The warm start of a search, from earlier measurements of other problems.
 
     Attributes:
         warm: Configs that won on near shapes.
-        fit: How predictions are corrected.
+        fit: Corrections of predicted times.
     """
 
     warm: tuple[Candidate, ...]
@@ -45,17 +45,17 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One search.
 
     Attributes:
-        problem: What must be computed.
-        target: For which GPU.
-        device: Index of that GPU on this machine; None predicts in place of measuring.
+        problem: The problem to compute.
+        target: The GPU.
+        device: Index of that GPU on this machine; None predicts times instead of measuring them.
         budget: When to stop.
-        families: Names of the families to search; all that compute the problem where empty.
-        seed: Of the sampler.
-        jobs: Compiler processes; as many as there are cores where None.
-        spaces: Spaces to search in place of the families' own, by family.
-        experience: What the search begins with, in place of what was measured here and elsewhere.
+        families: Names of the families to search; empty for all that compute the problem.
+        seed: Seed of the sampler.
+        jobs: Number of compiler processes; None for the number of cores.
+        spaces: Spaces that replace those of the families, by family.
+        experience: The warm start; None takes it from the database and the shipped tables.
         retry_failed: Whether candidates that failed in earlier searches are tried again.
-        lse: Whether kernels of a forward pass are to give the log-sum-exp, which training saves.
+        lse: Whether forward kernels return the log-sum-exp, which training saves.
     """
 
     problem: Problem
@@ -72,7 +72,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(enum.StrEnum):
-    """What a search is doing."""
+    """The phases of a search."""
 
     STARTING = "starting"
     SEARCHING = "searching"
@@ -90,12 +90,12 @@ class Stop(enum.StrEnum):
 
 
 class Tally(msgspec.Struct, frozen=True):
-    """What became of candidates.
+    """Counts of candidates.
 
     Attributes:
-        outcomes: How many ended how, those of earlier searches included.
-        pruned: How many of the infeasible the SRAM model ruled out before compiling.
-        reused: How many were answered by earlier searches.
+        outcomes: Number of candidates by outcome, those of earlier searches included.
+        pruned: Number of infeasible candidates that the SRAM model rejected before compiling.
+        reused: Number of candidates with results of earlier searches.
     """
 
     outcomes: dict[Outcome, int]
@@ -104,21 +104,21 @@ class Tally(msgspec.Struct, frozen=True):
 
     @property
     def tried(self) -> int:
-        """Candidates that were worth a compilation."""
+        """Returns the number of candidates that were not pruned."""
         return sum(self.outcomes.values()) - self.pruned
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A search while it runs.
+    """The progress of a running search.
 
     Attributes:
-        problem: What is searched.
-        phase: What it is doing.
-        tally: What became of candidates so far.
-        expected: Candidates that will have been tried in the end, at most; None without such a budget.
+        problem: The problem.
+        phase: The present phase.
+        tally: Counts of candidates so far.
+        expected: Maximum number of trials; None without such a budget.
         best: The best record so far.
-        seconds: Since the start.
-        remaining: Seconds until the end, as far as can be foreseen; None where that is unknown.
+        seconds: Seconds since the start.
+        remaining: Estimated seconds until the end; None if unknown.
         finished: Records of candidates that finished since the last report.
     """
 
@@ -136,23 +136,23 @@ Observer = Callable[[Progress], None]
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        problem: What was searched.
-        target: For which GPU.
+        problem: The problem.
+        target: The GPU.
         provenance: Whether times were measured or predicted.
-        stop: Why it stopped.
-        seconds: Wall clock.
-        tally: What became of candidates.
+        stop: Why the search stopped.
+        seconds: Wall-clock time.
+        tally: Counts of candidates.
         candidates: Size of the spaces.
-        best: The record that was chosen, None where nothing works.
+        best: The chosen record; None if no candidate works.
         best_id: Its row in the database.
-        pinned: Whether it was made the selection.
-        stand_in: The record that serves the tensors that the selection's family cannot address; None
-            where it addresses all.
-        default: The default config's record, timed in the same finals where there were any.
-        reasons: Why candidates failed, the most frequent reasons and how often.
+        pinned: Whether it became the selection.
+        stand_in: The fallback for tensors that the selection's family cannot address; None if it
+            can address all.
+        default: The record of the fastest default config, timed in the same finals if there were any.
+        reasons: The most frequent reasons of failed candidates, with their counts.
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""Which of the measured candidates is selected: a fixed rule among those that noise cannot tell apart."""
+"""The selection among measured candidates, with a fixed rule for ties."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flashtune.tuner.execution.noise import is_level
 
 
 def may_be_selected(record: Record) -> bool:
-    """Whether a record is of a kernel that is timed, and right where it was measured."""
+    """Returns whether a record is of a timed kernel, and of a verified one if the time was measured."""
     if record.outcome is not Outcome.OK or record.measurement is None or record.config is None:
         return False
     return record.provenance is Provenance.PREDICTED or (record.verdict is not None and record.verdict.passed)
 
 
 def select(records: Iterable[Record]) -> Record | None:
-    """The record to select among those of one problem and run, or None if none may be.
+    """Returns the record to select among those of one problem and run, or None if none is eligible.
 
-    All that noise cannot tell from the fastest count as equal. Among equals the least SRAM decides,
-    then the fewest registers, then the order of families and configs: two runs that time the same
-    kernels a little differently then choose alike.
+    Times within noise of the fastest are ties. Among ties the least SRAM decides, then the fewest
+    registers, then the order of families and configs. Small differences in time between two runs
+    then lead to the same selection.
     """
     eligible = [record for record in records if may_be_selected(record)]
     fastest = min(map(_time, eligible), key=lambda time: time.ms, default=None)
@@ -32,14 +32,14 @@ def select(records: Iterable[Record]) -> Record | None:
 
 
 def finalists(records: Iterable[Record], limit: int, within: float) -> tuple[Record, ...]:
-    """The fastest records, at most `limit`, none slower than `within` times the fastest."""
+    """Returns the fastest records, at most `limit`, none slower than `within` times the fastest."""
     ranked = sorted(filter(may_be_selected, records), key=_milliseconds)
     slowest = within * _milliseconds(ranked[0]) if ranked else 0.0
     return tuple(record for record in ranked[:limit] if _milliseconds(record) <= slowest)
 
 
 def candidate_of(record: Record) -> Candidate:
-    """The candidate that a record is of; baselines have none."""
+    """Returns the candidate of a record. Records of baselines have none."""
     assert record.config is not None
     return Candidate(record.family, record.config)
 

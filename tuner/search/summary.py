@@ -1,4 +1,4 @@
-"""The end of a search on one screen."""
+"""The summary of a finished search."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LABEL_WIDTH = 15
 def summary_lines(
     result: SearchResult, place: str, db: str | None = None, width: int | None = None
 ) -> tuple[str, ...]:
-    """The best kernel, its rivals, what failed, and the next command.
+    """Returns lines with the best kernel, the baselines, the failures, and the next command.
 
     Args:
         result: The search's result.
-        place: Where the records are stored.
+        place: The database, as it is printed.
         db: The database as the user named it, for the next command.
-        width: Columns to fold lines at, at words; None folds nothing. The next command is never folded.
+        width: Columns at which lines are folded; None for no limit. The next command is never folded.
     """
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
@@ -39,9 +39,9 @@ def summary_lines(
 
 
 def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
-    """A text beside its label, on as many lines as the width asks for."""
+    """Yields the lines of a label and its text, folded at the width."""
     room = 10**6 if width is None else max(20, width - LABEL_WIDTH)
-    # Runs of spaces divide columns and are kept; a word longer than a line is not divided.
+    # Several spaces separate columns and must remain; a word longer than a line is not divided.
     parts = textwrap.wrap(
         text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
     )
@@ -92,7 +92,7 @@ def _against(ms: float, best_ms: float) -> str:
 
 
 def describe_time(record: Record) -> str:
-    """A record's time, its rate by the field's convention, and whether it was only predicted."""
+    """Describes a record's time, its rate in nominal FLOP/s, and whether it is predicted."""
     if not record.ms:
         return "no time"
     rate = record.problem.nominal_flops() / record.ms * 1e-9
@@ -123,7 +123,7 @@ def _is_pruning(reason: str) -> bool:
 
 
 def next_command(result: SearchResult, db: str | None = None) -> str:
-    """The command that says more of this result: why it is fast, or why everything failed."""
+    """Returns the command for details: why the best kernel is fast, or why all candidates failed."""
     command = "explain" if result.best else "show --records"
     offline = result.provenance is Provenance.PREDICTED
     target = f" --target {result.target.short_name}" if offline else ""

@@ -1,7 +1,7 @@
-"""A guess at the times of all candidates from those that were tried: a Gaussian process on their grid.
+"""The surrogate: a Gaussian process that estimates the times of all candidates from the tried ones.
 
-Candidates that differ on few axes take about as long, and what is predicted to take longer does, as
-a rule: both are one covariance, of logarithms of times.
+Candidates that differ on few axes have similar times, and times follow the predictions. The covariance
+of the logarithms of times has a term for each.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
 class Beliefs(msgspec.Struct, frozen=True):
-    """How times are believed to vary, in natural logarithms, as standard deviations.
+    """The hyperparameters: standard deviations of the natural logarithms of times, unless noted.
 
     Attributes:
-        shared: Of what all candidates have in common, beside their predictions.
-        trust: Of the factor by which predictions exaggerate or understate.
-        grid: Of what a candidate's place on the grid decides.
-        fading: How fast likeness fades with each axis that differs.
+        shared: Of the offset that all candidates share.
+        trust: Of the slope of times over predictions.
+        grid: Of the part that depends on the position on the grid.
+        fading: Decay rate of the covariance with the distance on the grid.
         noise: Of a measured time.
-        failed: By how much a candidate that failed counts as slower than the median.
+        failed: Added to the median logarithm for candidates that failed.
     """
 
     shared: float = 0.3
@@ -38,10 +38,10 @@ class Beliefs(msgspec.Struct, frozen=True):
 
 
 class Landscape:
-    """What the tried candidates of a pool say of all."""
+    """The Gaussian process over the candidates of a pool."""
 
     def __init__(self, pool: Pool, predicted_ms: Sequence[float], beliefs: Beliefs) -> None:
-        """Predicted times, in ms, are those of the pool's candidates in order."""
+        """Takes the predicted times of the pool's candidates, in ms and in order."""
         self._pool = pool
         self._beliefs = beliefs
         self._prior = np.log(np.asarray(predicted_ms))
@@ -49,12 +49,12 @@ class Landscape:
         self._rows: dict[int, Floats] = {}
 
     def expected_improvements(self, known: Mapping[int, float | None], trying: Sequence[int]) -> Floats:
-        """By how much each candidate is expected to beat the best, as a logarithm of time.
+        """Returns the expected improvement of each candidate over the best, in logarithms of time.
 
         Args:
-            known: Times, in ms, of the candidates at some places of the pool; None where one failed. At
-                least one must have a time.
-            trying: Places of candidates that are being tried: they count as if they came out as expected.
+            known: Times in ms by index in the pool; None if the candidate failed. At least one must
+                have a time.
+            trying: Indices of unfinished candidates. Each counts with its expected time.
         """
         logs = {place: math.log(ms) for place, ms in known.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + self._beliefs.failed
@@ -71,10 +71,10 @@ class Landscape:
         return improvement
 
     def _mean(self, values: Mapping[int, float]) -> tuple[Floats, Floats, Floats]:
-        """The expected logarithm of every candidate, given those of some; and what it was worked out from.
+        """Computes the posterior mean of every candidate's logarithm, given those of some candidates.
 
         Returns:
-            The means; the Cholesky factor of the covariances among the given; theirs with all others.
+            The means; the Cholesky factor of the given candidates' covariances; their covariances with all.
         """
         places = np.array(list(values))
         across = np.stack([self._covariances(place) for place in values])
@@ -87,7 +87,7 @@ class Landscape:
         return mean, lower, across
 
     def _deviation(self, lower: Floats, across: Floats) -> Floats:
-        """The standard deviation of every candidate's logarithm."""
+        """Returns the posterior standard deviation of every candidate's logarithm."""
         spread = np.linalg.solve(lower, across)
         own = self._beliefs.shared**2 + self._beliefs.grid**2 + (self._beliefs.trust * self._centred) ** 2
         variance = np.maximum(own - (spread**2).sum(axis=0), self._beliefs.noise**2)
@@ -95,7 +95,7 @@ class Landscape:
         return deviation
 
     def _covariances(self, place: int) -> Floats:
-        """How one candidate's logarithm varies with every other's; kept, since it is not learned."""
+        """Returns the prior covariances of one candidate with all. They are constant, so they are cached."""
         row = self._rows.get(place)
         if row is None:
             believed = self._beliefs

@@ -1,4 +1,4 @@
-"""The journal of one search: every finished candidate becomes a stored record at once."""
+"""The trial log of one search: every finished candidate is stored as a record at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flashtune.tuner.search.selection import candidate_of, finalists, may_be_sel
 from flashtune.tuner.search.warm_start import finished
 
 MOST_REASONS = 4
-# An improvement smaller than this does not renew the patience.
+# A time above this many times the best does not reset the count of trials without improvement.
 WORTH_WAITING_FOR = 0.995
 
 
 class Journal:
-    """Writes records as candidates finish, and keeps the best and the counts.
+    """Stores the records of finished candidates, and tracks the best one and the counts.
 
     Attributes:
         rows: The record of each finished candidate, those of earlier searches included.
         stale: Candidates in a row that did not improve on the best.
-        finalists: Those that were timed in one run last; empty before the finals.
+        finalists: Candidates of the last final measurement; empty before it.
     """
 
     def __init__(
@@ -51,48 +51,48 @@ class Journal:
 
     @property
     def best_ms(self) -> float | None:
-        """The best time so far, in ms."""
+        """Returns the best time so far, in ms."""
         return self.best.ms if self.best else None
 
     def tally(self) -> Tally:
-        """The counts so far."""
+        """Returns the counts so far."""
         return Tally(dict(self._outcomes), self._pruned, self._reused)
 
     def answers(self) -> dict[Candidate, Answer]:
-        """What the sampler may know from the start."""
+        """Returns the results of all finished candidates, for the sampler."""
         return {candidate: answer_of(row.record, self._scope) for candidate, row in self.rows.items()}
 
     def records(self) -> tuple[Record, ...]:
-        """All records of this problem, target and provenance."""
+        """Returns all records of this problem, target and provenance."""
         return tuple(row.record for row in self.rows.values())
 
     def reasons(self) -> tuple[tuple[str, int], ...]:
-        """Why candidates failed, numbers left out so that alike reasons count together."""
+        """Returns the most frequent failure messages, with `#` for numbers, and their counts."""
         failed = (row.record for row in self.rows.values() if row.record.outcome is not Outcome.OK)
         return tuple(Counter(_reason(record) for record in failed).most_common(MOST_REASONS))
 
     def contenders(self) -> tuple[StoredRecord, ...]:
-        """What is selected from: the finalists, where any of them may be selected, else all."""
+        """Returns the rows to select from: the finalists if any is eligible, else all rows."""
         timed = tuple(self.rows[candidate] for candidate in self.finalists)
         return timed if any(may_be_selected(row.record) for row in timed) else tuple(self.rows.values())
 
     def prune(self, candidate: Candidate, need: Demand) -> Answer:
-        """Stores what the model ruled out."""
+        """Stores a candidate that the model rejected."""
         self._pruned += 1
         return self._write(candidate, Compiled(Outcome.INFEASIBLE, message=need.message), None, need.excess)
 
     def reject(self, candidate: Candidate, compiled: Compiled) -> Answer:
-        """Stores what did not compile, or does not fit."""
+        """Stores a candidate that did not compile or does not fit."""
         self.stale += 1
         return self._write(candidate, compiled, None, excess(compiled, self._scope))
 
     def finish(self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation) -> Answer:
-        """Stores what ran, or failed to."""
+        """Stores a candidate that was launched."""
         self.stale += 1
         return self._write(candidate, compiled, evaluation, 0.0)
 
     def amend(self, record: Record) -> None:
-        """Stores what was found of a candidate later: another time, more proof, or that it is wrong."""
+        """Stores a later result of a candidate: another time, more passed probes, or a failure."""
         candidate = candidate_of(record)
         before = self.rows[candidate].record
         self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
@@ -136,7 +136,7 @@ class Journal:
 
 
 def answer_of(record: Record, scope: Scope) -> Answer:
-    """What a stored record tells the sampler."""
+    """Returns the result of a stored record, for the sampler."""
     if record.outcome is Outcome.OK:
         return Answer(record.ms)
     if _was_pruned(record):
@@ -146,14 +146,14 @@ def answer_of(record: Record, scope: Scope) -> Answer:
 
 
 def excess(compiled: Compiled, scope: Scope) -> float:
-    """How far a kernel is over the SRAM of its target, as a share of it; 0 where that is not what failed."""
+    """Returns the SRAM beyond the target's capacity, as a fraction of it; 0 if another check failed."""
     if compiled.outcome is not Outcome.INFEASIBLE or compiled.resources is None:
         return 0.0
     return max(0.0, compiled.resources.sram_bytes / scope.target.sram_per_block - 1)
 
 
 def _was_pruned(record: Record) -> bool:
-    """Whether the model ruled a candidate out: nothing was rendered of it."""
+    """Returns whether the model rejected a candidate. Such records have no kernel."""
     return record.outcome is Outcome.INFEASIBLE and record.kernel is None
 
 

@@ -1,4 +1,4 @@
-"""What earlier searches know already: answers for the same problem, configs for a near one."""
+"""The warm start: results of earlier searches of the same problem, and configs of near problems."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flashtune.dispatch.versions import current_versions, same_makers
 from flashtune.tuner.candidates import Candidate, Scope
 from flashtune.tuner.search.selection import candidate_of, may_be_selected
 
-# How a compilation ends does not depend on whether there was a GPU to run its result on.
+# These outcomes do not depend on whether the machine has a GPU.
 COMPILED_WITHOUT_GPU = (Outcome.INFEASIBLE, Outcome.COMPILE_ERROR)
-# Of each family.
+# Number of configs of each family.
 WARM_CONFIGS = 6
-# What another GPU, another mask or a feature that only one has costs a neighbour, in the steps of `distance`.
+# Distance added for another GPU, another mask, or each feature that only one problem has.
 OTHER_TARGET = 3.0
 OTHER_MASK = 1.0
 OTHER_FEATURE = 1.0
@@ -31,10 +31,10 @@ OTHER_FEATURE = 1.0
 def finished(
     store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
 ) -> dict[Candidate, StoredRecord]:
-    """The stored records that this search need not make again, the latest of each candidate.
+    """Returns the stored records that this search reuses, the latest of each candidate.
 
-    What was too slow to be proven is left alone only beside something faster that may be selected. With
-    `retry_failed` candidates that failed are left out: all but those that do not fit the GPU.
+    A candidate that was too slow for a full verification is reused only if a faster one is eligible.
+    With `retry_failed`, failed candidates are left out, except those that do not fit the GPU.
     """
     stored = store.records(scope.problem, scope.target.name)
     latest = {
@@ -64,27 +64,27 @@ def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
         return False
     now = current_versions(record.family)
     if record.provenance is Provenance.PREDICTED or record.outcome in COMPILED_WITHOUT_GPU:
-        # No driver had a part in it.
+        # These results do not depend on the driver.
         now = msgspec.structs.replace(now, driver=record.versions.driver)
     return same_makers(record.versions, now)
 
 
 def known_winners(store: Store) -> list[Record]:
-    """What was ever selected, or stands in for a selection, here or in the shipped tables."""
+    """Returns the selections and fallbacks of the database and of the shipped tables."""
     shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
     known = [entry.record for entry in (*store.selections(), *store.stand_ins())]
     return known + [record for table in shipped for record in table.records]
 
 
 def warm_configs(winners: Iterable[Record], scope: Scope) -> tuple[Candidate, ...]:
-    """Configs, never times, that won on near shapes or on other GPUs and lie in this search's spaces."""
+    """Returns configs in this search's spaces that won on near shapes or on other GPUs, nearest first."""
     nearest = sorted(winners, key=lambda record: remoteness(record, scope.problem, scope.target.name))
     near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)
     return _first(filter(scope.contains, map(candidate_of, near)), WARM_CONFIGS)
 
 
 def remoteness(record: Record, problem: Problem, target_name: str) -> float:
-    """How little a record's config says of a problem; infinite where it says nothing."""
+    """Returns the distance between a record and a problem; infinite if the config is of no use."""
     other = record.problem
     if record.config is None or record.outcome is not Outcome.OK:
         return math.inf
@@ -102,7 +102,7 @@ def remoteness(record: Record, problem: Problem, target_name: str) -> float:
 
 
 def _first(candidates: Iterable[Candidate], limit: int) -> tuple[Candidate, ...]:
-    """The first few distinct ones of each family, in their order."""
+    """Returns the first `limit` distinct candidates of each family, in order."""
     taken: Counter[str] = Counter()
     first = []
     for candidate in dict.fromkeys(candidates):
