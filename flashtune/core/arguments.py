@@ -10,7 +10,7 @@ import torch
 
 from flashtune.core.errors import ProblemError
 
-# The largest finite float32, and the least that is normal: kernels take numbers in this type.
+# The largest finite float32 and the smallest normal one: kernels take numbers in this type.
 MOST_FLOAT32 = float(torch.finfo(torch.float32).max)
 LEAST_FLOAT32 = float(torch.finfo(torch.float32).tiny)
 MOST_TOKENS = 2**31 - 1
@@ -21,21 +21,21 @@ Answer = TypeVar("Answer")
 
 
 def checked(serve: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
-    """Returns `serve(*arguments)`. Where that fails, `check(*arguments)` may raise an error that says why.
+    """Returns `serve(*arguments)`. If that fails, calls `check(*arguments)` for an error with a reason.
 
     Raises:
-        ProblemError: `check` refuses the arguments.
+        ProblemError: `check` rejects the arguments.
     """
     try:
         return serve(*arguments)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        # A key of the memo or an operator raises these for arguments of a wrong kind.
+        # The key of the call cache, or an operator, raises these for arguments of a wrong type.
         check(*arguments)
         raise
 
 
 def shown(value: object) -> str:
-    """Returns a value as error messages show it: short, and without calling code of the value's type."""
+    """Returns a short text of a value for error messages. Runs no code of the value's type."""
     if type(value) is int and abs(value) >= 10**MOST_DIGITS:
         return f"an integer of {value.bit_length()} bits"
     if type(value) is str and len(value) > MOST_TEXT:
@@ -48,26 +48,26 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns the name of a value's type, as error messages show it."""
+    """Returns the name of a value's type for error messages."""
     return f"a {type(value).__name__[:MOST_TEXT]}"
 
 
 def read_count(name: str, value: object, what: str, least: int = 0, most: int = MOST_TOKENS) -> int:
-    """Returns an argument that counts something.
+    """Returns an argument that is a count.
 
     Args:
         name: The argument's name, for the error.
         value: The argument.
         what: A description of valid values, for the error.
-        least: The least number that is allowed.
-        most: The largest.
+        least: The smallest valid number.
+        most: The largest valid number.
 
     Raises:
-        ProblemError: It is no integer, or out of range.
+        ProblemError: The argument is not an integer, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise ProblemError(f"{name} cannot be {shown(value)}: pass {what}")
-    # Compilers trace with symbols in place of numbers.
+    # torch.compile traces with symbolic integers.
     count = value if isinstance(value, (int, torch.SymInt)) else int(value)
     if not least <= count <= most:
         raise ProblemError(f"{name} cannot be {shown(count)}: pass {what}")
@@ -75,10 +75,10 @@ def read_count(name: str, value: object, what: str, least: int = 0, most: int = 
 
 
 def read_flag(name: str, value: object) -> bool:
-    """Returns an argument that is true or false.
+    """Returns a boolean argument.
 
     Raises:
-        ProblemError: It is no bool.
+        ProblemError: The argument is not a bool.
     """
     if isinstance(value, bool):
         return value
@@ -89,13 +89,13 @@ def read_scale(scale: object) -> float | None:
     """Returns the factor of the scores, or None for the default.
 
     Raises:
-        ProblemError: It is no finite number of float32.
+        ProblemError: The factor is not a finite number in float32.
     """
     if scale is None:
         return None
     if isinstance(scale, (torch.SymFloat, torch.SymInt)):
         return scale  # type: ignore[return-value]
-    # Compared before it is converted: an integer may be larger than any float.
+    # Compare before the conversion: an integer can be larger than any float.
     if isinstance(scale, numbers.Real) and -MOST_FLOAT32 <= scale <= MOST_FLOAT32:  # type: ignore[operator]
         return float(scale)
     raise ProblemError(

@@ -1,6 +1,6 @@
 """Problems in canonical form, and problems without some of their features.
 
-Calls that compute the same get the same problem: a window that hides no key is left out. A layer with a
+Calls with the same computation get the same problem: a window that hides no key is removed. A layer with a
 window of 4,096 keys then uses the kernels without a window on shorter sequences.
 """
 
@@ -14,15 +14,15 @@ from flashtune.core.problem import Bias, Causal, Feature, Problem
 
 
 def normal_form(problem: Problem) -> Problem:
-    """A problem as it is named where others compute the same.
+    """Returns the canonical form of a problem: all problems with the same computation have the same one.
 
     Args:
-        problem: Lengths are bounds where the device knows better, so that what holds nothing back at
-            them holds nothing back.
+        problem: The problem. Its lengths can be upper bounds of lengths on the device; a mask that hides no
+            key at these bounds hides none at shorter lengths.
     """
     problem = _without_right(problem)
     replace = msgspec.structs.replace
-    # The farthest that a query may stand from the first key.
+    # The largest distance between a query and the first key.
     farthest = max(problem.seqlen_q if problem.causal is Causal.TOP_LEFT else 0, problem.seqlen_kv) - 1
     if problem.window_left is not None and problem.window_left >= farthest:
         problem = replace(problem, window_left=None)
@@ -31,13 +31,13 @@ def normal_form(problem: Problem) -> Problem:
     if problem.first_tokens and problem.window_left is None and not problem.chunk:
         problem = replace(problem, first_tokens=0)
     if problem.deterministic and not problem.is_backward:
-        # The forward pass always is.
+        # The forward pass is always deterministic.
         problem = replace(problem, deterministic=False)
     return problem
 
 
 def _without_right(problem: Problem) -> Problem:
-    """The right bound where it is the diagonal, lies behind it, or behind all keys."""
+    """Returns a problem without a redundant right bound. A bound of 0 becomes the causal mask."""
     right = problem.window_right
     if right is None:
         return problem
@@ -49,7 +49,7 @@ def _without_right(problem: Problem) -> Problem:
 
 
 def _may_stand_before_keys(problem: Problem) -> bool:
-    """Whether a query's place may be negative, in a chunk where no keys are, and nothing else hides keys."""
+    """Returns whether a query of a non-causal problem can be before key 0, in a chunk without keys."""
     if problem.causal is not Causal.NONE:
         return False
     ragged = problem.packed or problem.lengths or problem.page_size
@@ -57,11 +57,11 @@ def _may_stand_before_keys(problem: Problem) -> bool:
 
 
 def rounded_up(tokens: int) -> int:
-    """The next power of two: what selections of ever new numbers of tokens and pages go by."""
+    """Returns the next power of two. Numbers of tokens and pages are rounded so that problems repeat."""
     return 1 << max(0, tokens - 1).bit_length()
 
 
-# What each feature's fields are without it.
+# Values of each feature's fields in a problem without the feature.
 DEFAULTS: dict[Feature, dict[str, object]] = {
     Feature.WINDOW: {"window_left": None, "window_right": None},
     Feature.FIRST_TOKENS: {"first_tokens": 0},
@@ -82,6 +82,6 @@ DEFAULTS: dict[Feature, dict[str, object]] = {
 
 
 def without(problem: Problem, features: Iterable[Feature]) -> Problem:
-    """A problem without some features."""
+    """Returns a problem without some features."""
     changes = {field: value for feature in features for field, value in DEFAULTS[feature].items()}
     return msgspec.structs.replace(problem, **changes)

@@ -1,4 +1,4 @@
-"""What a kernel reads beside q, k and v: scales, slopes, lengths, block tables and the like."""
+"""The inputs of a kernel in addition to q, k and v: scales, slopes, lengths, block tables and others."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ if TYPE_CHECKING:
 
 
 class Side(NamedTuple):
-    """Side inputs of a call; None is what it does not have. Kernels take them in this order.
+    """The extra inputs of a call, in the order in which kernels take them. None means absent.
 
     Attributes:
-        q_scale: Float32 [batch, heads], positive: factors of a quantised q; None is 1.
-        k_scale: Likewise of k, [batch, kv_heads]. Of a quantised cache beside 16-bit queries the scales of k
-            and v are float32 [pages, kv_heads], any strides: of one tensor or of heads alone, expanded.
+        q_scale: Scale of a quantised q: float32 [batch, heads], positive; None means 1.
+        k_scale: Likewise of k, [batch, kv_heads]. With a quantised cache and q that is not quantised, k_scale
+            and v_scale are float32 [pages, kv_heads] of any strides. A scale per tensor or head is expanded.
         v_scale: Likewise of v.
-        slopes: ALiBi's, float32 [batch, heads], any stride of batch.
-        bias: Added to the scores, or what may be seen: [batch, heads, seqlen_q, seqlen_kv] in q's type
-            or bool, last dimension contiguous, others of any stride.
-        sinks: A score for each head that takes weight and has no value: float32 [heads].
-        prefix: Keys that all queries of a sequence see: int32 [batch].
-        cu_seqlens_q: Where the queries of packed sequences begin, and the last ends: int32 [batch + 1].
-        cu_seqlens_kv: Likewise of keys that are packed and not in pages.
-        seqlens_kv: How many keys each sequence has: int32 [batch].
+        slopes: ALiBi slopes, float32 [batch, heads], any stride of batch.
+        bias: Additive bias in q's type, or a bool mask: [batch, heads, seqlen_q, seqlen_kv], last dimension
+            contiguous, others of any stride.
+        sinks: A learned logit per head without a value: float32 [heads].
+        prefix: Number of keys that all queries of a sequence see: int32 [batch].
+        cu_seqlens_q: Offsets of the queries of each sequence, and their end: int32 [batch + 1].
+        cu_seqlens_kv: Likewise of varlen keys that are not in pages.
+        seqlens_kv: Number of keys of each sequence: int32 [batch].
         block_table: The pages of each sequence, in order: int32 [batch, pages of the longest].
+        seed: The seed of dropout: int64 [1].
         seed: What decides which weights are dropped: int64 [1].
         softcap: Scores s become softcap · tanh(s / softcap).
-        dropout: The share of weights that are dropped.
+        dropout: The fraction of probabilities that are dropped.
     """
 
     q_scale: Tensor | None = None
@@ -47,17 +48,17 @@ class Side(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of q, k and v."""
+        """The scales of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
     def presence(self) -> tuple[bool, ...]:
-        """Which of all there are."""
+        """Whether each input is present."""
         return tuple(value is not None for value in self)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that there are, in order."""
+        """The present tensors, in order."""
         return tuple(tensor for tensor in self.optional_tensors if tensor is not None)
 
     @property
@@ -67,11 +68,11 @@ class Side(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
-        """What is passed by value, in the order of `NUMBERS`."""
+        """The inputs that are passed by value, in the order of `NUMBERS`."""
         return self[-len(NUMBERS) :]  # type: ignore[return-value]
 
 
-# What is passed by value, behind the scale, is last in `Side`.
+# Inputs that are passed by value, after the scale. They are last in `Side`.
 NUMBERS = ("softcap", "dropout")
 TENSORS = Side._fields[: -len(NUMBERS)]
 NO_SIDE = Side()

@@ -1,7 +1,7 @@
-"""File locks between processes of one host, and bounded reading of files that a user named.
+"""File locks between processes of one host, and bounded reads of files that a user names.
 
-The locks are those of filelock on POSIX systems, so that both exclude each other. Importing filelock would
-take as much of a program's first call as the check of a kernel.
+The locks are compatible with those of filelock on POSIX systems. An import of filelock would take as long
+as the self-check of a kernel in a first call.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ POLL_SECONDS = 0.02
 
 @contextlib.contextmanager
 def alone_with(path: Path, seconds: float) -> Iterator[None]:
-    """Holds a file, which is made where there is none, for the length of a block.
+    """Holds an exclusive lock on a file during a block. Creates the file if it is missing.
 
     Args:
-        path: The file; its folder exists.
-        seconds: How long another holder is waited for.
+        path: The file. Its folder exists.
+        seconds: The time to wait for another holder.
 
     Raises:
-        TimeoutError: Another one held it for so long.
-        OSError: It cannot be opened or held.
+        TimeoutError: Another holder did not release it in time.
+        OSError: The file cannot be opened or locked.
     """
     try:
         import fcntl
-    except ImportError:  # no POSIX system
+    except ImportError:  # not a POSIX system
         from filelock import FileLock
 
         with FileLock(path, timeout=seconds):  # its Timeout is a TimeoutError
@@ -42,13 +42,13 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # A process that was forked meanwhile has the file open as well, and would go on holding it.
+        # A forked child has the file open too, and would keep the lock.
         fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
 
 
 def _held(path: Path, until: float) -> int:
-    """The open file, once no other process holds it."""
+    """Returns the open, locked file."""
     import fcntl
 
     while True:
@@ -56,7 +56,7 @@ def _held(path: Path, until: float) -> int:
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Who releases a lock may remove its file: then this one keeps nobody out.
+                # A process that releases the lock may remove the file. A lock on a removed file is useless.
                 if os.fstat(file).st_nlink:
                     return file
             if time.monotonic() > until:
@@ -69,10 +69,10 @@ def _held(path: Path, until: float) -> int:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a regular file.
+    """Returns the first `most` bytes of a regular file.
 
     Raises:
-        OSError: It cannot be read, or is a pipe, a socket or a device, which might never end.
+        OSError: The file cannot be read, or is a pipe, socket or device, which may never end.
     """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

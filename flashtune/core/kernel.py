@@ -1,8 +1,8 @@
 """`Kernel`: rendered source and its specialization. The digest is computed over the source's canonical form.
 
-A changed comment, docstring or header leaves the digest and the template version unchanged. The lexer is our
-own, because those of the standard library differ between Python versions: 3.12 splits f-strings into tokens,
-and `ast.dump` of one file differs between 3.11, 3.12 and 3.13.
+A changed comment, docstring or header leaves the digest and the template version unchanged. The module has
+its own lexer, because those of the standard library differ between Python versions: 3.12 splits f-strings
+into tokens, and `ast.dump` of one file differs between 3.11, 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from flashtune.core.problem import Dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A template engine's tag: kept in templates, and never found in Python.
+# A Jinja tag. Templates have them, Python sources do not.
 _JINJA_TAG = r"\{%.*?%\}|\{\{.*?\}\}|\{\#.*?\#\}"
 _NO_TAG = r"(?!)"
 
 # Functions that make a rendered file usable alone. The runtime never calls them. Python evaluates defaults
-# on import, so that a signature with anything but names and constants counts.
+# on import, so a signature with anything but names and constants is part of the digest.
 _WRAPPER = re.compile(rf"def attention(?:_backward)?\((?:{_JINJA_TAG}|[\w\s,=*])*\):", re.DOTALL)
 
-# Line ends and encodings that the lexer does not know but Python does.
+# Line ends and encodings that Python accepts and the lexer does not.
 _UNUSUAL = "\r\f\0\ufeff"
 _ENCODING = re.compile(r"(?:.*\n)?[ \t]*#.*?coding[:=]")
 
 
 def _lexer(tag: str) -> re.Pattern[str]:
-    # No two alternatives match at the same character. The most frequent one comes first, for speed.
+    # No two alternatives match at the same character. The most frequent one is first, for speed.
     return re.compile(
         rf"""
         (?P<code>[^\s"'\#\\(){{}}\[\]]++(?:[ ]++[^\s"'\#\\(){{}}\[\]]++)*+)
@@ -59,7 +59,7 @@ def _lexer(tag: str) -> re.Pattern[str]:
     )
 
 
-# Strings with replacement fields; from Python 3.12 on a field may hold quotes and comments of its own.
+# Strings with replacement fields. From Python 3.12 on, a field may contain quotes and comments.
 _FORMATTED = re.compile(
     r"""\b(?:[fFtT][rR]?|[rR][fFtT])(?P<quote>\"{3}|'{3}|"|')(?P<text>(?:\\.|(?!(?P=quote)).)*+)""", re.DOTALL
 )
@@ -72,9 +72,9 @@ _CONTROL_TAG = re.compile(r"\{%.*?%\}", re.DOTALL)
 def canonical_source(source: str) -> str:
     """Returns a Python source without comments, docstrings, blank lines and stand-alone wrappers.
 
-    A string that is a whole statement counts as a docstring. Every other string is kept as it is, inline PTX
-    included. The result is for comparison; it need not be valid Python. A source with a carriage return,
-    a form feed, a null character, a byte-order mark or an encoding declaration is returned unchanged.
+    A string that is a whole statement counts as a docstring. All other strings are unchanged, inline PTX too.
+    The result is for comparison; it need not be valid Python. A source with a carriage return, a form feed, a
+    null character, a byte-order mark or an encoding declaration is returned unchanged.
     """
     if any(sign in source for sign in _UNUSUAL) or _ENCODING.match(source):
         return source
@@ -84,7 +84,7 @@ def canonical_source(source: str) -> str:
 
 
 def _may_nest(string: re.Match[str]) -> bool:
-    """Whether a replacement field holds a quote, a comment or a line end, or does not end in the string."""
+    """Returns whether a replacement field has a quote, comment or line end, or continues after the string."""
     depth = 0
     for part in re.finditer(r"\{\{|\}\}|[{}]|[\"'\#\\\n]", string["text"]):
         sign = part.group()
@@ -100,12 +100,12 @@ def _may_nest(string: re.Match[str]) -> bool:
 
 
 def canonical_template(text: str) -> str:
-    """Returns a Jinja template of Python code likewise; control tags count wherever they occur."""
+    """Returns a Jinja template of Python code in canonical form. Control tags are kept everywhere."""
     return "\n".join(_statements(text, _TEMPLATE))
 
 
 def _statements(text: str, lexer: re.Pattern[str]) -> Iterator[str]:
-    """The logical lines that count. Indentation is kept; layout within brackets is not."""
+    """Yields the logical lines of the digest: indentation is kept, layout within brackets is not."""
     in_wrapper = decorated = False
     for line, is_string in _logical_lines(text, lexer):
         indented = line[0] in " \t"
@@ -113,7 +113,7 @@ def _statements(text: str, lexer: re.Pattern[str]) -> Iterator[str]:
             in_wrapper = indented or line.startswith("{%")
         if not in_wrapper and not decorated and _WRAPPER.match(line):
             in_wrapper = True
-        # A decorator's function is no wrapper: without it the decorator would apply to the next one.
+        # A decorated function is not a wrapper: without it the decorator would apply to the next function.
         decorated = line.startswith("@")
         if in_wrapper or is_string:
             yield from _control_tags(line, lexer)
@@ -126,7 +126,7 @@ def _control_tags(text: str, lexer: re.Pattern[str]) -> list[str]:
 
 
 def _logical_lines(text: str, lexer: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
-    """Logical lines without comments, and whether each is a string alone."""
+    """Yields logical lines without comments, and whether each is only a string."""
     parts: list[str] = []
     kinds: list[str] = []
     space = ""
@@ -138,7 +138,7 @@ def _logical_lines(text: str, lexer: re.Pattern[str]) -> Iterator[tuple[str, boo
         if kind == "space":
             space = space or value
         elif kind == "comment":
-            # A control tag within a comment decides about the lines after it too.
+            # A control tag in a comment affects the lines after it too.
             tags = _control_tags(value, lexer)
             parts += tags
             kinds += ["tag"] * len(tags)
@@ -164,7 +164,7 @@ POINTER_ALIGNMENT = 16
 class Alignment(enum.IntEnum):
     """The power of two that divides every stride (in elements) of a kernel's tensors.
 
-    16 and 8 also promise pointers on 16-byte borders; 1 promises nothing.
+    16 and 8 also guarantee 16-byte aligned pointers; 1 guarantees nothing.
     """
 
     ANY = 1
@@ -173,13 +173,13 @@ class Alignment(enum.IntEnum):
 
 
 class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a kernel assumes of the tensors it is launched on.
+    """Assumptions of a kernel about its tensors.
 
     Attributes:
         alignment: Alignment class of pointers and strides.
         index_bits: Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
-        lse: Whether the log-sum-exp of each row is written; of a backward pass, whether a gradient of it
-            comes in.
+        lse: Whether the log-sum-exp of each row is written. In a backward pass, whether there is a gradient
+            of the log-sum-exp.
     """
 
     alignment: Alignment = Alignment.SIXTEEN
@@ -187,12 +187,12 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lse: bool = False
 
     def takes_descriptors(self, dtype: Dtype) -> bool:
-        """Whether TMA can address the tensors: strides are multiples of 16 bytes."""
+        """Returns whether TMA can address the tensors: strides must be multiples of 16 bytes."""
         return self.alignment * dtype.itemsize >= POINTER_ALIGNMENT
 
 
 class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run-time argument: Triton's type (`*bf16`, `i32`, `fp32`) and what divides its value."""
+    """One run-time argument: Triton's type (`*bf16`, `i32`, `fp32`) and a known divisor of its value."""
 
     name: str
     type: str
@@ -200,16 +200,16 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another kernel of the same source, launched before or after the one that it belongs to.
+    """Another kernel of the same source, launched before (prologue) or after (epilogue) the main kernel.
 
-    A prologue fills the workspace; its grid and integers come from the module's own `prologue_plan`. An
-    epilogue makes the output of the workspaces; likewise, `epilogue_plan`. Both take what `launch_plan` does.
-    Of a backward pass each step takes what its arguments name, as the kernel itself does.
+    A prologue fills the workspace. Its grid and integers come from the module's `prologue_plan`. An epilogue
+    computes the output from the workspaces; its plan is `epilogue_plan`. Both take the arguments of
+    `launch_plan`. In a backward pass, each step takes the tensors that its arguments name.
 
     Attributes:
         entry: Name of the jitted function in the source.
-        arguments: Run-time arguments in order. A prologue's: v, workspace, integers. An epilogue's: out, lse,
-            workspaces, integers.
+        arguments: Run-time arguments in order. For a prologue: v, workspace, integers. For an epilogue: out,
+            lse, workspaces, integers.
         options: Launch options of the compiler.
     """
 
@@ -218,22 +218,22 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: LaunchOptions
 
 
-# `omit_defaults` keeps digests when an optional field is added; `dict` holds the cached digest.
+# `omit_defaults` keeps digests unchanged when an optional field is added; `dict` holds the cached digest.
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """Rendered source of (family, problem's static features, config), and its specialisation.
+    """Rendered source for a family, a problem's static features and a config, and its specialization.
 
     Attributes:
         family: The family's name.
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
-        arguments: Run-time arguments in order: q, k, v, out, lse, side inputs (by their names in `Side`),
-            workspaces, scale, numbers of `Side` where there are some, integers; descriptors instead of q, k,
-            v, out and what a prologue wrote. Of a backward pass: what `BackwardTensors` and `Side` name, and
-            `workspace_0` and so on, in any order, then integers; descriptors come first.
+        arguments: Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in `Side`),
+            workspaces, scale, numbers of `Side` if any, integers. Tensor descriptors replace q, k, v, out and
+            the prologue's output if the kernel uses TMA. In a backward pass: names of `BackwardTensors` and
+            `Side`, and `workspace_0` and so on, in any order, then integers. Descriptors are first.
         options: Launch options of the compiler.
-        specialization: What is assumed of the tensors.
-        prologue: What is launched before it, if anything.
-        epilogue: What is launched after it, if anything.
+        specialization: Assumptions about the tensors.
+        prologue: The kernel that is launched before it, if any.
+        epilogue: The kernel that is launched after it, if any.
     """
 
     family: str
@@ -247,29 +247,29 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def takes_descriptors(self) -> bool:
-        """Whether tensors are passed as descriptors, which the module's `descriptors` makes."""
+        """Whether tensors are passed as descriptors, which the module's `descriptors` creates."""
         return any(argument.type.startswith("tensordesc") for argument in self.arguments)
 
     @property
     def side(self) -> tuple[str, ...]:
-        """Names of the side inputs that it takes, in order."""
+        """Names of the extra inputs that the kernel takes, in order."""
         return self._named(self.arguments)
 
     @property
     def all_side(self) -> tuple[str, ...]:
-        """Names of the side inputs that it or a step of it takes, in the order of `Side`."""
+        """Names of the extra inputs that the kernel or its steps take, in the order of `Side`."""
         steps = (self.prologue, self.epilogue)
         taken = {*self.side, *(name for step in steps if step for name in self._named(step.arguments))}
         return tuple(name for name in Side._fields if name in taken)
 
     @property
     def first(self) -> Kernel | None:
-        """The prologue as a kernel by itself: it compiles like any other."""
+        """The prologue as a separate kernel for the compiler."""
         return self._alone(self.prologue)
 
     @property
     def last(self) -> Kernel | None:
-        """The epilogue as a kernel by itself."""
+        """The epilogue as a separate kernel."""
         return self._alone(self.epilogue)
 
     @staticmethod
@@ -283,21 +283,21 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash over everything that decides what is launched, 32 hex digits.
+        """Hash of the kernel as it is compiled and launched, 32 hex digits.
 
-        Comments, docstrings and the stand-alone wrapper of the source do not count; see `canonical_source`.
+        It excludes comments, docstrings and the stand-alone wrapper of the source; see `canonical_source`.
         """
         counted = msgspec.structs.replace(self, source=canonical_source(self.source))
         return hashlib.sha256(msgspec.json.encode(counted)).hexdigest()[:32]
 
 
 def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | None = None) -> Specialization:
-    """The narrowest specialisation that is right for these tensors.
+    """Returns the narrowest specialization that is valid for some tensors.
 
     Args:
         tensors: q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous.
-        lse: Whether the log-sum-exp is wanted.
-        bias: What lies over the scores: nothing is promised of its strides, but offsets must reach its end.
+        lse: Whether the log-sum-exp is needed.
+        bias: The attention bias or mask. Its strides need no alignment, but offsets must reach its end.
     """
     combined = 16
     pointers = 0
@@ -307,18 +307,18 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         pointers |= tensor.data_ptr()
         reach = 0
         for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True):
-            # A dimension of one element is never stepped over: its stride means nothing, but it
-            # is passed to the kernel and so must keep the promise made of it.
+            # The stride of a dimension of one element is unused, but it is passed to the kernel. So it must
+            # have the alignment too.
             combined |= stride
             reach += max(size - 1, 0) * abs(stride)
             extent = max(extent, abs(stride))
-        # The copy engine takes no rows that all lie in one place.
+        # TMA does not support a row stride of zero.
         repeats |= tensor.shape[2] > 1 and tensor.stride(2) == 0
-        # A tile may run past the end of a sequence before it is masked: leave it room.
+        # A tile may extend past the end of a sequence before it is masked, so offsets must reach further.
         extent = max(extent, reach + 1024 * tensor.stride(2) + tensor.shape[3])
     if bias is not None:
         reach = sum((size - 1) * stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-        # Likewise a tile of both queries and keys.
+        # A tile of the bias extends past the end in both queries and keys.
         extent = max(extent, reach + 1024 * (bias.stride(2) + 1))
     if repeats or pointers % POINTER_ALIGNMENT:
         alignment = Alignment.ANY

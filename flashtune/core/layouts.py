@@ -1,4 +1,4 @@
-"""Orders of dimensions of a call's tensors, and element types in torch."""
+"""Orders of the dimensions of a call's tensors, and their element types in torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Layout(enum.StrEnum):
 
     bhsd  [batch, heads, seqlen, head_dim], and pages as [pages, heads, page_size, head_dim].
     bshd  [batch, seqlen, heads, head_dim], and pages as [pages, page_size, heads, head_dim].
-    thd   [tokens, heads, head_dim]: sequences one behind the other.
-    bhd   [batch, heads, head_dim]: one token of each sequence.
+    thd   [tokens, heads, head_dim]: varlen sequences without padding.
+    bhd   [batch, heads, head_dim]: one token per sequence.
     """
 
     BHSD = "bhsd"
@@ -28,7 +28,7 @@ class Layout(enum.StrEnum):
     BHD = "bhd"
 
     def heads_first(self, tensor: Tensor) -> Tensor:
-        """A tensor of this layout seen as [batch, heads, seqlen, head_dim], as kernels see it."""
+        """Returns a view of a tensor of this layout as [batch, heads, seqlen, head_dim], for kernels."""
         if self is Layout.BSHD:
             return tensor.transpose(1, 2)
         if self is Layout.THD:
@@ -36,7 +36,7 @@ class Layout(enum.StrEnum):
         return tensor.unsqueeze(2) if self is Layout.BHD else tensor
 
     def as_given(self, tensor: Tensor) -> Tensor:
-        """What kernels see, back in this layout."""
+        """Returns a view in this layout of a tensor that kernels take; the inverse of `heads_first`."""
         if self is Layout.BSHD:
             return tensor.transpose(1, 2)
         if self is Layout.THD:
@@ -44,7 +44,7 @@ class Layout(enum.StrEnum):
         return tensor.squeeze(2) if self is Layout.BHD else tensor
 
     def shape(self, batch: int, heads: int, seqlen: int, head_dim: int) -> tuple[int, ...]:
-        """The shape of a tensor in this layout; of packed ones `seqlen` counts all tokens."""
+        """Returns the shape of a tensor in this layout. With varlen sequences `seqlen` counts all tokens."""
         if self is Layout.BSHD:
             return batch, seqlen, heads, head_dim
         if self is Layout.THD:
@@ -52,7 +52,7 @@ class Layout(enum.StrEnum):
         return (batch, heads, head_dim) if self is Layout.BHD else (batch, heads, seqlen, head_dim)
 
 
-# Those of calls in which every sequence is as long.
+# Layouts of calls in which all sequences have the same length.
 DENSE_LAYOUTS = (Layout.BHSD, Layout.BSHD)
 
 
@@ -62,11 +62,11 @@ TORCH_DTYPES = {
     Dtype.FP32: torch.float32,
     Dtype.E4M3: torch.float8_e4m3fn,
 }
-# Those of quantised caches beside queries that are not quantised.
+# Element types of quantised caches with queries that are not quantised.
 STORED_DTYPES = {KvDtype.E4M3: torch.float8_e4m3fn, KvDtype.INT8: torch.int8}
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 KV_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in STORED_DTYPES.items()}
-# Magnitudes that elements of a quantised cache go up to; int8 is used on both sides of zero alike.
+# The largest magnitudes in a quantised cache. The range of int8 is symmetric.
 LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}
-# Floats that torch computes with.
+# Floating types in which torch can compute.
 WIDE_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -1,6 +1,6 @@
-"""Failures that the machine causes and no kernel: a full disk, a missing tool, too little memory.
+"""Failures that the machine causes, not the kernel: a full disk, a missing tool, too little memory.
 
-Such a failure says nothing of the kernel that was being compiled, so nothing may be stored about the kernel.
+Such a failure gives no information about the kernel, so no result is stored for the kernel.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 from flashtune.core.errors import MachineError
 
-# The folder of rendered kernels in flashtune's own.
+# The subfolder of flashtune's cache folder for rendered kernels.
 KERNELS = "kernels"
-# A check of a folder writes this many bytes there, and wants this many bytes free.
+# A check of a folder writes this many bytes, and requires this many free bytes.
 PROBE_BYTES = 1 << 20
 LEAST_FREE_BYTES = 8 << 20
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-# There is no room, for want of space or by a limit.
+# A limit or a full disk prevents a write.
 CAPACITY = NO_SPACE | {errno.EFBIG, errno.EMFILE, errno.ENFILE}
 NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-# Signals that a process gets from outside: by an out-of-memory killer, a limit, a person, a disk that failed.
+# Signals from outside: the out-of-memory killer, a limit, a person, or a failed disk.
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGBUS}
 )
@@ -40,17 +40,17 @@ TOO_MANY = "too many files are open: raise the limit (`ulimit -n`), or use fewer
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """A sentence for an error that the machine caused, None for any other error.
+    """Returns a sentence for an error that the machine caused, None for any other error.
 
     Args:
-        error: What was raised while a kernel was compiled, loaded or launched.
+        error: The error of a compilation, load or launch.
     """
     return next(filter(None, map(_fault, _causes(error))), None)
 
 
 @contextlib.contextmanager
 def machine_errors() -> Iterator[None]:
-    """Turns errors that the machine caused into `MachineError`; others pass.
+    """Converts errors that the machine caused into `MachineError`. Other errors are unchanged.
 
     Raises:
         MachineError: The block failed because of the machine.
@@ -67,12 +67,12 @@ def machine_errors() -> Iterator[None]:
 
 
 def tool_failed(error: BaseException) -> bool:
-    """Whether an error comes from a program that was run, such as ptxas: its failure may be the machine's."""
+    """Returns whether an error comes from a subprocess such as ptxas: the machine may have caused it."""
     return any(isinstance(cause, subprocess.SubprocessError) for cause in _causes(error))
 
 
 def signal_fault(number: int, process: str) -> str | None:
-    """A sentence for a process that a signal ended from outside, None for signals of a crash."""
+    """Returns a sentence for a process that a signal ended from outside, None for signals of a crash."""
     if number not in OUTSIDE_SIGNALS:
         return None
     if number == signal.SIGXFSZ:
@@ -85,7 +85,7 @@ def signal_fault(number: int, process: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """The folder of flashtune: `FLASHTUNE_CACHE_DIR`, or one in the user's cache folder.
+    """Returns flashtune's cache folder: `FLASHTUNE_CACHE_DIR`, or one in the user's cache folder.
 
     Raises:
         MachineError: The user has no home folder.
@@ -97,7 +97,7 @@ def cache_folder() -> Path:
 
     try:
         folder = platformdirs.user_cache_path("flashtune")
-    except RuntimeError:  # newer versions refuse a home that is not there, older ones return `~`
+    except RuntimeError:  # newer versions raise without a home folder, older ones return `~`
         folder = Path("~")
     if not folder.is_absolute():
         raise MachineError(
@@ -107,7 +107,7 @@ def cache_folder() -> Path:
 
 
 def triton_folder() -> Path:
-    """The folder where Triton keeps compiled kernels.
+    """Returns the folder of Triton's compiled kernels.
 
     Raises:
         MachineError: The user has no home folder.
@@ -115,19 +115,19 @@ def triton_folder() -> Path:
     from triton import knobs
 
     folder = Path(str(knobs.cache.dir))
-    # Triton expands `~`, which stays where the user has no home.
+    # Triton expands `~`, which has no effect if the user has no home folder.
     if folder.parts[:1] == ("~",):
         raise MachineError("this user has no home folder: set HOME, or TRITON_CACHE_DIR")
     return folder
 
 
 class WrittenFolder(NamedTuple):
-    """A folder that compiling writes.
+    """A folder to which a compilation writes.
 
     Attributes:
-        what: What it is, as `the Triton cache`.
-        where: Finds it.
-        variable: The environment variable that names another.
+        what: A description, such as `the Triton cache`.
+        where: Returns the folder.
+        variable: The environment variable that sets the folder.
     """
 
     what: str
@@ -143,28 +143,28 @@ WRITTEN_FOLDERS = (
 
 
 def written_folder_fault() -> str | None:
-    """A sentence for the first folder that compiling writes and that cannot be written, None without one."""
+    """Returns a sentence for the first folder of a compilation that is not writable, None without one."""
     return next(filter(None, (folder_fault(*written) for written in WRITTEN_FOLDERS)), None)
 
 
 def folder_fault(what: str, where: Callable[[], Path], variable: str) -> str | None:
-    """A sentence for a folder that cannot be written or has no space left, None for one that is well.
+    """Returns a sentence for a folder that is full or not writable, otherwise None.
 
-    The folder is made if it is missing. The arguments are those of a `WrittenFolder`.
+    Creates a missing folder. The arguments are those of a `WrittenFolder`.
     """
     try:
         folder = where()
     except MachineError as error:
         return str(error)
     except OSError as error:
-        # There is no folder at all for temporary files.
+        # No folder for temporary files exists.
         return f"{error.strerror}: {FREE_SPACE}, or set {variable}"
     reason = writing_error(folder)
     return None if reason is None else unwritable(f"{what} {folder}", reason, f"set {variable}")
 
 
 def writing_error(folder: Path) -> OSError | None:
-    """Why a folder cannot take a file of a megabyte, None where it can. It is made if it is missing."""
+    """Returns the error of a write of 1 MiB to a folder, None if it succeeds. Creates a missing folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -173,14 +173,14 @@ def writing_error(folder: Path) -> OSError | None:
         space = os.statvfs(folder)
     except OSError as error:
         return error
-    # A virtual file system that counts no blocks does not report its free space.
+    # Virtual file systems may have no block count, and thus no free space to report.
     if space.f_blocks and space.f_bavail * space.f_frsize < LEAST_FREE_BYTES:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
 
 
 def unwritable(where: str, error: OSError, instead: str) -> str:
-    """A sentence for a place that cannot be written: why, and what to do besides what is said `instead`."""
+    """Returns a sentence for a place that is not writable: the reason, a remedy, and `instead`."""
     if error.errno in TOO_MANY_FILES:
         return TOO_MANY
     if error.errno in NO_SPACE:
@@ -193,7 +193,7 @@ def unwritable(where: str, error: OSError, instead: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from; of implicit causes only a program that failed counts."""
+    """Yields an error and its explicit causes. The only implicit cause that counts is a failed subprocess."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -211,7 +211,7 @@ def _fault(error: BaseException) -> str | None:
         return _system_fault(error)
     text = str(error)
     if isinstance(error, OSError) and "AF_UNIX path too long" in text:
-        # Python raises it without a number. Sockets of worker processes lie in the temporary folder.
+        # Python raises it without an errno. Sockets of worker processes are in the temporary folder.
         folder = f"the temporary folder {tempfile.gettempdir()}"
         return f"the path of {folder} is too long for a socket: set TMPDIR to a shorter path"
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
@@ -231,7 +231,7 @@ def _system_fault(error: OSError) -> str:
     name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
     program = Path(name).name
     if error.errno in NO_SPACE or error.errno == errno.EFBIG:
-        # A write names no file: the folder that is full is found by writing to each.
+        # The error of a write has no file name: the check of each folder finds the full one.
         place = f" at {name}" if name else ""
         return written_folder_fault() or (
             f"a file could not be written{place} ({error.strerror}): {FREE_SPACE}, or set TMPDIR"
@@ -251,14 +251,14 @@ def _system_fault(error: OSError) -> str:
 
 
 def _program_fault(error: subprocess.CalledProcessError) -> str | None:
-    """A sentence for a program that failed for no reason of the kernel's, None where it may have one."""
+    """Returns a sentence for a failed program if the kernel cannot be the cause, otherwise None."""
     command = error.cmd if isinstance(error.cmd, str) else str(error.cmd[0])
     program = Path(command).name
     if error.returncode < 0:
         return signal_fault(-error.returncode, program)
     if program in TRITON_TOOLS or program.startswith(("ld", "lld")):
         return None
-    # What a C compiler is given is the same for every kernel of a signature.
+    # The input of the C compiler is the same for every kernel of a signature.
     return (
         f"the C compiler {command} failed (exit code {error.returncode}): install gcc or clang with Python's "
         "headers, or set CC"

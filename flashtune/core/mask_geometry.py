@@ -1,4 +1,4 @@
-"""How many keys the queries of a problem see: sums over rows without walking them."""
+"""Number of visible keys of a problem's queries: closed-form sums without a loop over rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Sight(NamedTuple):
-    """Which keys the queries of one head see.
+    """The visible keys of one head's queries.
 
-    Query i stands at p = i + `diagonal` and sees keys from p - `left` to p + `right`, of its chunk alone, and
-    the first keys whatever lies between, up to p + `right`.
+    Query i has position p = i + `diagonal`. It sees keys from p - `left` to p + `right` of its own chunk, and
+    the first `first` keys up to p + `right`.
     """
 
     seqlen_q: int
@@ -22,7 +22,7 @@ class Sight(NamedTuple):
 
 
 def visible_pairs(sight: Sight) -> int:
-    """(query, key) pairs that are seen."""
+    """Returns the number of visible (query, key) pairs."""
     first = min(sight.first, sight.seqlen_kv)
     if sight.right is None:
         at_the_start = sight.seqlen_q * first
@@ -36,7 +36,7 @@ def visible_pairs(sight: Sight) -> int:
 
 
 def distinct_keys(sight: Sight) -> int:
-    """Keys that at least one query sees."""
+    """Returns the number of keys that at least one query sees."""
     if not sight.seqlen_q:
         return 0
     last = sight.diagonal + sight.seqlen_q - 1
@@ -52,7 +52,7 @@ def distinct_keys(sight: Sight) -> int:
 
 
 def _seen_in_chunks(sight: Sight, first: int) -> int:
-    """Pairs with keys of the query's own chunk from key `first` on."""
+    """Returns the visible pairs in the queries' own chunks, from key `first` on."""
     size, keys = sight.chunk, sight.seqlen_kv
     if not sight.seqlen_q:
         return 0
@@ -64,7 +64,7 @@ def _seen_in_chunks(sight: Sight, first: int) -> int:
         rows = min(border + size, sight.diagonal + sight.seqlen_q) - place
         return _seen_between(sight, rows, place, max(first, border), min(keys, border + size))
 
-    # Chunks with all their queries and all their keys are alike; of the others these alone have any pairs.
+    # Chunks with all their queries and keys have equal counts. Of the others, only these have visible pairs.
     whole = range(max(top + 1, -(-first // size)), min(bottom, keys // size))
     others = {chunk for chunk in (top, bottom, first // size, keys // size) if top <= chunk <= bottom}
     alike = len(whole) * of_chunk(whole[0]) if whole else 0
@@ -72,14 +72,14 @@ def _seen_in_chunks(sight: Sight, first: int) -> int:
 
 
 def _seen_between(sight: Sight, rows: int, place: int, start: int, end: int) -> int:
-    """Pairs of queries from a place on with the keys start..end - 1 of their windows."""
+    """Returns the visible pairs of `rows` queries from position `place` on with the keys start..end - 1."""
     keys = max(0, end - start)
     ends = rows * keys if sight.right is None else _ramp(rows, place + sight.right + 1 - start, keys)
     return ends - (0 if sight.left is None else _ramp(rows, place - sight.left - start, keys))
 
 
 def _ramp(rows: int, start: int, most: int) -> int:
-    """The sum of clamp(start + i, 0, most) over i < rows."""
+    """Returns the sum of clamp(start + i, 0, most) over i < rows."""
     first = min(rows, max(0, -start))
     full_from = min(rows, max(first, most - start))
     ramp = full_from - first

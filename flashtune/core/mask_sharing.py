@@ -1,4 +1,4 @@
-"""The ways in which a mask is shared, for each of which a search times kernels and SDPA."""
+"""The ways in which a mask is shared. A search times kernels and SDPA for each of them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _ROWS = 2
 
 
 def distinct_ways(problem: Problem) -> Iterator[MaskSharing]:
-    """Yields the ways that differ from one another and from no sharing at a problem's extents."""
+    """Returns the ways that differ from one another and from no sharing, for a problem's extents."""
     extents = _extents(problem)
     return (way for way in MaskSharing if all(extents[place] > 1 for place in way.dimensions))
 
 
 def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
-    """Returns the way nearest to sharing a mask over some dimensions, or None where nothing is shared.
+    """Returns the way nearest to sharing a mask over some dimensions, or None if nothing is shared.
 
     Args:
         problem: The problem. A dimension of extent 1 is not shared.
@@ -58,7 +58,7 @@ def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
 
 
 def narrowed(bias: Tensor, way: MaskSharing) -> Tensor:
-    """Returns a bias of four dimensions as a contiguous tensor that is 1 wide in the shared ones."""
+    """Returns a bias of four dimensions as a contiguous tensor with extent 1 in the shared ones."""
     for place in way.dimensions:
         bias = bias.narrow(place, 0, 1)
     return bias.contiguous()

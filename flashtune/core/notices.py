@@ -1,4 +1,4 @@
-"""What the runtime tells its user: once per process and matter, as a warning."""
+"""Warnings of the runtime, each at most once per process and subject."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _telling = threading.Lock()
 
 
 class FlashtuneWarning(UserWarning):
-    """flashtune serves a call otherwise than one would expect."""
+    """The runtime does not work as expected, for example because it uses a fallback."""
 
 
 def tell_once(matter: str, message: str) -> None:
-    """Warns, unless this process was already told of the matter."""
+    """Emits a warning, unless this process has already warned about the subject."""
     with _telling:
         if matter in _told:
             return
@@ -26,11 +26,11 @@ def tell_once(matter: str, message: str) -> None:
 
 
 def forget_told() -> None:
-    """Every matter is news again."""
+    """Clears the record of emitted warnings."""
     with _telling:
         _told.clear()
 
 
 def search_command(problem: Problem) -> str:
-    """The command that tunes a problem."""
+    """Returns the command that tunes a problem."""
     return f'flashtune search --shape "{shape_text(problem)}"'

@@ -34,9 +34,9 @@ class Feature(enum.StrEnum):
 
 
 class Bias(enum.StrEnum):
-    """What is laid over the scores of a call.
+    """The kind of the attention bias of a call.
 
-    none      Nothing.
+    none      No bias.
     additive  Numbers in q's type, added to the scaled (and capped) scores.
     boolean   Whether a query sees a key.
     """
@@ -47,14 +47,14 @@ class Bias(enum.StrEnum):
 
 
 class KvDtype(enum.StrEnum):
-    """Element types of caches that were quantised, beside queries that were not."""
+    """Element types of quantised caches with queries that are not quantised."""
 
     E4M3 = "e4m3"
     INT8 = "int8"
 
 
 class KvScale(enum.StrEnum):
-    """What shares one scale in a quantised cache: all of it, a head, or a head's part of a page."""
+    """The granularity of the scales of a quantised cache: per tensor, per head, or per head and page."""
 
     TENSOR = "tensor"
     HEAD = "head"
@@ -62,7 +62,7 @@ class KvScale(enum.StrEnum):
 
 
 def feature_words(problem: Problem) -> str:
-    """What a problem asks for beside shapes, as the end of its key; nothing where it asks for nothing."""
+    """Returns the features of a problem as the end of its key, empty without features."""
     left, right = ("" if side is None else side for side in (problem.window_left, problem.window_right))
     words = (
         (Feature.WINDOW, f"window{left}:{right}"),
@@ -92,17 +92,17 @@ HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class Direction(enum.StrEnum):
-    """Which computation of attention: the output, or the gradients of what it was made of."""
+    """The pass: forward computes the output, backward the gradients of the inputs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Dtype(enum.StrEnum):
-    """The element type of queries, keys and values; of outputs too, but for `e4m3`.
+    """The element type of queries, keys and values. Outputs have it too, except for `e4m3`.
 
-    `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for tensors
-    that were quantised with a scale for each head.
+    `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for quantised
+    tensors with a scale for each head.
     """
 
     BF16 = "bf16"
@@ -122,15 +122,15 @@ class Dtype(enum.StrEnum):
 
     @property
     def out(self) -> Dtype:
-        """The element type of what attention of such tensors gives: 8 bits are too few for it."""
+        """The element type of the output. 8 bits are not precise enough for it."""
         return Dtype.BF16 if self.is_quantized else self
 
 
 class Causal(enum.StrEnum):
-    """Which keys a query may see.
+    """The causal mask and its alignment.
 
-    With the diagonal aligned top-left, query i sees keys 0..i (SDPA's `is_causal`); bottom-right,
-    keys 0..i + seqlen_kv - seqlen_q (flash_attn's, so that the last query sees every key).
+    Top-left: query i sees keys 0..i, as with SDPA's `is_causal`. Bottom-right: query i sees keys
+    0..i + seqlen_kv - seqlen_q, as in flash_attn, so that the last query sees every key.
     """
 
     NONE = "none"
@@ -138,42 +138,42 @@ class Causal(enum.StrEnum):
     BOTTOM_RIGHT = "bottom_right"
 
 
-# What a problem does not ask for is left out where it is stored, so that what was stored before there was
-# such a thing reads and hashes as it did. The mask and the direction were always there.
+# Defaults are omitted from stored problems, so that older stored problems still load with the same hash. The
+# mask and the direction were always stored.
 class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One attention computation.
 
-    A query's place p among the keys is its index plus `diagonal`.
+    The position p of a query among the keys is its index plus `diagonal`.
 
     Attributes:
-        dtype: Element type of q, k and v; out has `out_dtype`.
+        dtype: Element type of q, k and v. The output has `out_dtype`.
         head_dim: Width of queries and keys.
         value_head_dim: Width of values and outputs.
         heads: Query heads.
         kv_heads: Key and value heads; divides `heads`.
-        batch: Sequences.
-        seqlen_q: Queries of a sequence.
-        seqlen_kv: Keys of a sequence.
+        batch: Number of sequences.
+        seqlen_q: Queries per sequence.
+        seqlen_kv: Keys per sequence.
         causal: The causal mask and its alignment.
-        direction: Which computation.
-        window_left: A query at p sees no key before p - window_left; None for no such bound.
-        window_right: It sees no key after p + window_right.
-        first_tokens: Keys at the start that stay visible however far back (Xiao et al., 2023).
-        chunk: A query sees keys of its own chunk of so many alone; 0 for no chunks (Llama 4).
+        direction: Forward or backward pass.
+        window_left: A query at p sees no key before p - window_left; None means unbounded.
+        window_right: A query at p sees no key after p + window_right; None means unbounded.
+        first_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
+        chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
         prefix: Whether each sequence has a prefix that all its queries see.
         softcap: Whether scores s become cap · tanh(s / cap).
-        alibi: Whether slope · distance is taken off the scores (Press et al., 2022).
-        bias: What is laid over the scores.
-        sinks: Whether each head has a score that takes weight and has no value (gpt-oss).
-        packed: Query tokens of all sequences together where these lie packed one behind the other, and the
-            lengths above are those of the longest; 0 where they do not.
-        lengths: Whether keys are as many as a tensor on the device says, at most `seqlen_kv`.
-        page_size: Keys of a page where keys and values lie in pages; 0 where they do not.
-        kv_dtype: Element type of keys and values where it is not q's.
-        kv_scale: What shares a scale there.
+        alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
+        bias: The kind of the attention bias.
+        sinks: Whether each head has a learned logit without a value (gpt-oss).
+        packed: Number of query tokens in a varlen batch. The lengths above are then those of the longest
+            sequence. 0 means no varlen batch.
+        lengths: Whether a tensor on the device has the number of keys of each sequence, at most `seqlen_kv`.
+        page_size: Keys per page of a paged cache; 0 means no pages.
+        kv_dtype: Element type of keys and values if it is not q's.
+        kv_scale: Granularity of the scales of a quantised cache.
         latent: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
-        dropout: Whether weights are dropped at random, by a seed that both passes share.
-        deterministic: Whether gradients must be the same bits in every run; of no meaning forward.
+        dropout: Whether probabilities are dropped at random. Both passes use the same seed.
+        deterministic: Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
     """
 
     dtype: Dtype
@@ -221,7 +221,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def key(self) -> str:
-        """One line that names the problem, unique and stable: the database's key."""
+        """The unique and stable key of the problem in the database, as one line."""
         value_dim = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
         return (
             f"{self.direction}_{self.dtype}_d{self.head_dim}{value_dim}_h{self.heads}x{self.kv_heads}"
@@ -230,7 +230,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it asks for that not every family computes."""
+        """The features that the problem needs and not every family supports."""
         asked = {
             Feature.WINDOW: self.window_left is not None or self.window_right is not None,
             Feature.FIRST_TOKENS: self.first_tokens > 0,
@@ -252,7 +252,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def computation(self) -> Problem:
-        """The problem without its extents: what decides, with the config, a kernel's source."""
+        """The problem without its extents. With the config, it determines a kernel's source."""
         return msgspec.structs.replace(
             self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, packed=min(self.packed, 1)
         )
@@ -264,7 +264,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries see no keys beyond their place."""
+        """Whether queries see no keys after their position."""
         return self.causal is not Causal.NONE
 
     @property
@@ -284,12 +284,12 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def diagonal(self) -> int:
-        """Where query 0 stands among the keys: the last at the last key, or the first at the first."""
+        """The position of query 0 among the keys, from the alignment of the causal mask."""
         return 0 if self.causal is Causal.TOP_LEFT else self.seqlen_kv - self.seqlen_q
 
     @property
     def sight(self) -> Sight:
-        """Which keys a query sees, of what is known without looking at the device."""
+        """The visible keys of a query, as far as the host knows."""
         right = 0 if self.causal is not Causal.NONE else self.window_right
         if right is not None and self.window_right is not None:
             right = min(right, self.window_right)
@@ -304,40 +304,40 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that the mask keeps."""
+        """Returns the number of visible (query, key) pairs of one head."""
         return visible_pairs(self.sight)
 
     def flops(self) -> int:
-        """Floating-point operations of the products over the visible pairs."""
+        """Returns the floating-point operations of the products over the visible pairs."""
         return flops(self)
 
     def nominal_flops(self) -> int:
-        """The field's convention: 4·B·H·Sq·Sk·D, 2.5 times that backward, halved when causal.
+        """Returns the nominal number of operations: 4·B·H·Sq·Sk·D, 2.5 times that backward, half if causal.
 
-        All reported TFLOP/s use it. With a window, chunks or packed sequences only what is seen counts.
+        All reported TFLOP/s use it. With a window, chunks or varlen sequences only visible pairs count.
         """
         return nominal_flops(self)
 
     def minimal_bytes(self) -> int:
-        """HBM bytes when each input is read once and each output written once."""
+        """Returns the HBM bytes if each input is read once and each output is written once."""
         return minimal_bytes(self)
 
     def written_bytes(self) -> int:
-        """Bytes of what is written, among the `minimal_bytes`."""
+        """Returns the bytes of the outputs, a part of `minimal_bytes`."""
         return written_bytes(self)
 
 
 # Bytes of an element of the log-sum-exp.
 LSE_BYTES = 4
-# Scores and weights are float32 until the weights meet the values.
+# Scores and probabilities are float32 until the product with the values.
 SCORE_BYTES = 4
 
 
 def product_widths(problem: Problem) -> int:
-    """Head dims of all products of a pass over the visible pairs, added up.
+    """Returns the sum of the head dims of all products of a pass.
 
-    The forward pass has two products, scores and outputs. The backward pass makes scores and the weights'
-    gradients again, and multiplies for each of dq, dk and dv.
+    The forward pass has two products, for scores and outputs. The backward pass recomputes the scores and the
+    gradients of the probabilities, and has one product each for dq, dk and dv.
     """
     if problem.is_backward:
         return 3 * problem.head_dim + 2 * problem.value_head_dim
@@ -345,9 +345,9 @@ def product_widths(problem: Problem) -> int:
 
 
 def flops(problem: Problem) -> int:
-    """Operations of the products over the visible pairs.
+    """Returns the operations of the products over the visible pairs.
 
-    Packed sequences count as so many of the longest length as there are tokens for.
+    A varlen batch counts as sequences of the longest length, as many as its tokens fill.
     """
     pairs = problem.batch * problem.visible_pairs()
     if problem.packed:
@@ -356,7 +356,7 @@ def flops(problem: Problem) -> int:
 
 
 def nominal_flops(problem: Problem) -> int:
-    """The field's convention: 4·B·H·Sq·Sk·D, 2.5 times that backward, halved when causal."""
+    """Returns the nominal number of operations; see `Problem.nominal_flops`."""
     if problem.features & {Feature.WINDOW, Feature.CHUNK, Feature.PACKED}:
         return flops(problem)
     pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
@@ -367,8 +367,9 @@ def nominal_flops(problem: Problem) -> int:
 def keys_read(problem: Problem) -> int:
     """Returns the keys of one KV head of all sequences that at least one query sees.
 
-    Lengths that a tensor holds are taken to be those of a tuned shape on average: one sequence is the
-    longest, and the others have three quarters of its keys. Packed sequences count as in `flops`.
+    Lengths in a tensor on the device are unknown. They are assumed to be distributed as in a tuned shape:
+    one sequence is the longest, and the others have three quarters of its keys. Varlen batches count as in
+    `flops`.
     """
     keys = distinct_keys(problem.sight)
     if problem.packed:
@@ -380,11 +381,11 @@ def keys_read(problem: Problem) -> int:
 
 
 def minimal_bytes(problem: Problem) -> int:
-    """HBM bytes when each input is read once and each output written once."""
+    """Returns the HBM bytes if each input is read once and each output is written once."""
     inputs, outputs = _tensor_bytes(problem)
     if not problem.is_backward:
         return inputs + outputs
-    # Each has a gradient: that of the output is read, the others are written.
+    # Each tensor has a gradient. The gradient of the output is read, the others are written.
     return 2 * (inputs + outputs) + _rows(problem) * LSE_BYTES
 
 
@@ -395,12 +396,12 @@ def written_bytes(problem: Problem) -> int:
 
 
 def _rows(problem: Problem) -> int:
-    """Rows of queries of all heads."""
+    """Returns the number of query rows of all heads."""
     return (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
 
 
 def _tensor_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of queries, keys and values, and of outputs."""
+    """Returns the bytes of queries, keys and values, and those of outputs."""
     rows = _rows(problem)
     width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
     queries = rows * problem.head_dim * problem.dtype.itemsize
@@ -409,5 +410,5 @@ def _tensor_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def score_bytes(problem: Problem) -> int:
-    """Bytes of all scores of a problem; `standard_attention` holds two and a half times as many at once."""
+    """Returns the bytes of all scores of a problem. `standard_attention` needs 2.5 times as many at once."""
     return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * SCORE_BYTES

@@ -1,4 +1,4 @@
-"""What is known of a candidate: resources, verdict, measurement; and the record that keeps it."""
+"""`Record`: the resources, verdict and measurement of a candidate; and `Selection`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=400)]
 
 
 class Outcome(enum.StrEnum):
-    """How a candidate ended. Everything but `ok` is a violated constraint for the sampler."""
+    """How a trial ended. Any outcome but `ok` is a constraint violation for the sampler."""
 
     OK = "ok"
     INFEASIBLE = "infeasible"
@@ -34,14 +34,14 @@ class Outcome(enum.StrEnum):
 
 
 class Provenance(enum.StrEnum):
-    """Where a record's time comes from."""
+    """The origin of a record's time."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
 
 
 class Standing(enum.StrEnum):
-    """What dispatch knows of a selection on this machine."""
+    """The verification status of a selection on this machine."""
 
     TIMED = "timed"
     VERIFIED = "verified"
@@ -49,17 +49,17 @@ class Standing(enum.StrEnum):
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the compiler says of a kernel on a target.
+    """The compiler's report on a kernel for a target.
 
     Attributes:
-        sram_bytes: Shared memory per block.
-        tensor_memory_columns: Columns of tensor memory (sm_100), else 0.
+        sram_bytes: Shared memory per CTA.
+        tensor_memory_columns: Columns of tensor memory (sm_100), otherwise 0.
         registers: Registers per thread.
         spill_bytes: Local memory per thread, in bytes.
-        serialized_wgmma: Whether ptxas had to serialise asynchronous matrix instructions.
+        serialized_wgmma: Whether ptxas serialised asynchronous matrix instructions (WGMMA).
         compile_seconds: Wall clock of the compilation.
-        warps: Warps of a block, where the compiler added some to those that it was told: kernels whose
-            warps are specialised run producers in warps of their own.
+        warps: Warps of a CTA if the compiler added some: warp-specialised kernels run producers in additional
+            warps.
     """
 
     sram_bytes: NonNegative
@@ -68,7 +68,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spill_bytes: NonNegative = 0
     serialized_wgmma: bool = False
     compile_seconds: Seconds = 0.0
-    # Left out of stored records where it says nothing, so that those made before it hash as they did.
+    # Omitted from stored records if unset, so that the hashes of older records stay the same.
     warps: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -77,15 +77,14 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         passed: Whether every check passed.
-        worst_ratio: Largest row error over what the gate allows for the row (1.0 is the limit).
-        checks: Problems and probes compared.
-        failed: Name of the first check that failed, empty if none.
+        worst_ratio: The largest ratio of a row's error to its tolerance (1.0 is the limit).
+        checks: The number of compared problems and probes.
+        failed: Name of the first check that failed, empty if none failed.
         device: The GPU's name, or `interpreter`.
-        probes: The probes that were passed, and `delays` where warps fell behind as well; left out where
-            one failed.
+        probes: The probes that passed, and `delays` if schedule fuzzing passed too. Unset if one failed.
 
     Raises:
-        TableError: It says that the kernel passed, and its other fields contradict that.
+        TableError: The verdict is `passed`, and another field contradicts that.
     """
 
     passed: bool
@@ -93,7 +92,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checks: NonNegative
     failed: ShortText
     device: ShortText
-    # Left out of stored records where it says nothing, as `Resources.warps`.
+    # Omitted from stored records if unset, like `Resources.warps`.
     probes: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=32)] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -131,14 +130,14 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ms: Median.
         p20: 20th percentile.
         p80: 80th percentile.
-        samples: How many samples.
-        throttled: Whether the clock was held down while sampling.
+        samples: Number of samples.
+        throttled: Whether the clock was throttled during sampling.
         peers: Other implementations timed in the same run.
-        shared: Times with a shared mask, of a problem that SDPA computes by a mask. The other times are those
-            with a mask of its own for each sequence, head and row.
+        shared: Times with a shared mask, for a problem that SDPA computes with a mask. The other times have a
+            separate mask for each sequence, head and row.
 
     Raises:
-        TableError: The median lies outside of the percentiles, or one way of sharing is there twice.
+        TableError: The median is not between the percentiles, or one way of sharing occurs twice.
     """
 
     ms: Milliseconds
@@ -147,7 +146,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: NonNegative
     throttled: bool = False
     peers: tuple[PeerTime, ...] = ()
-    # Left out of stored records where it says nothing, as `Resources.warps`.
+    # Omitted from stored records if unset, like `Resources.warps`.
     shared: tuple[SharedTime, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -161,7 +160,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What made a record. `template` is the hash of the family's template and its macros."""
+    """The versions that produced a record. `template` is the hash of the family's template and its macros."""
 
     flashtune: ShortText
     template: ShortText
@@ -172,26 +171,26 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def compilers(self) -> tuple[str, str]:
-        """The versions that decide a binary of one source: Triton and its ptxas."""
+        """The versions that determine the binary of a source: Triton and its ptxas."""
         return self.triton, self.ptxas
 
     @property
     def builders(self) -> tuple[str, str, str]:
-        """The versions that decide how a source is built and runs: Triton, its ptxas, the driver."""
+        """The versions that determine how a source is built and runs: Triton, its ptxas, the driver."""
         return self.triton, self.ptxas, self.driver
 
     @property
     def makers(self) -> tuple[str, str, str, str]:
-        """The versions that decide a binary and how it runs: template, Triton, its ptxas, the driver."""
+        """The versions that determine a binary and how it runs: template, Triton, its ptxas, the driver."""
         return self.template, self.triton, self.ptxas, self.driver
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that is known of one candidate.
+    """The results of one candidate.
 
-    `family` is `standard` or `sdpa` for the baselines, whose `config` is None. `message` is one
-    line that says why an outcome is not `ok`. `gpu` has the facts of a GPU that `flashtune targets` does
-    not list, so that the record can be checked on other machines.
+    `family` is `standard` or `sdpa` for baselines, and their `config` is None. `message` is one line with the
+    reason for an outcome other than `ok`. `gpu` has the properties of a GPU that `flashtune targets` does not
+    list, so that other machines can check the record.
     """
 
     problem: Problem
@@ -207,23 +206,23 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     verdict: Verdict | None = None
     measurement: Measurement | None = None
     message: ShortText = ""
-    # Left out of stored records where it says nothing, as `Resources.warps`.
+    # Omitted from stored records if unset, like `Resources.warps`.
     gpu: Target | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def ms(self) -> float | None:
-        """The median time, where there is one."""
+        """The median time, None without a measurement."""
         return self.measurement.ms if self.measurement else None
 
 
 class Forecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Why a config serves a shape that nobody tuned.
+    """The estimated times that led to the config of an untuned shape.
 
     Attributes:
-        ms: What it is expected to take there.
+        ms: The estimated time of the config.
         nearest: The record of the nearest tuned shape.
-        nearest_ms: What that one's config is expected to take.
-        peers: What other implementations are expected to take, as far as they were timed at such shapes.
+        nearest_ms: The estimated time of that record's config.
+        peers: The estimated times of other implementations that were timed at such shapes.
     """
 
     ms: Milliseconds
@@ -233,10 +232,10 @@ class Forecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The record that dispatch uses for a problem on a target, and how well it is known there.
+    """The record that dispatch uses for a problem on a target, and its verification status there.
 
-    `source` says where it was found: `database`, `shipped`, `nearest`, `default`. Of a shape that nobody
-    tuned, `forecast` says why it was chosen.
+    `source` is the origin: `database`, `shipped`, `nearest` or `default`. For an untuned shape, `forecast`
+    has the reason for the choice.
     """
 
     record: Record
@@ -246,5 +245,5 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def measured(self) -> Record:
-        """The record of the shape whose measurements stand for the problem's."""
+        """The measured record: for an untuned shape, that of the nearest tuned one."""
         return self.forecast.nearest if self.forecast else self.record

@@ -1,4 +1,4 @@
-"""A problem as the text that `--shape` takes: what commands and warnings advise can be typed as it stands."""
+"""A problem as the text of `--shape`, so that users can copy the commands in warnings and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSAL_WORDS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT:
 
 
 def shape_text(problem: Problem) -> str:
-    """The shape of one problem, such as `heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,batch=1`."""
+    """Returns the shape of a problem: `heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,batch=1`."""
     lengths = (
         f"seqlen={problem.seqlen_q}"
         if problem.seqlen_q == problem.seqlen_kv
@@ -37,7 +37,7 @@ def shape_text(problem: Problem) -> str:
 
 
 def _feature_texts(problem: Problem) -> tuple[str, ...]:
-    """What it asks for beside sizes and the causal mask, each as a key or nothing."""
+    """Returns the features of a problem except the causal mask, each as a key or an empty text."""
     return (
         _window_text(problem),
         f"first_tokens={problem.first_tokens}" if problem.first_tokens else "",

@@ -1,4 +1,4 @@
-"""`Target`: the facts of one GPU that decide what fits on it and how fast it can be."""
+"""`Target`: the properties of one GPU that determine its limits and speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 KIB = 1024
 MIB = 1024 * KIB
 
-# Bounds of what a stored record may say of a GPU; `$` would let a line break pass at the end.
+# Bounds of a GPU's properties in stored records; `$` would allow a line break at the end.
 TargetName = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+\Z")]
 ArchName = Annotated[str, msgspec.Meta(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})\Z")]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
@@ -23,31 +23,31 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dense peak rates in TFLOP/s: matrix units on 16-bit inputs, and plain fp32."""
+    """Dense peak rates in TFLOP/s: Tensor Cores with 16-bit inputs, and fp32 without Tensor Cores."""
 
     half: Rate
     fp32: Rate
 
     @property
     def fp8(self) -> float:
-        """Matrix units on 8-bit floats: twice the rate of 16 bits, wherever they take them."""
+        """Rate of Tensor Cores with 8-bit floats: twice that of 16 bits on every GPU that supports them."""
         return 2 * self.half
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts of one GPU.
+    """Properties of one GPU.
 
     Attributes:
         name: Marketing name in lower case with dashes, such as `nvidia-h200`.
         arch: Compiler architecture: `sm_90`, `gfx942`.
-        sram_per_block: Shared memory that one block may ask for (opt-in), in bytes.
-        sram_per_sm: Shared memory of one multiprocessor, in bytes.
-        registers_per_sm: 32-bit registers of one multiprocessor.
-        threads_per_sm: Resident threads of one multiprocessor.
-        tensor_memory_columns: Columns of tensor memory (sm_100: 512), 0 where there is none.
-        sm_count: Multiprocessors (compute units on AMD).
+        sram_per_block: The largest shared memory of one CTA (opt-in), in bytes.
+        sram_per_sm: Shared memory of one SM, in bytes.
+        registers_per_sm: 32-bit registers of one SM.
+        threads_per_sm: Resident threads of one SM.
+        tensor_memory_columns: Columns of tensor memory (sm_100: 512), 0 without tensor memory.
+        sm_count: Number of SMs (compute units on AMD).
         l2_bytes: Last-level cache, in bytes.
-        hbm_bandwidth: Device memory bandwidth by the datasheet, in GB/s.
+        hbm_bandwidth: Device memory bandwidth from the datasheet, in GB/s.
         clock_mhz: Boost clock.
         peak: Dense peak rates, in TFLOP/s.
         warp_size: Threads of a warp (64 on CDNA).
@@ -69,12 +69,12 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_listed(self) -> bool:
-        """Whether these are the facts of a GPU in the table, or of that GPU as its driver tells them."""
+        """Whether the table lists a GPU of this name."""
         return any(self.name == target.name for target in TARGETS)
 
     @property
     def short_name(self) -> str:
-        """The name without the vendor: `h200`. `find_target` takes both."""
+        """The name without the vendor: `h200`. `find_target` accepts both."""
         return self.name.partition("-")[2] or self.name
 
     @property
@@ -84,16 +84,16 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capability(self) -> int:
-        """Compute capability as a number: 90 for `sm_90`; 0 on other vendors."""
+        """Compute capability as a number: 90 for `sm_90`; 0 for other vendors."""
         return int(self.arch.removeprefix("sm_")) if self.is_nvidia else 0
 
     @property
     def has_descriptors(self) -> bool:
-        """Whether the copy engine takes tensor descriptors (TMA)."""
+        """Whether the GPU supports tensor descriptors (TMA)."""
         return self.capability >= 90
 
     def triton_target(self) -> GPUTarget:
-        """The same GPU as Triton's compiler names it."""
+        """Returns the GPU as a target of Triton's compiler."""
         from triton.backends.compiler import GPUTarget
 
         if self.is_nvidia:
@@ -114,7 +114,7 @@ def _nvidia(
     threads: int = 2048,
     tensor_memory: int = 0,
 ) -> Target:
-    # One KiB of each multiprocessor's shared memory is the driver's, per resident block.
+    # The driver reserves 1 KiB of shared memory per resident CTA.
     return Target(
         name,
         arch,
@@ -131,8 +131,8 @@ def _nvidia(
     )
 
 
-# Vendors' datasheets and CUDA's programming guide (capacities); dense rates, 16-bit inputs with
-# fp32 accumulation.
+# From vendors' datasheets and the CUDA programming guide (capacities). Rates are dense, with 16-bit inputs
+# and fp32 accumulation.
 TARGETS: tuple[Target, ...] = (
     _nvidia("nvidia-a100", "sm_80", 164, 108, 40, 2039, 1410, 312, 19.5),
     _nvidia("nvidia-l4", "sm_89", 100, 58, 48, 300, 2040, 121, 30.3, threads=1536),
@@ -161,10 +161,10 @@ TARGETS: tuple[Target, ...] = (
 
 
 def find_target(name: str) -> Target:
-    """The table's entry for a name; vendor prefixes may be left out (`h100`).
+    """Returns the table's entry for a name. The vendor prefix is optional (`h100`).
 
     Raises:
-        TargetError: No such GPU in the table.
+        TargetError: The table does not have this GPU.
     """
     wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
     for target in TARGETS:
@@ -176,13 +176,13 @@ def find_target(name: str) -> Target:
 
 @functools.cache
 def device_target(index: int = 0) -> Target:
-    """The facts of a GPU of this machine: capacities read from the device, rates from the table.
+    """Returns the properties of a GPU of this machine: capacities from the device, rates from the table.
 
-    A GPU that the table does not list gets rates scaled from the nearest architecture by its
-    multiprocessors and clock, so that a search on it works with an approximate roofline.
+    The rates of an unlisted GPU are scaled from the nearest architecture by the number of SMs. A search then
+    has an approximate roofline model.
 
     Raises:
-        TargetError: There is no such GPU, or its architecture has no entry to scale from.
+        TargetError: The GPU does not exist, or the table has no entry to scale from.
     """
     import torch
 
@@ -192,7 +192,7 @@ def device_target(index: int = 0) -> Target:
     name = canonical_name(properties.name)
     listed = {target.name: target.sm_count for target in TARGETS}
     if listed.get(name) != properties.multi_processor_count:
-        # A sibling of the same name, such as a laptop's, or a slice: what others measured is not of it.
+        # Another model of the same name, such as a laptop's, or a MIG slice: stored times do not apply to it.
         name = device_slug(properties.name)
     arch = (
         getattr(properties, "gcnArchName", "").split(":")[0]
@@ -217,12 +217,12 @@ def device_target(index: int = 0) -> Target:
 
 
 def device_slug(device_name: str) -> str:
-    """A device's name in lower case with dashes: `NVIDIA H100 PCIe` is `nvidia-h100-pcie`."""
+    """Returns a device's name in lower case with dashes: `NVIDIA H100 PCIe` is `nvidia-h100-pcie`."""
     return "-".join(device_name.lower().replace("geforce", "").replace("instinct", "").split())
 
 
 def canonical_name(device_name: str) -> str:
-    """A device's name as a target's: `NVIDIA H100 80GB HBM3` is `nvidia-h100`; unknown ones are slugged."""
+    """Returns a device's name as a target's: `NVIDIA H100 80GB HBM3` is `nvidia-h100`, or its slug."""
     slug = device_slug(device_name)
     for target in sorted(TARGETS, key=lambda target: -len(target.name)):
         if slug == target.name or slug.startswith(target.name + "-"):
@@ -231,7 +231,7 @@ def canonical_name(device_name: str) -> str:
 
 
 def names_gpu(target_name: str, device_name: str) -> bool:
-    """Returns whether a device's own name is that of a target's GPU."""
+    """Returns whether a device's name matches a target's."""
     return target_name in (canonical_name(device_name), device_slug(device_name))
 
 
