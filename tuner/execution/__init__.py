@@ -1,4 +1,4 @@
-"""Work in processes: compilation, kernels on a GPU, timing.
+"""Worker processes for compilation, verification and timing.
 
-Also the interfaces by which a search is replayed.
+Also the interfaces that a simulation of a search implements.
 """

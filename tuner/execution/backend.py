@@ -1,6 +1,6 @@
 """Interfaces of a search to its clock, its compile workers and its GPU worker.
 
-A replay implements them by a simulation.
+A simulation of a search has implementations of its own.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.predicted_times import Predictor
 from flashtune.tuner.execution.processes import usable_cores
 
-# How long to wait for something to finish before the observer hears that time passes, in seconds.
+# Longest wait for a job before the observer gets the progress again, in seconds.
 HEARTBEAT = 0.25
 
 
 class Clock(Protocol):
-    """Tells the time and waits for futures."""
+    """Measures time and waits for futures."""
 
     def now(self) -> float:
-        """Seconds since some moment in the past."""
+        """Returns seconds since a fixed moment in the past."""
         ...
 
     def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
-        """Returns when one of these is done, or some time has passed."""
+        """Returns when one of the futures is done, or after a short time."""
         ...
 
     def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
-        """Returns when all of these are done."""
+        """Returns when all of the futures are done."""
         ...
 
 
 class WallClock:
-    """The clock of a search on real equipment."""
+    """The clock of a search that compiles and measures."""
 
     def now(self) -> float:
-        """Seconds of the machine's own clock, which never goes back."""
+        """Returns seconds of the machine's monotonic clock."""
         return time.monotonic()
 
     def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
-        """Returns when one of these is done, at the latest after a heartbeat."""
+        """Returns when one of the futures is done, at the latest after `HEARTBEAT`."""
         wait(pending, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
 
     def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
-        """Returns when all of these are done."""
+        """Returns when all of the futures are done."""
         wait(pending, return_when=ALL_COMPLETED)
 
 
 class Equipment(NamedTuple):
-    """What compiles and what measures.
+    """The compiler, measurer and clock of a search.
 
     Attributes:
         compiler: Compiles candidates, several at once.
-        measurer: Verifies and times them, or predicts their times.
-        width: How many compile at once.
-        clock: Tells how long that takes.
+        measurer: Verifies and times candidates, or predicts their times.
+        width: Number of candidates that compile at once.
+        clock: The clock.
     """
 
     compiler: Compiler
@@ -71,11 +71,11 @@ class Equipment(NamedTuple):
 
 @contextlib.contextmanager
 def open_equipment(device: int | None, jobs: int | None = None) -> Iterator[Equipment]:
-    """Starts the processes of a search, and ends them with it.
+    """Starts the processes of a search, and stops them when the context ends.
 
     Args:
-        device: The GPU to measure on; None predicts in place of measuring.
-        jobs: Compiler processes; as many as there are cores where None, less one that feeds the GPU.
+        device: Index of the GPU to measure on; None predicts times instead of measuring them.
+        jobs: Number of compiler processes; None for one per core, less one if a GPU is used.
     """
     width = compilers_of(device, jobs)
     with contextlib.ExitStack() as stack:
@@ -84,5 +84,5 @@ def open_equipment(device: int | None, jobs: int | None = None) -> Iterator[Equi
 
 
 def compilers_of(device: int | None, jobs: int | None = None) -> int:
-    """How many compiler processes a search has: one for each core, less one where a GPU must be fed."""
+    """Returns the number of compiler processes: `jobs`, or one per core, less one if a GPU is used."""
     return jobs or max(1, usable_cores() - (device is not None))

@@ -1,4 +1,4 @@
-"""Compiling on all cores: each candidate in a worker process, with a time limit."""
+"""Compilation of candidates in worker processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from flashtune.tuner.execution.processes import Lost, Workers, failure_of
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
-# What sentences call the process that compiles.
+# Name of a compiling process in messages.
 COMPILER = "a compiler process"
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """What compiling a candidate gave.
+    """The result of compiling a candidate.
 
     Attributes:
         outcome: `ok`, `infeasible`, `compile_error` or `timeout`.
-        kernel: Digest of the rendered kernel, where it was rendered.
-        resources: What the compiler says of it, where it compiled.
+        kernel: Digest of the rendered kernel, if it was rendered.
+        resources: The compiler's report, if it compiled.
         message: Why it is not `ok`.
-        tool_failed: Whether a program that the compiler ran failed, which may be the machine's fault.
+        tool_failed: Whether a program that the compiler ran failed, possibly because of the machine.
     """
 
     outcome: Outcome
@@ -50,20 +50,20 @@ class Compiler(Protocol):
     """Compiles candidates, several at once."""
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
-        """Starts compiling; the future raises nothing but `MachineError`."""
+        """Starts compiling. The future raises only `MachineError`."""
         ...
 
 
 class CompilePool:
-    """Compiles candidates in worker processes, of one search after the other."""
+    """Compiles candidates in worker processes. Several searches can use one pool in turn."""
 
     def __init__(self, workers: int, seconds: float = COMPILE_SECONDS, *, sizes_only: bool = False) -> None:
-        """Starts no process yet.
+        """Makes the pool. The first candidate starts the processes.
 
         Args:
-            workers: Worker processes.
+            workers: Number of worker processes.
             seconds: Time limit of a candidate.
-            sizes_only: Whether to read shared and tensor memory alone, and to judge nothing.
+            sizes_only: Whether to read only shared and tensor memory, and to reject no kernel.
         """
         self._seconds = seconds
         self._sizes_only = sizes_only
@@ -78,17 +78,17 @@ class CompilePool:
         self._workers.stop()
 
     def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
-        """Starts compiling; a crash or a hang of the compiler is an outcome like any other.
+        """Starts compiling. A crash or a hang of the compiler is an outcome too.
 
-        After one of them, and after a tool that failed, a probe decides whether the machine or
-        the candidate failed.
+        After a crash, a hang or a failed tool, a probe decides whether the machine or the candidate
+        is the cause.
         """
         settled: Future[Compiled] = Future()
         self._start(scope, candidate, settled, again=True)
         return settled
 
     def _start(self, scope: Scope, candidate: Candidate, settled: Future[Compiled], *, again: bool) -> None:
-        """Starts compiling, and once more `again` where the process died before it took the job."""
+        """Starts compiling. With `again`, it is retried once if its process died before it took the job."""
 
         def settle(job: Future[Compiled]) -> None:
             lost = failure_of(job)
@@ -132,10 +132,10 @@ def _settle(job: Future[Compiled], lost: Lost | None, target: Target, settled: F
 def compile_candidate(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> Compiled:
-    """Renders and compiles a candidate here, and holds what it asks for against the target.
+    """Renders and compiles a candidate in this process, and checks that it fits the target.
 
     Raises:
-        MachineError: The machine cannot compile at all, as with a full disk.
+        MachineError: The machine cannot compile, for example with a full disk.
     """
     family = find_family(candidate.family)
     return compile_kernel(render(family, problem, candidate.config, specialization), target)
@@ -144,10 +144,10 @@ def compile_candidate(
 def compile_sizes(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> Compiled:
-    """Renders and compiles a candidate here, and reads its shared and tensor memory alone.
+    """Renders and compiles a candidate in this process, and reads only its shared and tensor memory.
 
     Raises:
-        MachineError: As `compile_candidate`.
+        MachineError: The machine cannot compile, for example with a full disk.
     """
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
     try:
@@ -159,12 +159,12 @@ def compile_sizes(
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
-    """Compiles a rendered kernel here, and holds what it asks for against the target.
+    """Compiles a rendered kernel in this process, and checks that it fits the target.
 
     Raises:
-        MachineError: The machine cannot compile at all, as with a full disk.
+        MachineError: The machine cannot compile, for example with a full disk.
     """
-    # A cache that cannot be written is the machine's failure, not the candidate's.
+    # Outside of `try`: if the cache cannot be written, the candidate is not the cause.
     load_module(kernel)
     try:
         parts = read_parts(kernel, target)
@@ -183,7 +183,7 @@ def _refused(kernel: Kernel, error: KernelError) -> Compiled:
 
 
 def _misfit(part: Part, target: Target) -> str:
-    """What rules a compiled kernel out before it is launched, empty if nothing does."""
+    """Returns why a compiled kernel must not be launched, or an empty text."""
     resources, options, flaw = part
     over = overflow(resources, target) or flaw
     if over:
@@ -192,6 +192,6 @@ def _misfit(part: Part, target: Target) -> str:
     if resident.blocks == 0:
         return f"not one block fits a multiprocessor of {target.name}: too much of its {resident.limit}"
     if resources.serialized_wgmma:
-        # Such kernels run at a fraction of the speed; measuring them costs more than it can tell.
+        # Such kernels run at a fraction of the speed, so they are not measured.
         return "ptxas serialised the matrix instructions"
     return ""

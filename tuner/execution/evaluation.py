@@ -1,4 +1,4 @@
-"""What running a candidate gives, and who finds out: a GPU, a prediction, a stored table."""
+"""The result of running a candidate, and the interface of measurers: a GPU, a prediction, a stored table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flashtune.tuner.execution.compile_pool import Compiled
 
 
 class DeviceLostError(FlashtuneError):
-    """The GPU is gone or cannot be used; what was finished is stored."""
+    """The GPU is gone or cannot be used. Finished candidates are stored."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """What running a candidate gave: `ok`, `wrong_result`, `launch_error` or `timeout`, and why."""
+    """The result of running a candidate: `ok`, `wrong_result`, `launch_error` or `timeout`, and why."""
 
     outcome: Outcome
     verdict: Verdict | None = None
@@ -27,10 +27,10 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Measurer(Protocol):
-    """Proves and times candidates, one after the other.
+    """Verifies and times candidates, one after the other.
 
     Attributes:
-        provenance: Where its times come from.
+        provenance: The origin of its times.
     """
 
     provenance: Provenance
@@ -38,20 +38,20 @@ class Measurer(Protocol):
     def evaluate(
         self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
-        """Verifies, then measures; the future raises nothing but `DeviceLostError` and `MachineError`."""
+        """Verifies, then measures. The future raises only `DeviceLostError` and `MachineError`."""
         ...
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
-        """Times candidates and peers in one run; nothing where that is impossible or came to grief."""
+        """Times candidates and baselines in one run. The result is empty if that is impossible or fails."""
         ...
 
     def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
-        """Verifies a candidate with warps that fall behind; None where that tells nothing, or cannot be."""
+        """Verifies a candidate with schedule fuzzing. The result is None if it cannot be fuzzed."""
         ...
 
 
 def lost_device(device: int, reason: str) -> DeviceLostError:
-    """The error of a GPU that cannot be used, and why."""
+    """Returns the error for a GPU that cannot be used, with the reason."""
     return DeviceLostError(
         f"GPU {device} cannot be used ({reason}): what was finished is stored, and the same command goes on"
     )

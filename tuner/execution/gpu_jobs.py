@@ -1,7 +1,7 @@
-"""What the GPU's own process does: verify a candidate, measure it, time the finalists.
+"""Jobs of the GPU process: verify and measure a candidate, time the finalists.
 
-A process whose CUDA context broke is of no more use; it leaves with an exit code that says why, and
-another takes its place.
+A process with a broken CUDA context cannot be used again. It exits with a code for the error, and the
+pool starts a new process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flashtune.verification.check import check_delayed, check_kernel
 from flashtune.verification.passes import forget
 from flashtune.verification.schedule_fuzzing import delayed
 
-# Errors after which a CUDA context is of no more use, each with an exit code of its own.
+# Errors that break a CUDA context. Each has an exit code.
 FATAL_ERRORS = (
     "illegal memory access",
     "misaligned address",
@@ -44,25 +44,25 @@ FATAL_ERRORS = (
 )
 FATAL_EXIT = 64
 OTHER_FATAL_EXIT = FATAL_EXIT + len(FATAL_ERRORS)
-# What a record says that was too slow for the full proof.
+# Message of a record that was too slow for the full verification.
 UNPROVEN = "right on small problems, and too slow to be proven at this size"
-# Before what is said of a kernel whose warps fell behind.
+# Prefix of messages about schedule fuzzing.
 DELAYED = "delayed: "
-# Of a GPU's memory, the share that other programs and this one's context may hold.
+# Largest share of a GPU's memory for other programs and this one's context.
 MOST_OF_OTHERS = 0.25
-# The pool learns of a job's start a moment after the worker; an exit must not overtake that news.
+# The pool is notified of a job's start a moment after the worker takes it. The exit must come later.
 EXIT_DELAY = 0.5
 
 
 def fatal_error(exit_code: int) -> str | None:
-    """What a process that left with an exit code met, if that says so."""
+    """Returns the CUDA error for an exit code of a GPU process, or None."""
     index = exit_code - FATAL_EXIT
     return FATAL_ERRORS[index] if 0 <= index < len(FATAL_ERRORS) else None
 
 
 @functools.cache
 def prepare(device: int) -> None:
-    """Takes the GPU, once per process, and makes what every measurement needs.
+    """Initialises the GPU, once per process, and the clock probe that every measurement needs.
 
     Raises:
         DeviceLostError: The GPU cannot be used.
@@ -83,14 +83,14 @@ def evaluate_candidate(
     index: int,
     drop_above_ms: float | None,
 ) -> Evaluation:
-    """Verifies a candidate and measures it if it is right. Leaves the process if the GPU's context broke.
+    """Verifies a candidate and measures it if it is correct. Exits the process if the CUDA context broke.
 
-    What is slower than `drop_above_ms` is held against the reference on small problems alone, since
-    each launch at full size may take longer than the whole proof of another candidate. That is no
-    proof at its own size: it keeps its time and no verdict, so that nothing ever selects it.
+    A candidate slower than `drop_above_ms` is verified only on small problems: one of its launches may
+    take longer than the whole verification of another. It has a time and no verdict, so that it is never
+    selected.
 
     Raises:
-        MachineError: The machine failed, as with a full disk.
+        MachineError: The machine failed, for example with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
@@ -112,7 +112,7 @@ def evaluate_candidate(
         if hopeless and drop_above_ms is not None:
             if measurement.ms > drop_above_ms:
                 return Evaluation(Outcome.OK, None, measurement, UNPROVEN)
-            # The first launch was a hiccup: a kernel that can be selected owes the full proof.
+            # The first time was an outlier. Kernels that can be selected need the full verification.
             verdict = prove(Level.FULL)
             if not verdict.passed:
                 return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
@@ -129,13 +129,13 @@ def evaluate_candidate(
 def build_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> bool:
-    """Compiles a candidate with warps that fall behind; whether that can be launched.
+    """Compiles a candidate with random delays, and returns whether that kernel can be launched.
 
-    It cannot where the kernel leaves waiting to the compiler; nor where the one with delays, which is
-    another, does not compile or fit: that says nothing of the candidate.
+    It cannot if the kernel has no explicit synchronisation, or if the kernel with delays does not compile
+    or fit. Neither is a failure of the candidate.
 
     Raises:
-        MachineError: The machine failed, as with a full disk.
+        MachineError: The machine failed, for example with a full disk.
     """
     late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
     return late is not None and compile_kernel(late, target).outcome is Outcome.OK
@@ -145,16 +145,16 @@ def build_late(
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
 ) -> Evaluation:
-    """Verifies a candidate with warps that fall behind. Leaves the process if the GPU's context broke.
+    """Verifies a candidate with schedule fuzzing. Exits the process if the CUDA context broke.
 
     Raises:
-        MachineError: The machine failed, as with a full disk.
+        MachineError: The machine failed, for example with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
     device = torch.device("cuda", index)
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
-    # What other candidates' proofs kept is of no more use.
+    # Free the cached inputs of earlier verifications.
     forget()
     torch.cuda.empty_cache()
     try:
@@ -171,10 +171,10 @@ def evaluate_late(
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:
-    """Tensors of a problem, with room for the log-sum-exp or not; what earlier proofs kept gives way to them.
+    """Makes the tensors of a problem. Cached inputs of earlier verifications are freed if memory is short.
 
     Raises:
-        DeviceLostError: The GPU's memory cannot hold them: no candidate's fault.
+        DeviceLostError: The GPU's memory cannot hold them. No candidate is the cause.
     """
     try:
         return make_tensors(problem, device, lse=lse)
@@ -191,7 +191,7 @@ def _refuse_without_memory(device: torch.device, error: Exception) -> None:
     """Raises if a kernel ran out of GPU memory because other programs hold much of it.
 
     Raises:
-        DeviceLostError: They hold more than a quarter of it.
+        DeviceLostError: Other programs hold more than a quarter of it.
     """
     if not lacked_memory(str(error)):
         return
@@ -209,10 +209,10 @@ def time_finalists(
     target: Target,
     index: int,
 ) -> tuple[Measurement, ...]:
-    """The finals; nothing where they failed. Leaves the process if the GPU's context broke.
+    """Times the finalists; returns an empty tuple on failure. Exits the process if the CUDA context broke.
 
     Raises:
-        MachineError: The machine failed, as with a full disk.
+        MachineError: The machine failed, for example with a full disk.
         DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
@@ -227,7 +227,7 @@ def time_finalists(
 
 
 def leave_if_broken(device: torch.device, error: Exception) -> None:
-    """Ends this process if the GPU's context is of no more use after an error."""
+    """Exits this process if an error broke the CUDA context."""
     text = str(error).lower()
     for code, words in enumerate(FATAL_ERRORS):
         if words in text:

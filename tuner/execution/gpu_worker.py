@@ -1,4 +1,4 @@
-"""The GPU's own process, as the search sees it: it may crash or hang at any time, and is replaced."""
+"""The interface of a search to the GPU process. A process that crashes or hangs is replaced."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from flashtune.tuner.execution.gpu_jobs import (
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
 from flashtune.tuner.execution.processes import Lost, Workers, exit_code_of, failure_of
 
-# What sentences call the process that runs kernels.
+# Name of the GPU process in messages.
 RUNNER = "the process that runs kernels"
 JOB_SECONDS = 20.0
-# Warps that fall behind are waited for.
+# Factor of the time limit with schedule fuzzing: its delays take time.
 DELAYED_PATIENCE = 3.0
-# Gradients are three results of five products, and their reference is as much more work.
+# Factor for gradients: they take five products instead of two, and more reference work.
 BACKWARD_PATIENCE = 3.0
 FINALS_SECONDS = 180.0
 START_SECONDS = 120.0
@@ -38,11 +38,11 @@ Result = TypeVar("Result")
 
 
 class GpuWorker:
-    """A `Measurer` that works in a process of its own on one GPU; a lost process is replaced.
+    """A `Measurer` that uses one GPU from a separate process. A lost process is replaced.
 
-    A worker that crashed or hung may mean a bad kernel, a GPU that was taken away, or a machine that is
-    too busy or has no memory left. Before it counts as the candidate's failure, a new process has to reach
-    the GPU, and a probe has to find the machine well.
+    A crash or a hang can come from a bad kernel, a lost GPU, or a machine without free cores or memory.
+    It counts as the candidate's failure only if a new process reaches the GPU and a probe of the machine
+    passes.
     """
 
     provenance = Provenance.MEASURED
@@ -51,7 +51,7 @@ class GpuWorker:
         self._device = device
         self._seconds = seconds
         self._worker = Workers(1)
-        # The process starts, and imports what it needs, while the first candidates compile.
+        # The process starts and imports its modules while the first candidates compile.
         self._worker.schedule(prepare, (device,), START_SECONDS)
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class GpuWorker:
     def evaluate(
         self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
-        """Starts verifying and measuring a candidate, once those before it are done."""
+        """Queues a candidate for verification and measurement."""
         del compiled  # Triton's cache has the binary
         arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
         settled: Future[Evaluation] = Future()
@@ -73,7 +73,7 @@ class GpuWorker:
         return settled
 
     def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
-        """Starts verifying a candidate with warps that fall behind: one that never ends by that is wrong."""
+        """Queues a candidate for verification with schedule fuzzing. A kernel that then hangs is rejected."""
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
         settled: Future[Evaluation | None] = Future()
 
@@ -86,7 +86,7 @@ class GpuWorker:
                 seconds = DELAYED_PATIENCE * self._patience(scope)
                 self._run(evaluate_late, (*arguments, self._device), seconds, scope, settled, DELAYED)
             elif error is None or lost:
-                # A compiler that crashes or hangs says nothing of the candidate.
+                # A crash or hang of the compiler here is not a failure of the candidate.
                 settled.set_result(None)
             else:
                 settled.set_exception(_explained(error))
@@ -98,7 +98,7 @@ class GpuWorker:
         return self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
-        """Starts the finals; if their process is lost they come to nothing."""
+        """Queues the finals. The result is empty if their process is lost."""
         arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
         settled: Future[tuple[Measurement, ...]] = Future()
 
@@ -116,7 +116,7 @@ class GpuWorker:
         settled: Future[Any],
         settle: Callable[[Future[Result]], None],
     ) -> None:
-        """Starts a job and has it settled; `settled` gets the error where no process can be started."""
+        """Starts a job with the callback `settle`. `settled` gets the error if no process can be started."""
         try:
             job = self._worker.schedule(function, arguments, seconds)
         except MachineError as error:
@@ -135,7 +135,7 @@ class GpuWorker:
         *,
         again: bool = True,
     ) -> None:
-        """Starts an evaluation, and once more `again` where the process died before it took the job."""
+        """Starts an evaluation. With `again`, it is retried once if its process died before it took it."""
 
         def settle(job: Future[Evaluation]) -> None:
             lost = failure_of(job)
@@ -153,7 +153,7 @@ class GpuWorker:
     def _settle_lost(
         self, job: Future[Evaluation], lost: Lost, scope: Scope, settled: Future[Any], how: str
     ) -> None:
-        """Settles a job whose process was lost: a fault of the machine, the GPU or the candidate."""
+        """Settles a job with a lost process: the cause is the machine, the GPU or the candidate."""
         outside = outside_fault(lost, RUNNER)
         if outside:
             settled.set_exception(stopped(outside))
@@ -178,7 +178,7 @@ class GpuWorker:
 
 
 def _pass_on(job: Future[Any], settled: Future[Result], instead: Result | None) -> None:
-    """Gives a finished job's error, or its result, or what is `instead` of it, to another future."""
+    """Copies a finished job's error or result to another future; `instead` replaces the result."""
     error = None if instead is not None and failure_of(job) else job.exception()
     if error is not None:
         settled.set_exception(_explained(error))
@@ -187,5 +187,5 @@ def _pass_on(job: Future[Any], settled: Future[Result], instead: Result | None) 
 
 
 def _explained(error: BaseException) -> BaseException:
-    """An error with what a person may do, where the machine caused it."""
+    """Returns an error, with a remedy in its message if the machine caused it."""
     return stopped(str(error)) if isinstance(error, MachineError) else error

@@ -1,4 +1,4 @@
-"""Random tensors of a problem, on which candidates and baselines of both passes are timed."""
+"""Random tensors of a problem, to time candidates and baselines of both passes."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
     from flashtune.tuner.execution.timing import Run
 
-# Which pages are whose: the same ones in every run.
+# Seed of the block table: the same pages in every run.
 SEED = 20
 SOFTCAP = 30.0
-# A usual one; a kernel's time does not hang on it.
+# A usual rate. A kernel's time does not depend on it.
 DROPOUT = 0.1
-# A bias for each sequence up to so many elements; beyond, they share one.
+# Each sequence has its own bias up to this many elements; else all share one.
 MAX_BIAS = 2**30
-# Of a boolean bias.
+# Share of visible elements in a boolean bias.
 VISIBLE_SHARE = 0.7
-# A quarter of the keys is the prefix.
+# The prefix is a quarter of the keys.
 PREFIX_PART = 4
-# Standard deviation of what is stored in 8 bits: nearly all of it is in range.
+# Standard deviation of values stored in 8 bits: nearly all are in range.
 STORED_SPREAD = {KvDtype.E4M3: 64.0, KvDtype.INT8: 32.0}
 
 
 class Tensors(msgspec.Struct, frozen=True):
-    """Random inputs of a problem and room for its output, as kernels see them: heads first.
+    """Random inputs of a problem and a buffer for its output, with heads before tokens.
 
-    Contiguous [batch, heads, seqlen, head_dim]; packed sequences and what goes with pages are views of
+    Contiguous [batch, heads, seqlen, head_dim]. Varlen and paged tensors are views of
     [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
 
     Attributes:
         q, k, v, out: The tensors.
-        side: What is read beside them.
-        lse: Room for the log-sum-exp, float32 [batch, heads, seqlen_q], where it is asked for.
-        backward: What the kernels of a backward problem read and write, these tensors among it.
+        side: The extra inputs.
+        lse: Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
+        backward: All tensors that kernels of a backward problem read and write, including these.
     """
 
     q: Tensor
@@ -68,19 +68,20 @@ class Tensors(msgspec.Struct, frozen=True):
 
     @property
     def scale(self) -> float:
-        """The usual softmax scale."""
+        """Returns the default softmax scale."""
         return float(self.q.shape[-1] ** -0.5)
 
 
 def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -> Tensors:
-    """Fresh random inputs, quantised with their own scales where the problem has such.
+    """Returns new random inputs, quantised if the problem is.
 
-    Lengths of sequences are `usual_lengths` of the problem, pages are shuffled: both are the same every time.
+    Lengths of sequences are `usual_lengths` of the problem, and pages are shuffled. Both are the same in
+    every call.
 
     Args:
-        problem: Of which pass it ever is: a backward one comes with what its forward pass gave.
-        device: Where they are.
-        lse: Whether there is room for the log-sum-exp of a forward pass.
+        problem: A forward or backward problem. For a backward one, the forward pass runs here.
+        device: Device of the tensors.
+        lse: Whether to add a buffer for the log-sum-exp of a forward pass.
     """
     tensors = make_inputs(problem, device)
     if problem.is_backward:
@@ -92,7 +93,7 @@ def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -
 
 
 def make_inputs(problem: Problem, device: torch.device) -> Tensors:
-    """Random inputs alone, and room for the output; of a backward problem those of its forward pass."""
+    """Returns random inputs and a buffer for the output of the forward pass only."""
     if problem.features:
         return _with_features(problem, device)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
@@ -140,7 +141,7 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
 def _located(
     problem: Problem, lengths: Lengths, side: Side, device: torch.device
 ) -> tuple[Side, tuple[int, int, int]]:
-    """Lengths and tables beside the rest, and the shape of keys without their width."""
+    """Returns `side` with lengths and the block table, and the shape of keys without the head dim."""
     keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
     if problem.packed:
         rooms = capacities(problem, lengths)
@@ -160,7 +161,7 @@ def _located(
 def _stored(
     shape: tuple[int, ...], problem: Problem, tokens_first: bool, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Keys or values, and their scales where they are in a cache's 8 bits."""
+    """Returns random keys or values, with their scales if the KV cache is quantised."""
     low = torch.bfloat16 if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
     values = _random(shape, low, tokens_first, device)
     kind = problem.kv_dtype
@@ -170,7 +171,7 @@ def _stored(
     limit = LARGEST_STORED[kind]
     values = values.mul_(spread).clamp_(-limit, limit)
     stored = (values.round_() if kind is KvDtype.INT8 else values).to(STORED_DTYPES[kind])
-    # Scales of their own where they are not one for all: a kernel reads them all.
+    # Scales per head or page are separate elements, so that a kernel reads all of them.
     own = {KvScale.TENSOR: (1, 1), KvScale.HEAD: (1, shape[1]), KvScale.PAGE: (shape[0], shape[1])}
     blocks = shape[0] if problem.page_size else problem.batch
     scales = torch.full(own[problem.kv_scale], 1 / spread, device=device)
@@ -182,7 +183,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, devi
 
 
 def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, device: torch.device) -> Tensor:
-    """Room of a heads-first shape, with the tokens of a block one after the other where that is asked for."""
+    """Returns an empty tensor of a heads-first shape; with `tokens_first`, tokens precede heads in memory."""
     batch, heads, rows, width = shape
     if not tokens_first:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -190,13 +191,13 @@ def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, devi
 
 
 def _slopes(problem: Problem) -> Tensor:
-    """ALiBi's own, [batch, heads] in float32."""
+    """Returns the slopes of the ALiBi paper, [batch, heads] in float32."""
     slopes = 2.0 ** (-8.0 * (torch.arange(problem.heads, dtype=torch.float32) + 1) / problem.heads)
     return slopes.expand(problem.batch, -1)
 
 
 def _bias(problem: Problem, device: torch.device) -> Tensor:
-    """[batch, heads, seqlen_q, seqlen_kv]; one for all sequences where each its own would be too large."""
+    """Returns a bias [batch, heads, seqlen_q, seqlen_kv]; sequences share one if it is very large."""
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
     elements = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
     own = shape if elements <= MAX_BIAS else (1, *shape[1:])
@@ -212,11 +213,11 @@ def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tens
 
 
 def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
-    """What the kernels of a backward problem read and write: a right output, and its random gradient.
+    """Returns the tensors of a backward problem: the correct output, a random gradient, and buffers.
 
     Args:
         problem: The backward problem.
-        tensors: Its inputs, and room for the output of the forward pass, which is filled.
+        tensors: Its inputs, and the buffer that receives the output of the forward pass.
     """
     q, k, v, out = tensors.q, tensors.k, tensors.v, tensors.out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -237,7 +238,7 @@ def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
 
 
 def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
-    """The forward pass, by the default kernel of the GPU; on the CPU, where problems are small, by torch."""
+    """Runs the forward pass: on a GPU by its default kernel, on the CPU by unfused attention."""
     q, k, v, out, side = tensors.q, tensors.k, tensors.v, tensors.out, tensors.side
     if q.device.type == "cpu":
         made, its_lse = standard_features(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
@@ -256,14 +257,14 @@ def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
 def _default_kernel(
     problem: Problem, target: Target, specialization: Specialization
 ) -> tuple[Kernel, Binary]:
-    """Kept: every candidate of a search is given fresh tensors."""
+    """Returns the default kernel and its binary. Cached, because every candidate gets new tensors."""
     record = default_selection(problem, target, specialization).record
     kernel = kernel_of(record, specialization)
     return kernel, compile_binary(kernel, target)
 
 
 def differentiable(tensors: Tensors) -> Tensors:
-    """The same inputs as leaves of autograd, an additive bias among them."""
+    """Returns the same inputs as leaves of autograd, including an additive bias."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v))
     bias, side = tensors.side.bias, tensors.side
     if bias is not None and bias.is_floating_point():
@@ -272,17 +273,16 @@ def differentiable(tensors: Tensors) -> Tensors:
 
 
 def gradient_run(forward: Run, tensors: Tensors) -> Run:
-    """The backward pass alone of what a forward pass computes from differentiable inputs.
+    """Runs a forward pass once, and returns a callable that runs only its backward pass.
 
-    The forward pass runs here, once; each run then makes the gradients of q, k and v, and of an additive
-    bias, from what it saved.
+    Each run computes the gradients of q, k and v, and of an additive bias, from the saved tensors.
 
     Args:
-        forward: Gives the output, or a tuple that starts with it.
-        tensors: What it computes it from, as `differentiable` made them of a backward problem's.
+        forward: Returns the output, or a tuple that starts with it.
+        tensors: The inputs of `forward`, from `differentiable`.
 
     Raises:
-        RuntimeError: It does not take such inputs.
+        RuntimeError: `forward` does not support such inputs.
     """
     assert tensors.backward is not None
     with torch.enable_grad():

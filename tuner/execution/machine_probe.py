@@ -1,6 +1,6 @@
-"""Probes of this machine: its folders are written, then a kernel that is known to be good is compiled.
+"""Probes of this machine: write to its folders, then compile a kernel that is known to be good.
 
-A crash, a time-out or a tool that failed may be a candidate's fault or the machine's. A probe decides which.
+The cause of a crash, a time-out or a failed tool is the candidate or the machine. A probe decides which.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flashtune.tuner.binary.resources import read_resources
 from flashtune.tuner.execution.processes import Lost, Workers, failure_of
 
 PROBE_SECONDS = 60.0
-# A machine is too busy for time limits where a process waits so many times as long as it computes.
+# A machine is too busy for time limits if wall-clock time is this many times the CPU time.
 BUSY = 3.0
-# Waiting of less than this is no sign of load, in seconds.
+# A shorter wait, in seconds, is no sign of load.
 SHORT = 2.0
-# A compiler that crashes under a lower limit of memory, in bytes, may have met that limit.
+# A compiler may crash because of a memory limit below this, in bytes.
 LOW_LIMIT = 16 << 30
 KNOWN_GOOD = "forward_q_outer"
 
@@ -37,11 +37,11 @@ NOTHING_LOST = "what was finished is stored, and the same command goes on"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
-        fault: A sentence for what is wrong, empty if nothing is.
-        slowness: Wall clock of the compilation over its CPU time.
+        fault: A sentence about the machine's fault; empty if there is none.
+        slowness: Wall-clock time of the compilation over its CPU time.
     """
 
     fault: str
@@ -52,7 +52,7 @@ def start_probe(target: Target) -> Future[Probe]:
     """Starts a probe in a new process.
 
     Args:
-        target: For which GPU the kernel is compiled.
+        target: The GPU to compile for.
 
     Raises:
         MachineError: No process can be started.
@@ -76,7 +76,7 @@ def start_probe(target: Target) -> Future[Probe]:
 
 
 def look_for_fault(target: Target) -> Probe:
-    """Writes to the folders that compiling writes, then compiles a kernel that is known to be good, here."""
+    """Writes to the folders that the compiler uses, then compiles a known good kernel, in this process."""
     fault = written_folder_fault()
     if fault:
         return Probe(fault)
@@ -97,7 +97,7 @@ def look_for_fault(target: Target) -> Probe:
     wall, before = time.monotonic(), os.times()
     try:
         with knobs.compilation.scope():
-            # Triton's cache would answer without running anything.
+            # A hit in Triton's cache would run no compiler.
             knobs.compilation.always_compile = True
             read_resources(kernel, target)
     except MachineError as error:
@@ -110,12 +110,12 @@ def look_for_fault(target: Target) -> Probe:
 
 
 def fault_of(lost: Lost, probe: Probe, process: str) -> str:
-    """A sentence for a machine that lost a process, empty where the fault is the candidate's.
+    """Returns a sentence about the machine's fault; empty if the candidate is the cause.
 
     Args:
         lost: How the process was lost.
-        probe: What a probe found after it.
-        process: What sentences call it.
+        probe: The result of a probe after it.
+        process: Name of the process in the sentence.
     """
     if probe.fault:
         return probe.fault
@@ -127,25 +127,25 @@ def fault_of(lost: Lost, probe: Probe, process: str) -> str:
 
 
 def outside_fault(lost: Lost, process: str) -> str:
-    """A sentence for a process that was ended from outside, which takes no probe to tell; else empty."""
+    """Returns a sentence about a process that another program killed, else an empty text."""
     return (signal_fault(lost.signal, process) or "") if lost.signal else ""
 
 
 def stopped(fault: str) -> MachineError:
-    """The error that stops a search for what is wrong with the machine."""
+    """Returns the error that stops a search because of a fault of the machine."""
     return MachineError(f"{fault}; {NOTHING_LOST}")
 
 
 def settle_after_probe(
     target: Target, settled: Future[Any], judge: Callable[[Probe], str], otherwise: Any
 ) -> None:
-    """Gives a future its result once a probe found this machine well, else the error that stops the search.
+    """Sets a future's result if a probe finds no fault of this machine, else the error that stops the search.
 
     Args:
-        target: For which GPU the probe compiles.
+        target: The GPU that the probe compiles for.
         settled: The future.
-        judge: Gives a sentence for the machine's fault, or an empty one.
-        otherwise: The result, if the machine is well.
+        judge: Returns a sentence about the machine's fault, or an empty one.
+        otherwise: The result, if there is no fault.
     """
 
     def settle(done: Future[Probe]) -> None:
@@ -175,7 +175,7 @@ def _lost_probe(lost: Lost) -> str:
 
 
 def _memory_limit_fault(lost: Lost, process: str) -> str:
-    """A sentence for a crash under a low limit of memory: LLVM crashes when it gets no more."""
+    """Returns a sentence if a low memory limit is set: LLVM crashes if an allocation fails."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if not lost.signal or not any(0 <= limit < LOW_LIMIT for limit in limits):
         return ""
@@ -183,8 +183,8 @@ def _memory_limit_fault(lost: Lost, process: str) -> str:
 
 
 def _load_fault(slowness: float, process: str) -> str:
-    """A sentence for a time-out on a machine that other programs keep busy."""
-    # The mean of the last minute knows of load that has gone since.
+    """Returns a sentence if other programs keep the machine busy, else an empty text."""
+    # The mean of the last minute includes load that has ended since.
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     if max(slowness, load) < BUSY:
         return ""

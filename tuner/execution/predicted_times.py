@@ -1,4 +1,4 @@
-"""Searching without a GPU: a `Measurer` that predicts."""
+"""A `Measurer` that predicts times, for searches without a GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashtune.tuner.perf_model.calibration import expected_ms, shipped_fit
 
 
 class Predictor:
-    """Answers with the model's time; verifies nothing."""
+    """Returns predicted times, without verification."""
 
     provenance = Provenance.PREDICTED
 
     def evaluate(
         self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
-        """Predicts from the compiler's own figures; the future is done at once."""
+        """Predicts the time from the compiler's report. The future is already done."""
         del drop_above_ms  # there is no launch to cut short
         assert compiled.resources is not None
         family = find_family(candidate.family)
@@ -33,14 +33,14 @@ class Predictor:
         return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))
 
     def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
-        """Nothing: predicting again gives the same."""
+        """Returns an empty result, because a second prediction would be the same."""
         del scope, candidates
         done: Future[tuple[Measurement, ...]] = Future()
         done.set_result(())
         return done
 
     def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
-        """Nothing: it takes a GPU."""
+        """Returns None, because schedule fuzzing needs a GPU."""
         del scope, candidate
         done: Future[Evaluation | None] = Future()
         done.set_result(None)

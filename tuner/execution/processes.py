@@ -1,8 +1,8 @@
-"""Worker processes: how they start, and what becomes of a job whose process crashed or hung.
+"""Worker processes: their start, and the handling of crashes and hangs.
 
-Workers are forked from a server that has imported what they need and touched no GPU: a replacement
-is there in milliseconds, and no process ever inherits a CUDA context. Beside each worker runs a guard, a
-process that kills the worker's process group when the worker or the program that started it ends.
+Workers are forked from a server that has imported their modules and has not used a GPU. A replacement
+therefore starts in milliseconds, and no process inherits a CUDA context. Each worker has a guard process.
+It kills the worker's process group when the worker or the program that started it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtune.core.errors import MachineError
 from flashtune.core.machine import FREE_MEMORY, machine_fault
 from flashtune.launch.compilation import first_line
 
-# Nothing of this may touch a GPU when it is imported.
+# These imports must not use a GPU.
 PRELOADED = (
     "triton.compiler",
     "flashtune.tuner.execution.compile_pool",
@@ -38,21 +38,21 @@ Result = TypeVar("Result")
 
 
 def start_pool(workers: int) -> ProcessPool:
-    """A pool whose jobs have time limits and whose workers die with this process."""
+    """Returns a pool with time limits for jobs. Its workers end with this process."""
     return ProcessPool(max_workers=workers, context=_context(), initializer=_become_worker)
 
 
 def stop_pool(pool: ProcessPool) -> None:
-    """Ends a pool at once, with whatever its workers are doing."""
+    """Stops a pool at once, and kills running jobs."""
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 
 
 class Workers:
-    """A pool of worker processes that is replaced by another if all of them died at once.
+    """A pool of worker processes. A broken pool is replaced.
 
     Attributes:
-        stopped: Whether it was stopped: what becomes of its jobs then says nothing.
+        stopped: Whether it was stopped. Results of its jobs are then without meaning.
     """
 
     def __init__(self, count: int) -> None:
@@ -69,7 +69,7 @@ class Workers:
     def schedule(
         self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
     ) -> Future[Result]:
-        """Schedules a job with a time limit; the first one starts the processes.
+        """Schedules a job with a time limit. The first job starts the processes.
 
         Raises:
             MachineError: No process can be started.
@@ -82,12 +82,12 @@ class Workers:
         return job
 
     def stop(self) -> None:
-        """Ends the processes at once, with whatever they are doing."""
+        """Stops the processes at once, and kills running jobs."""
         self.stopped = True
         stop_pool(self._pool)
 
     def stop_soon(self) -> None:
-        """Ends the processes without waiting: a job's callback runs in a thread of the pool itself."""
+        """Stops the processes without waiting, for callbacks, which run in a thread of the pool."""
         self.stopped = True
         self._stop_soon()
 
@@ -97,11 +97,11 @@ class Workers:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Turns errors of starting processes into `MachineError`."""
+    """Converts errors of starting processes to `MachineError`."""
     try:
         yield
     except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        # A pool that is broken raises a RuntimeError, and its cause is the reason.
+        # A broken pool raises a RuntimeError. Its cause is the reason.
         cause = error.__cause__ or error
         reason = machine_fault(cause) or f"{first_line(cause)}: {FREE_MEMORY}"
         raise MachineError(f"worker processes cannot be started: {reason}") from error
@@ -111,9 +111,9 @@ def _starting() -> Iterator[None]:
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    # Signals to the process group reach the server too: Ctrl-C would print a traceback while it imports, and
-    # SIGTERM would end it before the program has stopped its pools. It inherits the mask.
-    # The resource tracker, which starts first, unblocks the signals here.
+    # Signals to the process group reach the server too. Ctrl-C would print a traceback while it imports, and
+    # SIGTERM would end it before the program has stopped its pools. The server inherits the signal mask.
+    # Start the resource tracker before, because its start unblocks the signals.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -124,30 +124,29 @@ def _context() -> ForkServerContext:
 
 
 def _become_worker() -> None:
-    # Ctrl-C is for the search to handle: in the terminal's own group it would reach ptxas too, and
+    # Only the search handles Ctrl-C. In the terminal's process group the signal would reach ptxas too, and
     # look like a failed compilation.
     os.setpgid(0, 0)
-    # Triton prints whole programs when a compilation fails; what matters of it is in the error.
+    # Triton prints whole programs when a compilation fails; the error has the relevant part.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    # Imported where workers are forked from, and nothing that whoever starts them has to wait for.
+    # A local import, so that the program that starts workers does not wait for it.
     import torch
 
-    # Other workers keep the cores busy, and what threads share waits for those that have none.
+    # Other workers keep the cores busy, so that several threads would wait for one another.
     torch.set_num_threads(1)
-    # A worker has nothing to tidy up, and a handler would wait for the compiler to come back.
+    # A worker needs no cleanup, and a Python handler would run only after the compiler returns.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _start_guard()
 
 
 def _start_guard() -> None:
-    """Forks the process that kills this one's group when this one, or the program that uses it, ends.
+    """Forks a guard that kills this process group when this process, or the program that uses it, ends.
 
-    A thread could not: it waits for a compiler that holds the interpreter's lock. Nor could a signal at a
-    parent's death: the parent is the server that workers are forked from, and a signal to the worker would
-    not reach ptxas.
+    A thread cannot do this: it would wait for a compiler that holds the interpreter's lock. A
+    parent-death signal cannot either: the parent is the fork server, and the signal would not reach ptxas.
     """
     program = multiprocessing.parent_process()
     assert program is not None
@@ -155,24 +154,24 @@ def _start_guard() -> None:
     group, server = os.getpgid(0), os.getppid()
     reading, writing = os.pipe()
     if os.fork():
-        # Held open, never written: the guard reads its end of file when this process ended.
+        # The write end stays open and unused. The guard reads end-of-file when this process ends.
         os.close(reading)
         return
     os.setpgid(0, 0)
     os.close(writing)
     ended = _wait_for_end(program.pid, reading)
-    # The group is gone if nothing else ran in it.
+    # The group does not exist any more if it had no other process.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     if ended:
-        # The server ends by itself, but unloads torch first, which takes seconds.
+        # Without this the server ends only after it unloaded torch, which takes seconds.
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)
     os._exit(0)
 
 
 def _wait_for_end(program: int, pipe: int) -> bool:
-    """Waits until a process ends or a pipe is closed; whether it was the process."""
+    """Waits until a process ends or a pipe is closed, and returns whether the process ended."""
     try:
         watched = os.pidfd_open(program)
     except ProcessLookupError:
@@ -184,9 +183,9 @@ class Lost(NamedTuple):
     """How a job's process was lost.
 
     Attributes:
-        timed_out: Whether it met its time limit.
-        words: How it was lost, for a sentence.
-        signal: The signal that ended its process, 0 if none is known.
+        timed_out: Whether it reached its time limit.
+        words: A description, as part of a sentence.
+        signal: The signal that ended its process; 0 if none is known.
         taken: Whether a process had taken the job.
     """
 
@@ -197,14 +196,14 @@ class Lost(NamedTuple):
 
 
 def lacked_memory(message: str) -> bool:
-    """Whether an error says that the GPU's memory did not suffice."""
+    """Returns whether an error message is about too little GPU memory."""
     return "out of memory" in message.lower()
 
 
 def failure_of(job: Future[Any]) -> Lost | None:
     """Returns how a finished job's process was lost; None if the job's code returned or raised.
 
-    A job that was cancelled counts as one whose process is gone.
+    A cancelled job counts as a job with a lost process.
     """
     if job.cancelled():
         return Lost(False, "was cancelled", taken=False)
@@ -221,11 +220,11 @@ def failure_of(job: Future[Any]) -> Lost | None:
 
 
 def exit_code_of(job: Future[Any]) -> int:
-    """The exit code of the process that a job took down, 0 if it took none down."""
+    """Returns the exit code of a job's process if that ended, else 0."""
     error = None if job.cancelled() else job.exception()
     return (error.exitcode or 0) if isinstance(error, ProcessExpired) else 0
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

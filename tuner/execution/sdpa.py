@@ -1,4 +1,4 @@
-"""Torch's SDPA of a problem's tensors, as searches and benchmarks time it."""
+"""Calls of torch's SDPA on a problem's tensors, for searches and benchmarks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 MAX_MASK_ELEMENTS = 2**28
-# How tensors lie, or are stored, that no peer takes.
+# Layouts and storage formats that no baseline supports.
 LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
-    """SDPA by one backend; None where its mask would be too large."""
+    """Returns a run of one SDPA backend; None if SDPA cannot compute the problem or the mask is too large."""
     attend = sdpa_call(problem, tensors)
     if attend is None:
         return None
@@ -41,16 +41,16 @@ def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | N
 
 
 def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None:
-    """SDPA by whichever backend is enabled when it is called; None where it cannot, or its mask is too large.
+    """Returns a call of SDPA by any enabled backend; None if it is unsupported or its mask is too large.
 
-    SDPA's `is_causal` is aligned top-left, which is bottom-right too where lengths are equal. Whatever else
-    hides keys, or is added to scores, is a mask. Each call adds a causal mask to a bias; others were made
-    before. SDPA drops as many weights, drawn in its own way.
+    SDPA's `is_causal` is aligned top-left, which equals bottom-right for equal lengths. All other masks and
+    biases are passed as a mask. Each call adds a causal mask to a bias; other masks are made once, here.
+    SDPA uses the same dropout rate with its own random numbers.
     """
     if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
         return None
     if is_masked(problem):
-        # As dispatch would have it served: what it makes of the mask in each call counts.
+        # The same call as dispatch makes: its time includes the preparation of the mask.
         assert tensors.side.bias is not None
         inputs = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
         return functools.partial(masked_attention, *inputs, tensors.scale, problem.causal)
@@ -73,14 +73,14 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
 
 
 def _mask_elements(problem: Problem) -> int:
-    """Elements of the mask that SDPA would be given."""
+    """Returns the number of elements of SDPA's mask."""
     heads = problem.heads if problem.features & {Feature.ALIBI, Feature.BIAS} else 1
     batch = problem.batch if problem.features - {Feature.WINDOW, Feature.CHUNK, Feature.FIRST_TOKENS} else 1
     return batch * heads * problem.seqlen_q * problem.seqlen_kv
 
 
 def _mask(problem: Problem, tensors: Tensors) -> Tensor:
-    """What is visible, or what is added to scores: [batch | 1, heads | 1, seqlen_q, seqlen_kv]."""
+    """Returns a boolean or additive mask, [batch | 1, heads | 1, seqlen_q, seqlen_kv]."""
     device, side = tensors.q.device, tensors.side
     lengths, rows = usual_lengths(problem), torch.arange(problem.seqlen_q)
     batch = torch.arange(problem.batch)

@@ -1,4 +1,4 @@
-"""The finals: the best candidates and the peers timed in turn, in one run; runs where the GPU is."""
+"""The finals: interleaved timing of the best candidates and the baselines, in the GPU process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from flashtune.tuner.execution.timing import Run, measure_interleaved
 from flashtune.tuner.workloads.passes import forward_of
 
 ROUNDS = 21
-# Candidates so near the fastest run on among themselves, for so many times its rounds and at most so many
-# milliseconds: medians of 21 rounds on a hot GPU are off by a percent.
+# Candidates within this factor of the fastest are timed again among themselves, for up to MORE_ROUNDS times
+# the rounds and MORE_MS milliseconds: medians of 21 rounds on a hot GPU have an error of a percent.
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# The standard computation holds its scores two and a half times over; the rest is the mask and the like.
+# Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
 SCORE_COPIES = 3
-# Of its gradients: weights in both types are kept, and the weights' and the scores' gradients join them.
+# Its gradients need more: probabilities in two types, and the gradients of probabilities and scores.
 GRADIENT_SCORE_COPIES = 6
 MEMORY_SHARE = 0.5
 
@@ -47,7 +47,7 @@ def kernel_run(
     target: Target,
     tensors: Tensors,
 ) -> Run:
-    """A candidate's launch on these tensors.
+    """Returns a callable that launches a candidate on these tensors.
 
     Raises:
         KernelError: It does not compile or load.
@@ -63,11 +63,10 @@ def kernel_run(
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
-    """The other implementations that compute this problem here: SDPA's backends, the standard one.
+    """Yields the baselines that compute this problem: SDPA's backends and unfused attention.
 
-    None of them takes quantised inputs, packed sequences or pages as they are. Of a backward problem their
-    backward passes are timed alone, their forward passes having run before; SDPA's add up gradients in
-    whatever order they do, wherever the problem asks for one order.
+    None of them supports quantised inputs, varlen or a paged KV cache. For a backward problem only the
+    backward pass is timed. SDPA's gradients need not be deterministic, even if the problem requires that.
     """
     posed = forward_of(problem)
     if posed.dtype.is_quantized or posed.features & LAID_OUT:
@@ -83,7 +82,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
 
 
 def sdpa_runs(posed: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:
-    """The backends of SDPA that compute a forward problem, or the gradients of tensors that have these."""
+    """Yields the SDPA backends that compute a forward problem, or its gradients if `given` has them."""
     for name, backend in BACKENDS.items():
         run = sdpa_run(posed, given, backend)
         timed = None if run is None else _timed(run, given)
@@ -92,7 +91,7 @@ def sdpa_runs(posed: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:
 
 
 def _timed(forward: Run, tensors: Tensors) -> Run | None:
-    """What is timed of an implementation: its forward pass, or the gradients; None where it refuses."""
+    """Returns the run to time, forward or backward; None if the implementation raises an error."""
     if tensors.backward is None:
         return forward if _works(forward) else None
     with torch.enable_grad():
@@ -103,7 +102,7 @@ def _timed(forward: Run, tensors: Tensors) -> Run | None:
 
 
 def standard_run(problem: Problem, tensors: Tensors) -> Run:
-    """The standard computation of these tensors."""
+    """Returns a run of unfused attention on these tensors."""
     given = (tensors.q, tensors.k, tensors.v)
     if problem.features:
         return functools.partial(standard_features, problem, *given, tensors.side, scale=tensors.scale)
@@ -111,7 +110,7 @@ def standard_run(problem: Problem, tensors: Tensors) -> Run:
 
 
 def _works(run: Run) -> bool:
-    """Whether an implementation takes these tensors; SDPA's backends say no by raising."""
+    """Returns whether an implementation supports these tensors. SDPA's backends raise if they do not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -130,13 +129,13 @@ def run_finals(
     device: torch.device,
     rounds: int = ROUNDS,
 ) -> tuple[Measurement, ...]:
-    """Times candidates and peers in turn on the same inputs, and the fastest candidates once more.
+    """Times candidates and baselines interleaved on the same inputs, and the fastest candidates again.
 
-    Of a problem that SDPA computes by a mask, the candidates that may be selected and SDPA's backends are
-    also timed with shared masks.
+    If SDPA computes the problem with a mask, ties of the fastest candidate and SDPA's backends are also
+    timed with shared masks.
 
     Returns:
-        A measurement for each candidate, with the times of all peers in it, as of one run.
+        A measurement for each candidate, with the times of all baselines from the same run.
 
     Raises:
         KernelError: A candidate does not compile or load.
@@ -150,7 +149,7 @@ def run_finals(
         found = [msgspec.structs.replace(one, peers=peers) for one in own]
         if found and timed_ways(problem):
             fastest = min(own, key=lambda one: one.ms)
-            # Any candidate whose time differs from the fastest by no more than noise may be selected.
+            # Any tie of the fastest candidate may be selected.
             level = [number for number, one in enumerate(own) if is_level(one, fastest)]
             best = [candidates[number] for number in level]
             times = _shared_times(problem, best, specialization, target, tensors, rounds)
@@ -167,7 +166,7 @@ def _shared_times(
     tensors: Tensors,
     rounds: int,
 ) -> list[tuple[SharedTime, ...]]:
-    """Times candidates and SDPA's backends in turn with shared masks, in one run for each way of sharing.
+    """Times candidates and SDPA's backends interleaved with shared masks, one run for each way of sharing.
 
     Returns:
         The times of each candidate.
@@ -187,7 +186,7 @@ def _shared_times(
 def _with_peers(
     runs: Sequence[Run], peers: Sequence[tuple[str, Run]], device: torch.device, rounds: int
 ) -> tuple[tuple[Measurement, ...], tuple[PeerTime, ...]]:
-    """Times kernels and peers in turn, in one run."""
+    """Times kernels and baselines interleaved, in one run."""
     measured = measure_interleaved([*runs, *(run for _, run in peers)], device, rounds=rounds)
     times = zip(peers, measured[len(runs) :], strict=True)
     return measured[: len(runs)], tuple(PeerTime(name, one.ms) for (name, _), one in times)
@@ -196,7 +195,7 @@ def _with_peers(
 def _told_apart(
     runs: Sequence[Run], measured: Sequence[Measurement], device: torch.device, rounds: int
 ) -> tuple[Measurement, ...]:
-    """What was measured, that of the closest by more samples: at the clock at which all were timed."""
+    """Times the fastest candidates with more samples, and scales their times to the clock of `measured`."""
     fastest = min((one.ms for one in measured), default=0.0)
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
     before = sum(measured[number].ms for number in close)

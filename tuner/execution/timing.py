@@ -1,7 +1,7 @@
 """GPU time of one launch: CUDA events, cold L2, medians.
 
-A pause is queued before each batch of samples, so that the host is always ahead of the device and
-no sample holds time in which the GPU waited for a launch.
+A pause is queued before each batch of samples, so that the host is always ahead of the device. No
+sample then includes time in which the GPU waited for a launch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from flashtune.core.record import Measurement
 Run = Callable[[], object]
 
 MIB = 1024 * 1024
-# Writing this many times the last-level cache leaves nothing of the inputs in it.
+# Writing this many times the L2 size evicts all inputs.
 FLUSH_FACTOR = 2
 LEAST_FLUSH_BYTES = 64 * MIB
-# Clock cycles of the pause for each launch of a batch: 0.1 ms, in which the host queues it.
+# Clock cycles of the pause for each launch of a batch: 0.1 ms, enough time for the host to queue it.
 PAUSE_CYCLES = 200_000
 FIRST_SAMPLES = 3
 BATCH = 8
-# The reference workload is this much slower when the clock is held down.
+# The GPU is throttled if the reference workload takes this many times its best time.
 THROTTLED_DRIFT = 1.05
 REFERENCE_SIDE = 4096
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How long to sample.
+    """The number of samples and their time budget.
 
     Attributes:
         warmups: Launches before the first sample.
-        least: Fewest samples.
-        most: Most samples.
-        budget_ms: GPU time to spend between the two.
+        least: Minimum number of samples.
+        most: Maximum number of samples.
+        budget_ms: GPU time to spend within these limits.
     """
 
     warmups: int = 2
@@ -47,7 +47,7 @@ class Sampling(msgspec.Struct, frozen=True):
     budget_ms: float = 60.0
 
     def count(self, estimate_ms: float) -> int:
-        """Samples of a launch that takes about `estimate_ms`."""
+        """Returns the number of samples for a launch of about `estimate_ms`."""
         affordable = self.most if estimate_ms <= 0 else int(self.budget_ms / estimate_ms)
         return max(self.least, min(self.most, affordable))
 
@@ -68,9 +68,9 @@ def measure(
     Args:
         run: Queues the launch on the current stream.
         device: The GPU.
-        sampling: How long to sample.
+        sampling: Number of samples and budget.
         drop_above_ms: Stop after a few samples if their median is above this.
-        throttled: What to note about the clock.
+        throttled: Value of `throttled` in the measurement.
 
     Raises:
         RuntimeError: The launch failed on the device.
@@ -89,7 +89,7 @@ def measure(
 
 
 def once(run: Run, device: torch.device) -> float:
-    """Time of one launch that is not the first, in ms: good enough to tell a kernel that is far off."""
+    """Returns the time of a second launch, in ms. It is precise enough to detect much slower kernels."""
     with torch.cuda.device(device):
         return _batch([run, run], device)[-1]
 
@@ -97,14 +97,14 @@ def once(run: Run, device: torch.device) -> float:
 def measure_interleaved(
     runs: Sequence[Run], device: torch.device, *, rounds: int, warmups: int = 2
 ) -> tuple[Measurement, ...]:
-    """Times several launches in turn, so that drift of the clock falls on all of them alike.
+    """Times several launches interleaved, so that drift of the clock affects all of them equally.
 
-    The first launch after a pause takes up to 3% longer than later ones. Each round starts with a launch
-    that is not timed.
+    The first launch after a pause takes up to 3% longer than later ones. Each round therefore starts with
+    a launch that is not timed.
 
     Returns:
-        One measurement for each of `runs`, each of `rounds` samples; `throttled` says whether a
-        fixed workload, timed every few rounds, slowed down on the way.
+        One measurement for each of `runs`, each of `rounds` samples. `throttled` is true if a fixed
+        workload, timed every few rounds, became slower.
     """
     clock = clock_probe(device.index or 0)
     with torch.cuda.device(device):
@@ -114,7 +114,7 @@ def measure_interleaved(
         samples: list[list[float]] = [[] for _ in runs]
         throttled = False
         for number in range(rounds):
-            # Every other round runs backwards, so that nobody always follows the same neighbour.
+            # Every second round is in reverse order, so that no launch always follows the same one.
             order = range(len(runs)) if number % 2 == 0 else range(len(runs) - 1, -1, -1)
             times = _batch([runs[index] for index in (order[-1], *order)], device)[1:]
             for index, time in zip(order, times, strict=True):
@@ -125,7 +125,7 @@ def measure_interleaved(
 
 
 def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:
-    """One cold sample of each launch, in ms, in order."""
+    """Returns one sample of each launch with a cold L2, in ms, in order."""
     flush = _flush_buffer(device.index or 0)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
     torch.cuda._sleep(PAUSE_CYCLES * len(runs))
@@ -140,14 +140,14 @@ def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:
 
 @functools.lru_cache(maxsize=1)
 def _flush_buffer(index: int) -> torch.Tensor:
-    """What is written before each sample. Kept: making it costs more than writing it."""
+    """Returns the buffer to write before each sample. Cached: its allocation costs more than the write."""
     cache = getattr(torch.cuda.get_device_properties(index), "L2_cache_size", 0)
     size = max(FLUSH_FACTOR * cache, LEAST_FLUSH_BYTES)
     return torch.empty(size // 4, dtype=torch.int32, device=f"cuda:{index}")
 
 
 class ClockProbe:
-    """Times a fixed workload now and then; it takes longer while the clock is held down."""
+    """Detects throttling by timing a fixed workload."""
 
     def __init__(self, index: int) -> None:
         side = REFERENCE_SIDE
@@ -158,7 +158,7 @@ class ClockProbe:
         self.is_throttled()
 
     def is_throttled(self) -> bool:
-        """Whether the workload takes notably longer than its best in this process so far."""
+        """Returns whether the workload takes longer than `THROTTLED_DRIFT` times its best time so far."""
         with torch.cuda.device(self._device):
             run = functools.partial(torch.mm, self._left, self._left, out=self._out)
             run()
@@ -169,12 +169,12 @@ class ClockProbe:
 
 @functools.lru_cache(maxsize=1)
 def clock_probe(index: int) -> ClockProbe:
-    """The probe of a GPU. Kept, since it compares with what it saw before."""
+    """Returns the probe of a GPU. Cached, because it compares with its earlier times."""
     return ClockProbe(index)
 
 
 def summarize(samples: Sequence[float], *, throttled: bool = False) -> Measurement:
-    """Median and 20th and 80th percentiles of samples in ms; percentiles are samples themselves."""
+    """Returns the median and the 20th and 80th percentiles (without interpolation) of samples in ms."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return Measurement(
