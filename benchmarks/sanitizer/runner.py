@@ -22,6 +22,7 @@ import msgspec
 from benchmarks.sanitizer.report import Finding
 from benchmarks.sanitizer.sanitizing import Subject, command, is_warning, read_log
 from benchmarks.sanitizer.work import Desk
+from benchmarks.saved import ROOT
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Outcome
 from flashtune.core.target import Target
@@ -167,6 +168,8 @@ class _Examiner:
         line = command(self._how.sanitizer, self._how.tool, self._how.program(name, until, desk.folder))
         # Every tensor is then an allocation of its own, whose borders the tool knows.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+        # `benchmarks` is not installed.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         log = self._desk.folder / f"log-{name}"
         with log.open("wb") as file:
             run = subprocess.Popen(
