@@ -1,4 +1,4 @@
-"""Counts of the problems that a program calls, in a file for `flashtune search --from`.
+"""Counts of a program's calls per problem, in a file for `flashtune search --from`.
 
 May import `core`.
 """

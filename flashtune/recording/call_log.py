@@ -1,7 +1,7 @@
-"""Files of what programs called: one problem a line as JSON, with how often; nothing of any tensor.
+"""Files of recorded calls: one JSON line per problem with its number of calls, and no tensor data.
 
-Many processes may write to one file, at once or one after the other: each merges its counts into it
-under a lock beside the file, and puts a whole new file in the place of the old one.
+Many processes may write to one file. Each merges its counts under a lock on a second file, and replaces the
+file atomically.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from flashtune.core.file_lock import alone_with, read_bounded
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 
-# Of problems beyond these the least called are left out: a few megabytes.
+# The limits of a file. Problems with the fewest calls are omitted.
 MAX_LINES = 4096
 MAX_FILE_BYTES = 8 * 2**20
 MAX_CALLS = 2**53
-# A process that ends writes a file of a few megabytes in far less.
+# The time to wait for another process, which writes a few megabytes in far less.
 LOCK_SECONDS = 30.0
 
 
 class CallCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of problem that programs called.
+    """The number of calls of one problem.
 
     Attributes:
-        problem: What they asked for.
-        specialization: What could be assumed of their tensors.
-        calls: How often.
+        problem: The problem.
+        specialization: The specialization that its tensors allowed.
+        calls: The number of calls.
     """
 
     problem: Problem
@@ -46,7 +46,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def merged(counts: Iterable[CallCount], most: int = MAX_LINES) -> tuple[CallCount, ...]:
-    """Counts of the same as one, the most called first; at most so many."""
+    """Returns counts with the calls of equal problems added, by descending calls, at most `most`."""
     calls: dict[tuple[Problem, Specialization], int] = {}
     for count in counts:
         key = count.problem, count.specialization
@@ -56,10 +56,10 @@ def merged(counts: Iterable[CallCount], most: int = MAX_LINES) -> tuple[CallCoun
 
 
 def read_counts(path: Path) -> tuple[CallCount, ...]:
-    """The counts of a file, of whatever origin.
+    """Returns the counts of a file, which may be untrusted.
 
     Raises:
-        UsageError: It cannot be read, or is no such file.
+        UsageError: The file cannot be read, or does not have recorded calls.
     """
     try:
         content = read_bounded(path, MAX_FILE_BYTES + 1)
@@ -86,10 +86,10 @@ def _decoded(path: Path, number: int, line: bytes) -> CallCount:
 
 
 def known_counts(path: Path) -> tuple[CallCount, ...]:
-    """The counts of a file that is to be written: none where there is no file yet.
+    """Returns the counts of a file before a write, nothing if the file does not exist.
 
     Raises:
-        UsageError: There is a file that holds no recorded calls, or no folder to write one to.
+        UsageError: The file does not have recorded calls, or its folder does not exist.
     """
     if path.exists():
         return read_counts(path)
@@ -99,12 +99,12 @@ def known_counts(path: Path) -> tuple[CallCount, ...]:
 
 
 def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
-    """Merges counts into a file, which need not exist yet.
+    """Merges counts into a file. Creates a missing file.
 
     Raises:
-        UsageError: There is a file that holds no recorded calls, or none can be written there.
+        UsageError: The file does not have recorded calls, or cannot be written.
     """
-    known_counts(path)  # says what to do where there is no folder for a lock
+    known_counts(path)  # raises a helpful error if the folder of the lock is missing
     try:
         with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
             lines = (_encoder.encode(count) + b"\n" for count in merged((*known_counts(path), *counts)))
@@ -116,7 +116,7 @@ def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, which may be read by whom the old one could be."""
+    """Replaces a file atomically and preserves its permissions."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with fresh.open("xb") as file:

@@ -1,8 +1,8 @@
-"""`record_calls`: which problems a running program calls and how often, for `flashtune search --from`.
+"""`record_calls`: counts the calls of each problem in a running program, for `flashtune search --from`.
 
-Where nothing is recorded, a call costs nothing more: servers are counted by wrapping them when they are
-prepared, and the memos of servers are emptied when recording begins and ends. So a plan counts its calls if
-it was made while recording, and the replay of a CUDA graph, which calls nothing, is not counted.
+Calls have no overhead without a recording: executors are wrapped when they are prepared, and the start and
+end of a recording clear the call caches. A plan counts its calls only if it was created during a recording.
+The replay of a CUDA graph makes no calls and is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _forget: list[Callable[[], None]] = []
 
 
 class Tally:
-    """How often one kind of problem was called."""
+    """The number of calls of one problem."""
 
     __slots__ = ("_lock", "calls")
 
@@ -42,22 +42,22 @@ class Tally:
         self.calls = 0
 
     def count(self) -> None:
-        """One call more."""
+        """Adds one call."""
         with self._lock:
             self.calls += 1
 
 
 class Recording:
-    """What this process called since recording began, bounded in size."""
+    """The calls of this process since the start of the recording, bounded in size."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._tallies: dict[tuple[Problem, Specialization], Tally] = {}
-        # A fork has its parent's counts, which the parent writes.
+        # A forked child has its parent's counts, and the parent writes them.
         self._process = os.getpid()
 
     def tally(self, problem: Problem, specialization: Specialization) -> Tally:
-        """The tally of a kind of problem; of one too many, one that is not written."""
+        """Returns the tally of a problem. Beyond the limit of problems, the tally is not written."""
         with _lock:
             key = problem, specialization
             if key not in self._tallies and len(self._tallies) >= MAX_LINES:
@@ -65,10 +65,10 @@ class Recording:
             return self._tallies.setdefault(key, Tally())
 
     def write(self) -> None:
-        """Merges what was counted into the file.
+        """Merges the counts into the file.
 
         Raises:
-            UsageError: It cannot be written.
+            UsageError: The file cannot be written.
         """
         if os.getpid() != self._process:
             return
@@ -81,14 +81,14 @@ class Recording:
 
 
 def recording() -> bool:
-    """Whether calls are counted now."""
+    """Returns whether a recording is active."""
     return bool(_recordings)
 
 
 def counted(
     serve: Callable[Parameters, Result], problem: Problem, specialization: Specialization
 ) -> Callable[Parameters, Result]:
-    """A server that counts its calls, for all recordings that there are; without one, the server itself."""
+    """Returns an executor that counts its calls for all recordings, or `serve` itself without a recording."""
     tallies = tuple(each.tally(problem, specialization) for each in tuple(_recordings))
     if not tallies:
         return serve
@@ -103,29 +103,29 @@ def counted(
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Names what empties a memo of servers, for when recording begins or ends."""
+    """Registers a function that clears a call cache when a recording starts or ends."""
     _forget.append(forget)
 
 
 @contextlib.contextmanager
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Counts this process's calls of attention while the context lasts, and merges the counts into a file.
+    """Counts this process's calls of attention in the context, and merges the counts into a file.
 
-    Written are problems (shapes, types and features), alignment and counts; nothing of what tensors hold.
-    Many processes may name the same file. Shapes are prepared anew after recording begins or ends, so let
-    neither happen while a CUDA graph is being captured.
+    The file has problems (shapes, types and features), alignment and counts, and no tensor data. Many
+    processes may use the same file. Shapes are prepared again after a recording starts or ends, so do not
+    start or end one during the capture of a CUDA graph.
 
     Args:
-        path: A file of JSON lines, made where there is none; `flashtune search --from` reads it.
+        path: A file of JSON lines for `flashtune search --from`. A missing file is created.
 
     Raises:
-        UsageError: There is a file of something else, or none can be written there.
+        UsageError: The file has other content, or cannot be written.
     """
     found = _begin(Path(path))
     try:
         yield
     finally:
-        # A program that is interrupted was called all the same.
+        # An interrupted program's calls count too.
         _end(found)
         found.write()
 
@@ -149,7 +149,7 @@ def _forget_servers() -> None:
 
 
 def _write_at_exit(found: Recording) -> None:
-    """A program that ends is told in a warning, not by an exception in its last moments."""
+    """Writes the counts at exit. A failure only emits a warning: no caller could handle an exception."""
     try:
         found.write()
     except UsageError as error:
@@ -157,7 +157,7 @@ def _write_at_exit(found: Recording) -> None:
 
 
 def _begin_for_process() -> None:
-    """Records this process from now on, where the environment names a file."""
+    """Records this process from now on if the environment variable names a file."""
     name = os.environ.get(VARIABLE)
     if not name:
         return

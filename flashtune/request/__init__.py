@@ -1,4 +1,4 @@
-"""Arguments of calls: checked once, and read into a problem, options and extra inputs.
+"""Checks of a call's arguments, and their conversion to a problem, options and extra inputs.
 
 May import `core`.
 """

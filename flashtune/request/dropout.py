@@ -1,9 +1,9 @@
-"""Dropout of attention weights: the seed of a call, and which weights a seed keeps.
+"""Dropout of attention probabilities: the seed of a call, and the probabilities that a seed keeps.
 
-A weight stays or falls by its seed, its row and its key alone, so that both passes agree without storing
-anything, whatever their tiles are. The generator is counter-based (Salmon et al., 2011). What kernels do in
-32-bit words (`templates/common/dropout.jinja`) is done here on tensors of 64-bit integers, for proofs and
-tests.
+The seed, the row and the key alone determine whether a probability is dropped. So both passes agree for any
+tile size, and nothing is stored. The generator is counter-based (Salmon et al., 2011). Kernels compute it in
+32-bit words (`templates/common/dropout.jinja`). This module computes it with tensors of 64-bit integers, for
+verification and tests.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 WORD = 2**32
 LOW = WORD - 1
-# Of lowbias32 (Wellons, 2018): shifts and multipliers of a permutation of which each bit hangs on all.
+# From lowbias32 (Wellons, 2018): shifts and multipliers of a permutation with full bit diffusion.
 SCRAMBLE = ((16, 0x7FEB352D), (15, 0x846CA68B))
-# The golden ratio's: keys count along a Weyl sequence of it, and it keeps the two words of a row apart.
+# From the golden ratio: the step of a Weyl sequence over keys. It also makes the two words of a row differ.
 STEP = 0x9E3779B9
-# Multipliers of triple32 (Wellons, 2018): of the wide product whose halves are joined, and of the last one.
+# Multipliers of triple32 (Wellons, 2018): for the wide product, and for the last one.
 FOLD, SPREAD = 0xED5AD4BB, 0xAC4C1B51
 
 
@@ -31,12 +31,12 @@ class RowStates(NamedTuple):
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed of torch's default generator for a device, int64 [1]: a generator's state decides it."""
+    """Returns a seed from torch's default generator of a device, int64 [1]."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def threshold(dropout: float) -> int:
-    """Words under this one fall: a share in float32, as kernels are given it, of all words."""
+    """Returns the threshold: smaller words are dropped. It uses the float32 fraction that kernels get."""
     return int(torch.tensor(dropout, dtype=torch.float32).double().item() * WORD)
 
 
@@ -48,16 +48,16 @@ def kept_weights(
     dropout: float,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which weights stay, of a tile of rows for each head.
+    """Returns which probabilities are kept, for a tile of rows of each head.
 
     Args:
         seed: Int64 [1].
-        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads]. States of rows are worked
-            out where these are.
-        queries: Their rows: int64 [rows], or [heads, rows].
-        keys: The first so many keys are asked for.
-        dropout: The share that falls.
-        device: Where the result is wanted; None where the heads' numbers are.
+        heads: Numbers of heads, batch · heads of a sequence + head: int64 [heads]. The states of rows are
+            computed on their device.
+        queries: The rows of the tile: int64 [rows], or [heads, rows].
+        keys: The number of keys, from key 0 on.
+        dropout: The fraction that is dropped.
+        device: The device of the result; by default that of `heads`.
 
     Returns:
         Boolean [heads, rows, keys].
@@ -73,7 +73,7 @@ def kept_weights(
 
 
 def row_states(seed: Tensor, heads: Tensor, queries: Tensor) -> RowStates:
-    """The state of rows: of heads and queries of shapes that fit together."""
+    """Returns the states of rows for heads and queries of broadcastable shapes."""
     low, high = _low(seed), _high(seed)
     states = (_scrambled(_scrambled(_scrambled(low ^ other) ^ high) ^ heads) for other in (0, STEP))
     return RowStates(*(_scrambled(state ^ queries) for state in states))
@@ -82,7 +82,7 @@ def row_states(seed: Tensor, heads: Tensor, queries: Tensor) -> RowStates:
 def _scrambled(words: Tensor) -> Tensor:
     for shift, factor in SCRAMBLE:
         words = words ^ (words >> shift)
-        # Products wrap at 64 bits, of which the lower half is right.
+        # Products wrap at 64 bits, and their lower halves are correct.
         words = _low(words * factor)
     return words ^ (words >> 16)
 

@@ -1,4 +1,4 @@
-"""The request of a call with masks, packed sequences, pages or a quantised cache."""
+"""The request of a call with masks, varlen sequences, pages or a quantised cache."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PAGES = {
 
 
 def read_call(call: Call, needs_grad: bool) -> Request:
-    """The request of a call.
+    """Returns the request of a call.
 
     Raises:
-        ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
-            an option has a value that it does not know.
+        ProblemError: The tensors do not match one another, no kernel takes them, or an option has an
+            invalid value.
     """
     options, side = call.options, call.side
     read_scale(call.scale)
@@ -56,10 +56,10 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if packed:
         seqlen_q = rounded_up(options.max_seqlen_q)
-        # Where no sequence has keys there is nothing to attend to, whatever the longest was said to have.
+        # Without keys, the problem has none, whatever the given maximum length is.
         seqlen_kv = rounded_up(options.max_seqlen_k) if seqlen_kv else 0
     if side.block_table is not None:
-        # What has not two dimensions is told below.
+        # `check_shapes` reports a table that is not two-dimensional.
         seqlen_kv = page_size * (rounded_up(side.block_table.shape[-1]) if side.block_table.numel() else 0)
     kv_dtype = KV_DTYPES.get(k.dtype) if k.dtype is not q.dtype else None
     places = k.shape[0]
@@ -93,7 +93,7 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     check_extents(problem)
     check_shapes(problem, side, batch)
     problem = normal_form(problem)
-    # Shapes that do not fit are told before anything is computed.
+    # Report shapes that do not match before any computation.
     side_views(problem, side, places)
     prefer = read_option("prefer", options.prefer, tuple(Prefer))
     check_double(q, prefer is Prefer.GENERATED)
@@ -151,7 +151,11 @@ def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, 
 
 
 def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
-    """What is asked of q, k and v by themselves, and of one another."""
+    """Checks q, k and v one by one, and that they match.
+
+    Raises:
+        ProblemError: A tensor is invalid, or they do not match.
+    """
     q, k, v = call.q, call.k, call.v
     require_tensors(q, k, v)
     orders = PAGES if call.side.block_table is not None else ORDERS

@@ -1,4 +1,4 @@
-"""What a call asks for beside its tensors' values: the record that all ways of calling make."""
+"""`Call` and `Options`: the common record of all entry points for attention."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ MOST_DROPOUT = 1.0 - 2.0**-24
 
 
 class Options(NamedTuple):
-    """All of a call that is neither a tensor nor a number that kernels read; a part of the memo's keys.
+    """The options of a call except tensors and numbers for kernels; a part of the call cache's keys.
 
     Attributes:
         causal: The causal mask and its alignment.
-        layout: The order of q's and the output's dimensions, a value of `Layout`.
-        kv_layout: That of k and v.
-        return_lse: Whether the log-sum-exp is wanted.
-        prefer: Whether another implementation may serve.
-        window: Keys that a query sees before its own and behind it; None for all.
+        layout: The order of the dimensions of q and the output, a value of `Layout`.
+        kv_layout: The order of the dimensions of k and v.
+        return_lse: Whether to return the log-sum-exp.
+        prefer: Whether another implementation may serve the call, a value of `Prefer`.
+        window: Numbers of visible keys before and after the query's own; None means all.
         sink_tokens: Keys at the start that stay visible.
-        chunk: Keys of a chunk; 0 for no chunks.
-        max_seqlen_q: Queries of the longest packed sequence; 0 where none are packed.
-        max_seqlen_k: Keys of the longest packed sequence.
-        latent: Columns of k that are v too; 0 where v is a tensor.
-        deterministic: Whether gradients must be the same bits in every run.
+        chunk: Keys per chunk; 0 means no chunks.
+        max_seqlen_q: Queries of the longest varlen sequence; 0 without varlen.
+        max_seqlen_k: Keys of the longest varlen sequence.
+        latent: Number of columns of k that are also v (MLA); 0 if v is a tensor.
+        deterministic: Whether gradients must be reproducible bit for bit.
     """
 
     causal: bool | str
@@ -57,9 +57,9 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call: its tensors in the layouts that `options` names, and all that it says of them.
+    """One call: its tensors in the layouts of `options`, and all other arguments.
 
-    Where values are a part of the keys, `v` is k itself.
+    With MLA, `v` is k itself.
     """
 
     q: Tensor
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class CommonOptions(TypedDict, total=False):
-    """Keyword arguments of all ways to call, as `attention` has them, but for `return_lse`."""
+    """Keyword arguments that all entry points share, as in `attention`, except `return_lse`."""
 
     causal: CausalOption
     window: Window | None
@@ -88,7 +88,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class DenseOptions(CommonOptions, total=False):
-    """Those of `attention`."""
+    """Keyword arguments of `attention`."""
 
     layout: LayoutOption
     attn_bias: Tensor | None
@@ -100,14 +100,14 @@ class DenseOptions(CommonOptions, total=False):
 
 
 class VarlenOptions(CommonOptions, total=False):
-    """Those of `attention_varlen`."""
+    """Keyword arguments of `attention_varlen`."""
 
     dropout_p: float
     deterministic: bool
 
 
 class PagedCallOptions(CommonOptions, total=False):
-    """Those of `attention_paged` that one pass over the keys takes."""
+    """Keyword arguments of `attention_paged` for a single pass over the keys."""
 
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
@@ -116,16 +116,16 @@ class PagedCallOptions(CommonOptions, total=False):
 
 
 class PagedOptions(PagedCallOptions, total=False):
-    """Those of `attention_paged`."""
+    """Keyword arguments of `attention_paged`."""
 
     shared_prefix: int
 
 
 def read_window(window: object) -> Window:
-    """Both bounds of a window, None where there is none.
+    """Returns both bounds of a window; None means unbounded.
 
     Raises:
-        ProblemError: It is no pair of numbers of keys.
+        ProblemError: The window is not a pair of numbers of keys.
     """
     if window is None:
         return NO_WINDOW
@@ -145,10 +145,10 @@ def _bound(name: str, value: object) -> Bound:
 
 
 def read_longest(max_seqlen_q: object, q: object) -> int:
-    """Returns the number of queries of the longest packed sequence.
+    """Returns the number of queries of the longest varlen sequence.
 
     Raises:
-        ProblemError: It is no number, or above the tokens that q has.
+        ProblemError: It is not a number, or exceeds the tokens of q.
     """
     longest = read_count("max_seqlen_q", max_seqlen_q, "the queries of the longest sequence")
     packed = isinstance(q, Tensor) and not q.is_nested and q.dim() == 3
@@ -162,10 +162,10 @@ def read_longest(max_seqlen_q: object, q: object) -> int:
 
 
 def read_softcap(softcap: float | None) -> float | None:
-    """A cap of the scores; 0 is none, as flash_attn has it.
+    """Returns the softcap. 0 means none, as in flash_attn.
 
     Raises:
-        ProblemError: It is negative or no number that float32 holds.
+        ProblemError: The softcap is negative or not a float32 number.
     """
     if softcap is None:
         return None
@@ -177,10 +177,10 @@ def read_softcap(softcap: float | None) -> float | None:
 
 
 def read_dropout(dropout: float) -> float | None:
-    """The share of weights that fall, None for none.
+    """Returns the fraction of dropped probabilities, None for no dropout.
 
     Raises:
-        ProblemError: It is no number from 0 up to, and not as much as, 1.
+        ProblemError: It is not a number in [0, 1).
     """
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MOST_DROPOUT:
         raise ProblemError(
@@ -190,17 +190,17 @@ def read_dropout(dropout: float) -> float | None:
 
 
 def seeded(call: Call) -> Call:
-    """The call with a seed, where weights are to be dropped: a new one for each call."""
+    """Returns the call with a new seed if it has dropout."""
     if call.side.dropout is None:
         return call
     return call._replace(side=call.side._replace(seed=draw_seed(call.q.device)))
 
 
 def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-    """What lies over the scores: numbers to add, or whether a query sees a key.
+    """Returns the additive bias or the boolean mask of a call.
 
     Raises:
-        ProblemError: Both are given, or one is of the other's type.
+        ProblemError: Both are given, or one has the type of the other.
     """
     if attn_mask is None:
         if isinstance(attn_bias, Tensor) and attn_bias.dtype is torch.bool:
@@ -217,9 +217,9 @@ def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | No
 
 
 def is_plain(call: Call) -> bool:
-    """Whether a call of `attention` asks for nothing beyond shapes, types and causality.
+    """Returns whether a call of `attention` uses only shapes, types and the causal mask.
 
-    First tokens that no window and no chunk hides stay visible anyway.
+    `sink_tokens` has no effect without a window or chunks.
     """
     left, right = call.options.window
     if not (left is None and right is None) or call.options.chunk:

@@ -1,7 +1,7 @@
-"""Tensors in e4m3, 8-bit floats, and the scales that make numbers of them again.
+"""Tensors in e4m3 (8-bit floats) and their scales.
 
-There is one scale for each sequence and head, in float32: a tensor stands for its elements times
-their scale.
+There is one float32 scale for each sequence and head. The value of a tensor is its elements times their
+scale.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SIGN_BIT = 0x80
 def given_scales(
     q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Side:
-    """The scales of a call: `NO_SIDE` itself where there are none, so that most calls tell by identity."""
+    """Returns the scales of a call. Without scales it returns `NO_SIDE` itself, for a check by identity."""
     if q_scale is k_scale is v_scale is None:
         return NO_SIDE
     return Side(q_scale, k_scale, v_scale)
 
 
 def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
-    """A tensor in e4m3 and its scales, such that the largest magnitude of each head becomes 448.
+    """Returns a tensor in e4m3 and its scales. The largest magnitude of each head becomes 448.
 
     Args:
         tensor: [batch, heads, seqlen, head_dim] of any floating type ("bshd": [batch, seqlen, heads,
@@ -42,11 +42,11 @@ def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
         layout: The order of the dimensions.
 
     Returns:
-        The elements over their head's scale, rounded to `torch.float8_e4m3fn`, in the shape of
-        `tensor` and contiguous; and the scales, [batch, heads] in float32, 1 for heads of zeros.
+        The elements divided by their head's scale, rounded to `torch.float8_e4m3fn`, contiguous and in the
+        shape of `tensor`; and the scales, float32 [batch, heads], 1 for heads of zeros.
 
     Raises:
-        ProblemError: The layout is unknown, or the tensor has not four dimensions.
+        ProblemError: The layout is unknown, or the tensor does not have four dimensions.
     """
     require_dense("the tensor to quantise", tensor)
     if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
@@ -64,34 +64,34 @@ def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
     else:
         largest = tensor.new_zeros([1 if axis in rows else size for axis, size in enumerate(tensor.shape)])
     scale = (largest.float() / LARGEST).masked_fill_(largest == 0, 1.0)
-    # A quotient may round to just above the largest number, which some versions of torch make NaN.
+    # A quotient may round to just above the largest number, which becomes NaN in some versions of torch.
     elements = (tensor.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3).contiguous()
     return elements, scale.squeeze(rows)
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """A tensor with the signs of its elements turned; torch itself negates no 8-bit floats."""
+    """Returns the negated tensor. Torch itself cannot negate 8-bit floats."""
     if tensor.dtype is not E4M3:
         return -tensor
     return (tensor.view(torch.uint8) ^ SIGN_BIT).view(E4M3)
 
 
 def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """Returns queries and a factor of the scores that is not negative; their products stay the same.
+    """Returns queries and a non-negative scale with the same product: a negative sign moves to the queries.
 
     Raises:
-        ProblemError: The factor is no finite number.
+        ProblemError: The scale is not a finite number.
     """
     factor = read_scale(scale)
     return (negated(q), -factor) if factor is not None and factor < 0.0 else (q, factor)
 
 
 def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
-    """Checks that scales fit a problem; their values are not looked at.
+    """Checks that scales match a problem. Their values are not checked.
 
     Raises:
-        ProblemError: They are no float32 tensors of the right shape and device, or the problem's
-            tensors are not quantised.
+        ProblemError: They are not float32 tensors of the right shape and device, or the problem is not
+            quantised.
     """
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     names = ("q_scale", "k_scale", "v_scale")
@@ -116,14 +116,14 @@ def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
 
 
 def unit_scales(q: Tensor) -> Tensor:
-    """What stands for the scales of a call that gives none: as many ones as there are heads, or more."""
+    """Returns ones as the scales of a call without scales: at least one for each head."""
     return _ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
 
 
 @functools.cache
 def _ones(count: int, device: torch.device) -> Tensor:
-    """Ones that any stream may read at once, since a copy from the host is waited for.
+    """Returns ones. Any stream may read them at once, because the copy from the host is synchronous.
 
-    They are kept for good: a CUDA graph may outlive the launch that it captured.
+    The cache never releases them, because a CUDA graph may outlive the launch that it captured.
     """
     return torch.ones(count, dtype=torch.float32).to(device)

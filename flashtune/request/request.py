@@ -1,4 +1,4 @@
-"""What a call asks for: tensors and options, checked once and turned into a `Problem`."""
+"""`Request`: a checked call as a `Problem` and options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Option = TypeVar("Option", bound=enum.StrEnum)
 
 
 class Prefer(enum.StrEnum):
-    """Whether another implementation may serve where it was measured as faster."""
+    """Whether another implementation may serve a call for which it was measured as faster."""
 
     FASTEST = "fastest"
     GENERATED = "generated"
@@ -45,17 +45,16 @@ class Request(msgspec.Struct, frozen=True):
     """One valid call, without the values of its tensors and its scale.
 
     Attributes:
-        problem: What must be computed.
-            Of packed sequences and of pages it is one of many: its numbers of tokens are rounded up.
-        device: Where the tensors are.
+        problem: The problem. With varlen sequences and pages, its numbers of tokens are rounded up.
+        device: The device of the tensors.
         layout: The order of the dimensions of q and the output.
-        return_lse: Whether the log-sum-exp is wanted.
+        return_lse: Whether to return the log-sum-exp.
         prefer: Whether SDPA may serve.
-        needs_grad: Whether autograd must be able to go back through the call.
-        kv_layout: The order of the dimensions of k and v where it is not q's.
-        tokens: Queries of all packed sequences.
-        deterministic: Whether gradients must be the same bits in every run.
-        is_double: Whether the tensors are float64, which no kernel takes; the problem then says fp32.
+        needs_grad: Whether autograd needs a backward pass of the call.
+        kv_layout: The order of the dimensions of k and v if it is not q's.
+        tokens: Number of query tokens of a varlen batch.
+        deterministic: Whether gradients must be reproducible bit for bit.
+        is_double: Whether the tensors are float64. No kernel takes them, and the problem then has fp32.
     """
 
     problem: Problem
@@ -71,24 +70,24 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def forward(self) -> Request:
-        """The forward pass of a call that autograd goes through, which keeps the log-sum-exp."""
+        """The request of the forward pass under autograd, which needs the log-sum-exp."""
         return msgspec.structs.replace(self, needs_grad=False, return_lse=True)
 
     @property
     def backward(self) -> Problem:
-        """What its backward pass must compute."""
+        """The problem of the backward pass."""
         return msgspec.structs.replace(
             self.problem, direction=Direction.BACKWARD, deterministic=self.deterministic
         )
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to attend with or to."""
+        """Whether there are no queries or no keys."""
         return 0 in (self.problem.batch, self.rows, self.problem.seqlen_kv)
 
     @property
     def rows(self) -> int:
-        """Queries of a sequence, or of all of them where they are packed."""
+        """Queries per sequence, or of the whole varlen batch."""
         return self.tokens if self.problem.packed else self.problem.seqlen_q
 
     @property
@@ -109,7 +108,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp: [batch, heads, seqlen_q], [heads, tokens] of packed sequences."""
+        """Shape of the log-sum-exp: [batch, heads, seqlen_q], or [heads, tokens] of varlen batches."""
         if self.layout is Layout.THD:
             return self.problem.heads, self.tokens
         ends = () if self.layout is Layout.BHD else (self.problem.seqlen_q,)
@@ -117,11 +116,11 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def default_scale(self) -> float:
-        """The scale of a call that names none."""
+        """The scale of a call that gives none."""
         return 1 / math.sqrt(self.problem.head_dim)
 
     def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the call's layouts, seen as [batch, heads, seqlen, head_dim]."""
+        """Returns views of q, k and v as [batch, heads, seqlen, head_dim]."""
         beside = self.kv_layout or self.layout
         values = beside.heads_first(v)
         if self.problem.latent:
@@ -141,11 +140,11 @@ def read_request(
     deterministic: bool = False,
     needs_grad: bool = False,
 ) -> Request:
-    """The request of a call.
+    """Returns the request of a call.
 
     Raises:
-        ProblemError: The tensors do not fit one another or are of a kind that no kernel takes, or
-            an option has a value that it does not know.
+        ProblemError: The tensors do not match one another, no kernel takes them, or an option has an
+            invalid value.
     """
     require_tensors(q, k, v)
     order = read_option("layout", layout, DENSE_LAYOUTS)
@@ -172,7 +171,7 @@ def read_request(
         check_scales(problem, q.device, scales)
     preference = read_option("prefer", prefer, tuple(Prefer))
     if problem.dtype.is_quantized:
-        preference = Prefer.GENERATED  # nobody else computes it
+        preference = Prefer.GENERATED  # no other implementation supports it
     check_double(q, preference is Prefer.GENERATED)
     return Request(
         problem,
@@ -187,7 +186,7 @@ def read_request(
 
 
 def scales_wanted(q: Tensor, k: Tensor) -> str:
-    """The sentence for quantised keys and values whose scales are not given."""
+    """Returns the error for quantised keys and values without scales."""
     return (
         f"k and v are {k.dtype} and q is {q.dtype}: pass k_scale and v_scale, float32 tensors of what their "
         "elements are to be multiplied with"
@@ -198,25 +197,25 @@ def require_tensors(q: object, k: object, v: object) -> None:
     """Checks that queries, keys and values are tensors with strides.
 
     Raises:
-        ProblemError: One of them is none.
+        ProblemError: One of them is not.
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
         require_dense(name, value)
 
 
 def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
-    """Whether autograd must be able to go back through a call."""
+    """Returns whether autograd needs a backward pass of a call."""
     tensors = (q, k, v) if scales is NO_SIDE else (q, k, v, *scales.tensors)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def check_flags(causal: object, return_lse: object, deterministic: object = False) -> None:
-    """Checks the boolean arguments of a call. Every call does, because 1 equals True in the memo's keys.
+    """Checks the boolean arguments. Every call does so, because 1 equals True in the call cache's keys.
 
     Raises:
-        ProblemError: One is of another type.
+        ProblemError: An argument has another type.
     """
-    # Types are compared here first, since a call of a function costs as much as all of this.
+    # Compare types inline first: one function call would cost as much as all these checks.
     if type(return_lse) is not bool:
         read_flag("return_lse", return_lse)
     if type(deterministic) is not bool:
@@ -226,10 +225,10 @@ def check_flags(causal: object, return_lse: object, deterministic: object = Fals
 
 
 def read_causal(causal: object) -> Causal:
-    """`True` is aligned bottom-right, as flash_attn does; the alignments have names too.
+    """Returns the causal mask. `True` means bottom-right, as in flash_attn.
 
     Raises:
-        ProblemError: It is neither a bool nor an alignment.
+        ProblemError: The value is neither a bool nor the name of an alignment.
     """
     if isinstance(causal, bool):
         return Causal.BOTTOM_RIGHT if causal else Causal.NONE
@@ -239,10 +238,10 @@ def read_causal(causal: object) -> Causal:
 
 
 def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
-    """One of the values that an option has.
+    """Returns the known value of an option.
 
     Raises:
-        ProblemError: It is another one.
+        ProblemError: The value is unknown.
     """
     for choice in known:
         if isinstance(value, str) and value == choice:

@@ -1,4 +1,4 @@
-"""The side inputs of a call: checked against its problem, and seen as kernels see them."""
+"""The extra inputs of a call: checks against its problem, and views for kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.problem import Problem
 
-# Under which names callers know side inputs where these differ from a kernel's.
+# Public names of extra inputs if they differ from the kernels' names.
 CALLED = {
     "slopes": "alibi_slopes",
     "bias": "attn_bias or attn_mask",
@@ -28,10 +28,10 @@ INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_tabl
 
 
 def check_kinds(side: Side, device: torch.device) -> None:
-    """What is asked of each side input by itself: that it is a tensor, of which type, and where.
+    """Checks the type, device and last stride of each extra input.
 
     Raises:
-        ProblemError: One is of another kind.
+        ProblemError: A check fails.
     """
     for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
         if tensor is None:
@@ -52,10 +52,10 @@ def check_kinds(side: Side, device: torch.device) -> None:
 
 
 def check_shapes(problem: Problem, side: Side, batch: int) -> None:
-    """Checks the shapes of what has one value for each sequence or head.
+    """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table.
 
     Raises:
-        ProblemError: A shape does not fit the problem.
+        ProblemError: A shape does not match the problem.
     """
     for name, shape in (
         ("sinks", (problem.heads,)),
@@ -78,18 +78,18 @@ def check_shapes(problem: Problem, side: Side, batch: int) -> None:
 
 
 def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_heads: int) -> KvScale:
-    """What shares one scale in a quantised cache, by the shapes of its scales.
+    """Returns the granularity of a quantised cache's scales, from their shapes.
 
     Args:
-        k_scale: One number; one for each head; or one for each page (of a dense cache: sequence) and head.
-            Pages that are expanded from one share it.
-        v_scale: Likewise.
-        paged: Whether the cache is in pages.
-        places: How many pages or sequences there are.
-        kv_heads: How many heads.
+        k_scale: One number, one per head, or one per page (dense cache: sequence) and head. A tensor that is
+            expanded over pages has one scale for all pages.
+        v_scale: Likewise for v.
+        paged: Whether the cache has pages.
+        places: Number of pages or sequences.
+        kv_heads: Number of KV heads.
 
     Raises:
-        ProblemError: A shape is none of these.
+        ProblemError: A shape is another one.
     """
     kinds = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -110,15 +110,15 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
 
 
 def side_views(problem: Problem, side: Side, places: int) -> Side:
-    """Side inputs as kernels see them: what is shared is expanded, so that its stride is zero.
+    """Returns the extra inputs as kernels take them. Shared dimensions are expanded with a stride of zero.
 
     Args:
-        problem: What is computed.
-        side: The side inputs of a call.
-        places: How many pages (of a dense cache: sequences) the scales of a cache are for.
+        problem: The problem.
+        side: The extra inputs of a call.
+        places: Number of pages (dense cache: sequences) of the cache's scales.
 
     Raises:
-        ProblemError: ALiBi's slopes or the bias do not fit the problem.
+        ProblemError: The ALiBi slopes or the bias do not match the problem.
     """
     slopes, bias = side.slopes, side.bias
     if slopes is not None:

@@ -1,4 +1,4 @@
-"""What is asked of the tensors of a dense call: each by itself, and one beside the others."""
+"""Checks of the tensors of a dense call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_HEADS = 2**24
 
 
 def require_dense(name: str, value: object) -> None:
-    """Checks that an argument is a tensor whose elements lie at strides.
+    """Checks that an argument is a dense, strided tensor.
 
     Raises:
-        ProblemError: It is no tensor, or a sparse or nested one.
+        ProblemError: It is not a tensor, or is sparse or nested.
     """
     if not isinstance(value, Tensor):
         raise ProblemError(f"{name} is {kind_of(value)}: pass a torch tensor")
@@ -28,10 +28,10 @@ def require_dense(name: str, value: object) -> None:
 
 
 def check_extents(problem: Problem) -> None:
-    """Checks that kernels can count sequences, heads and tokens.
+    """Checks that numbers of sequences, heads and tokens are within the limits of kernels.
 
     Raises:
-        ProblemError: There are too many.
+        ProblemError: A number is too large.
     """
     for name, size, most in (
         ("sequences", problem.batch, MOST_TOKENS),
@@ -44,15 +44,15 @@ def check_extents(problem: Problem) -> None:
 
 
 def dtype_of(q: Tensor) -> Dtype:
-    """The element type of a problem; float64 is computed like fp32, if by no kernel."""
+    """Returns the element type of a problem. float64, which no kernel takes, counts as fp32."""
     return Dtype.FP32 if q.dtype is torch.float64 else DTYPES[q.dtype]
 
 
 def check_double(q: Tensor, generated: bool) -> None:
-    """Refuses float64 where only generated kernels may serve.
+    """Rejects float64 if only generated kernels may serve.
 
     Raises:
-        ProblemError: They may.
+        ProblemError: The tensor is float64, and only generated kernels may serve.
     """
     if q.dtype is torch.float64 and generated:
         raise ProblemError(
@@ -62,10 +62,10 @@ def check_double(q: Tensor, generated: bool) -> None:
 
 
 def check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
-    """What is asked of each tensor by itself.
+    """Checks the rank, type, head dim and last stride of a tensor.
 
     Raises:
-        ProblemError: It is of a kind that nobody takes.
+        ProblemError: No kernel takes the tensor.
     """
     order = (
         "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
@@ -83,7 +83,7 @@ def check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What q, k and v must have in common.
+    """Checks that q, k and v have the same type and device.
 
     Raises:
         ProblemError: They differ in type or device.
@@ -97,10 +97,10 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis: int) -> None:
-    """How the sizes of q, k and v must fit, whose heads and lengths lie at these axes.
+    """Checks that the shapes of q, k and v match, with heads and lengths at the given axes.
 
     Raises:
-        ProblemError: They do not.
+        ProblemError: The shapes do not match.
     """
     batches = q.shape[0], k.shape[0], v.shape[0]
     if not batches[0] == batches[1] == batches[2]:
