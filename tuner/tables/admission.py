@@ -1,8 +1,10 @@
-"""Which records may come in and go out: import, export and verification refuse the others.
+"""Conditions for records. Import, export and verification reject records that do not meet them.
 
-A record must be of a GPU that is known here, of a problem that its family computes there, and of a config
-of the family's space that the GPU has room for. Its time must be possible. If the template is the one that
-is installed here, the kernel that it names must be the one that its config renders.
+- The GPU is known.
+- The family computes the problem on this GPU.
+- The config is in the family's space, and fits the GPU.
+- The time is possible.
+- The config renders the kernel that the record names, if the installed template has the same version.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from flashtune.tuner.binary.resources import overflow
 from flashtune.tuner.tables.receipts import receipt_flaw
 from flashtune.verification.lengths import is_ragged, usual_lengths
 
-# More sequences than any shape that is tuned; drawing their lengths takes 5 ms.
+# More sequences than in any tuned shape. Sampling their lengths takes 5 ms.
 MOST_SEQUENCES = 2**13
 MOST_THREADS = 1024
-# Kernels whose digests are kept: their keys take about 1 KiB each.
+# Size of the cache of digests. A key takes about 1 KiB.
 KEPT_DIGESTS = 2**14
 
 
 def require_admissible(records: Iterable[Record], where: str) -> None:
-    """Refuses records that verification would refuse.
+    """Raises if verification would reject one of the records.
 
     Args:
-        records: Records in the order in which `where` has them.
-        where: What holds them, such as a file's name.
+        records: Records, in the order of `where`.
+        where: Their source, such as a file's name.
 
     Raises:
         TableError: One of them does not agree with its family, its GPU or its kernel.
@@ -53,16 +55,15 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
 
 
 def why_refused(record: Record) -> str:
-    """Returns why a record may not be used anywhere, as a clause; empty if it may.
+    """Returns why a record must not be used, as a clause; empty if it can be used.
 
-    A record of another template version passes without a comparison of its kernel. Dispatch treats it as
-    unproven.
+    Kernels of another template version are not compared. Dispatch treats such records as unverified.
     """
     target = facts_of(record)
     if target is None:
         return f"there is no target {record.target!r} here: use it on a machine with that GPU"
     problem = record.problem
-    # Problems of calls name their tokens rounded up to a power of two.
+    # Problems of calls have their number of tokens rounded up to a power of two.
     most = rounded_up(problem.batch * problem.seqlen_q)
     if problem.packed and not problem.seqlen_q <= problem.packed <= most:
         return f"its {problem.packed} packed tokens are not those of {problem.batch} sequences"
@@ -77,10 +78,10 @@ def why_refused(record: Record) -> str:
 
 
 def facts_of(record: Record) -> Target | None:
-    """Returns the facts of a record's GPU, None for an unknown one.
+    """Returns the target of a record's GPU, None for an unknown GPU.
 
-    They are those in the table, or of this machine's GPU, or in the record. A sibling of a listed GPU, such
-    as a slice of it, otherwise has the listed one's.
+    The sources, in order: the list of GPUs, this machine's GPU, the record, and the listed GPU with the
+    same canonical name, for example of a MIG slice.
     """
     name = record.target
     listed = {target.name: target for target in TARGETS}
@@ -96,10 +97,10 @@ def facts_of(record: Record) -> Target | None:
 
 
 def digest_of(record: Record) -> str:
-    """Returns the digest of the kernel that a record's config renders; each kernel is rendered once.
+    """Returns the digest of the kernel that a record's config renders. Each kernel is rendered once.
 
     Raises:
-        KernelError: The template refuses the config.
+        KernelError: The template rejects the config.
     """
     assert record.config is not None
     return _digest(record.family, record.problem.computation, record.config, record.specialization)
@@ -111,9 +112,9 @@ def _digest(family: str, computation: Problem, config: Config, specialization: S
 
 
 def least_ms(problem: Problem, target: Target) -> float:
-    """Returns the least time of a problem at the lengths of a tuned shape, in ms, by the GPU's peak rates.
+    """Returns the minimum time of a problem at the lengths of a tuned shape, in ms, from peak rates.
 
-    What is written last may still lie in the cache when a kernel ends.
+    Output of up to the size of the L2 is not counted: it may not be in HBM when a kernel ends.
     """
     peak = (target.peak.fp8 if problem.dtype.is_quantized else target.peak.half) * 1e9
     flops, moved, written = map(
@@ -124,18 +125,18 @@ def least_ms(problem: Problem, target: Target) -> float:
 
 
 def _costs(problem: Problem, count: int) -> tuple[int, int, int]:
-    """Operations, bytes moved and bytes written of so many problems."""
+    """Returns FLOPs, bytes moved and bytes written of `count` equal problems."""
     return count * problem.flops(), count * problem.minimal_bytes(), count * problem.written_bytes()
 
 
 def _parts(problem: Problem) -> Iterable[tuple[Problem, int]]:
-    """A problem as problems whose sequences are equally long, and how often each is there."""
+    """Splits a problem into problems with sequences of equal length, each with its count."""
     equal = msgspec.structs.replace(problem, packed=0, page_size=0, lengths=False)
     if problem.packed:
-        # Products are fewest where all sequences have the same length.
+        # Equal lengths need the fewest FLOPs.
         queries = min(problem.packed // problem.batch, problem.seqlen_q)
         if problem.packed == rounded_up(problem.packed):
-            # The tokens may have been rounded up: at least half of them are there.
+            # The number of tokens may be rounded up: at least half of them exist.
             queries = min(queries, max(1, problem.packed // 2 // problem.batch))
         keys = problem.seqlen_kv * queries // problem.seqlen_q
         yield msgspec.structs.replace(equal, seqlen_q=queries, seqlen_kv=keys), 1
@@ -147,7 +148,7 @@ def _parts(problem: Problem) -> Iterable[tuple[Problem, int]]:
 
 
 def _impossible_time(record: Record, target: Target) -> str:
-    """Says that a record's time is below what the GPU's peak rates allow, empty if it is not."""
+    """Returns a message if a record's time is below the minimum time, else an empty text."""
     if record.ms is None:
         return ""
     least = least_ms(record.problem, target)
@@ -157,7 +158,7 @@ def _impossible_time(record: Record, target: Target) -> str:
 
 
 def _impossible_shared_time(record: Record, target: Target) -> str:
-    """Says which time with a shared mask cannot be, empty if all can."""
+    """Returns a message about impossible times with a shared mask, or an empty text."""
     shared = record.measurement.shared if record.measurement else None
     if not shared:
         return ""
@@ -172,7 +173,7 @@ def _impossible_shared_time(record: Record, target: Target) -> str:
 
 
 def _unfit_baseline(record: Record, target: Target) -> str:
-    """Why a baseline's problem cannot have been searched on a GPU."""
+    """Returns why a baseline's problem cannot have been searched on a GPU, or an empty text."""
     problem, reasons = record.problem, []
     for family in families():
         reason = why_not(family, problem, target, record.specialization)
@@ -184,7 +185,7 @@ def _unfit_baseline(record: Record, target: Target) -> str:
 
 
 def _unfit(record: Record, target: Target) -> str:
-    """Why a kernel's record does not agree with its family, its GPU or its kernel."""
+    """Returns why a record does not agree with its family, GPU or kernel, or an empty text."""
     family, problem, config = find_family(record.family), record.problem, record.config
     assert config is not None
     reason = why_not(family, problem, target, record.specialization)
@@ -200,7 +201,7 @@ def _unfit(record: Record, target: Target) -> str:
 
 
 def _misfit(record: Record, family: Family, config: Config, target: Target) -> str:
-    """What of the GPU's capacity a kernel exceeds, by the model and by what the record says of it."""
+    """Returns which capacity a kernel exceeds, by the model or by the resources in the record."""
     problem = record.problem
     items = family.sram_items(problem, config, target, record.specialization)
     columns = family.tensor_memory_columns(problem, config, target)
@@ -218,7 +219,7 @@ def _misfit(record: Record, family: Family, config: Config, target: Target) -> s
 
 
 def _other_kernel(record: Record) -> str:
-    """Says that a record names another kernel than its config renders under its own template version."""
+    """Returns a message if the config renders another kernel under the record's template version."""
     if record.kernel is None or record.versions.template != template_hash(record.family):
         return ""
     try:

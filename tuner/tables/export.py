@@ -1,4 +1,4 @@
-"""Selections as files: a JSON table, stand-alone Python kernels, and lists of `triton.Config`."""
+"""Export of selections: a JSON table, stand-alone Python kernels, and lists of `triton.Config`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.admission import require_admissible
 
-# What `triton.Config` takes by name; every other field of a config becomes a meta-parameter.
+# Named arguments of `triton.Config`. Every other field of a config becomes a meta-parameter.
 TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
 
 
-# How errors name what is exported.
+# Name of the exported records in errors.
 EXPORTED = "the selections"
 
 
@@ -35,31 +35,31 @@ class KernelFile(msgspec.Struct, frozen=True):
 
 
 def json_table(target: str, records: Iterable[Record]) -> bytes:
-    """The records as a table that `flashtune import` reads. It has no receipts beyond the records' own.
+    """Returns a table of the records for `flashtune import`. Its receipts are those in the records.
 
     Raises:
-        TableError: Two records serve the same tensors of one problem, or verification would refuse one.
+        TableError: Two records serve the same tensors of one problem, or verification would reject one.
     """
     return table_file(TunedTable(target=target, records=tuple(records)))
 
 
 def table_file(table: TunedTable) -> bytes:
-    """A table as `flashtune import` reads it, with its receipts and times.
+    """Returns a table for `flashtune import`, with its receipts and times.
 
     Raises:
-        TableError: As `json_table`.
+        TableError: Two records serve the same tensors of one problem, or verification would reject one.
     """
     require_admissible(table.records, EXPORTED)
     return dump_table(table)
 
 
 def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
-    """One file for each kernel among the records, which says for what it was selected.
+    """Returns one file for each kernel of the records. A comment lists the problems that selected it.
 
-    Records of baselines have no kernel and give no file. The order of the records does not matter.
+    Records of baselines have no kernel and no file. The order of the records does not matter.
 
     Raises:
-        TableError: Verification would refuse one of the records.
+        TableError: Verification would reject one of the records.
     """
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
@@ -79,7 +79,7 @@ def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
 
 
 def file_name(record: Record, kernel: Kernel) -> str:
-    """A readable name that differs wherever the kernel does."""
+    """Returns a readable name that is unique for each kernel."""
     problem = record.problem
     width = str(problem.head_dim)
     if problem.value_head_dim != problem.head_dim:
@@ -104,7 +104,7 @@ def _assumptions(specialization: Specialization) -> Iterable[str]:
 
 
 def _header(records: list[Record]) -> str:
-    """Comment lines above the kernel: where it won, and how fast it was there."""
+    """Returns the comment above the kernel: the problems that selected it, and its times."""
     version = _plain(records[0].versions.flashtune)
     backward = records[0].problem.is_backward
     entry = "attention_backward(q, k, v, out, lse, dout, scale)" if backward else "attention(q, k, v, scale)"
@@ -125,17 +125,17 @@ def _time(record: Record) -> str:
 
 
 def _plain(text: str) -> str:
-    """A stored text that cannot end the comment it stands in."""
+    """Replaces characters of a stored text that could end a comment."""
     return re.sub(r"[^\w.+ -]", "?", text, flags=re.ASCII)
 
 
 def triton_configs(records: Iterable[Record]) -> str:
-    """A Python file with the selected configs as `triton.Config`, by problem, for other kernels' tuners.
+    """Returns a Python file with the selected configs as `triton.Config`, by problem, for other tuners.
 
-    Those of kernels in plain Triton: what a Gluon kernel is configured by, no other kernel has.
+    Configs of Gluon kernels are left out: their parameters exist only in these kernels.
 
     Raises:
-        TableError: Verification would refuse one of the records.
+        TableError: Verification would reject one of the records.
     """
     records = tuple(records)
     require_admissible(records, EXPORTED)
@@ -167,7 +167,7 @@ def _triton_config(config: Config) -> str:
     options = ", ".join(
         f"{TRITON_OPTIONS[name]}={_literal(value)}"
         for name, value in values.items()
-        # No cap on registers is said by saying nothing.
+        # Without `maxnreg` there is no limit of registers.
         if name in TRITON_OPTIONS and not (name == "max_registers" and value == 0)
     )
     return f"triton.Config({{{meta}}}, {options})"
@@ -182,7 +182,7 @@ def _quoted(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a whole file or nothing: a full disk leaves what was there.
+    """Writes a file atomically: a full disk leaves the old content.
 
     Raises:
         FlashtuneError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""What `flashtune db forget` deletes, and what is selected in place of a selection that it deletes."""
+"""Deletion of records by `flashtune db forget`: their age, and the next selection."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def moment(age: str, now: datetime | None = None) -> str:
-    """The time that lies an age ago, such as `30d`, as records are stamped: ISO 8601 in UTC.
+    """Returns the time before an age such as `30d`, in ISO 8601 and UTC as in records.
 
     Raises:
-        UsageError: It is no age.
+        UsageError: The text is not an age.
     """
     found = AGE.fullmatch(age)
     if found is None:
@@ -33,10 +33,10 @@ def moment(age: str, now: datetime | None = None) -> str:
 
 
 def next_best(rows: Sequence[StoredRecord]) -> StoredRecord | None:
-    """The record to select among all that are left of a problem on a target, None if none may be.
+    """Returns the record to select among the remaining ones of a problem and target, or None.
 
-    Of each candidate the latest record counts: a later one may say that it is wrong. Measured records come
-    before predicted ones, and times are compared among those of the newest versions.
+    Only the latest record of each candidate counts: it may be a failure. Measured records come before
+    predicted ones. Times are compared among records of the newest versions.
     """
     latest: dict[tuple[Candidate, Provenance], StoredRecord] = {
         (candidate_of(row.record), row.record.provenance): row
@@ -54,5 +54,5 @@ def next_best(rows: Sequence[StoredRecord]) -> StoredRecord | None:
 
 
 def _makers(record: Record) -> tuple[str, str, str]:
-    """The versions under which times compare."""
+    """Returns the versions that must be equal for times to be compared."""
     return record.versions.triton, record.versions.ptxas, record.versions.driver

@@ -1,4 +1,4 @@
-"""Which kernel a command speaks of: what the user named, or what dispatch would use."""
+"""The kernel that a command uses: the one that the user names, or the one that dispatch would use."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Chosen(msgspec.Struct, frozen=True):
     """A family's config for a problem on a target.
 
     Attributes:
-        problem: What it computes, under the name that it was tuned for.
-        target: On which GPU.
+        problem: The problem, in the form that was tuned.
+        target: The GPU.
         family: The kernel family.
         config: A point of the family's space.
-        specialization: What is assumed of the tensors.
-        record: What is stored of exactly this problem and config, if anything.
+        specialization: The specialization of the kernel.
+        record: The stored record of this problem and config, if any.
         source: `command line`, `database`, `shipped`, `nearest` or `default`.
-        tuned_for: The shape that the config was selected for; the problem itself, or the nearest
-            one that was tuned, or None.
+        tuned_for: The problem that the config was selected for: this one, the nearest tuned one, or
+            None.
     """
 
     problem: Problem
@@ -51,14 +51,13 @@ def choose(
     family_name: str | None = None,
     config: str | None = None,
 ) -> Chosen:
-    """The kernel for a problem: as dispatch chooses, unless the user names a family or a config.
+    """Returns the kernel for a problem: that of dispatch, unless the user names a family or a config.
 
-    Predicted selections count here, which dispatch would not use. A config names only the fields
-    that differ from what would be chosen without it.
+    Predicted selections are included, unlike in dispatch. `config` has only the fields to change.
 
     Raises:
         ProblemError: No family, or not the named one, computes this problem on this target.
-        UsageError: The family or the config is none.
+        UsageError: The family does not exist, or the config is invalid.
         StoreError: The database cannot be read.
     """
     chosen = (
@@ -71,7 +70,7 @@ def choose(
 
 
 def default_kernel(problem: Problem, target: Target) -> Chosen:
-    """The kernel that dispatch would use if nothing were tuned.
+    """Returns the kernel that dispatch would use without tuned records.
 
     Raises:
         ProblemError: No family computes this problem on this target.
@@ -81,14 +80,14 @@ def default_kernel(problem: Problem, target: Target) -> Chosen:
 
 
 def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
-    # A baseline has no kernel to speak of, so only generated ones are asked for.
+    # Only generated kernels, because a baseline has no kernel.
     specialization = contiguous_specialization(problem)
     selection = select(problem, target, tables_of(target.name, db), specialization, generated=True)
     return _from_record(problem, target, selection.record, selection.source)
 
 
 def _of_family(problem: Problem, target: Target, db: str | None, family_name: str) -> Chosen:
-    """The family's selection or best record, or its default where it has neither."""
+    """Returns the family's selection, else its best record, else its default."""
     family = find_family(family_name)
     specialization = contiguous_specialization(problem)
     reason = why_not(family, problem, target, specialization)
@@ -106,10 +105,10 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
 
 
 def _from_record(problem: Problem, target: Target, record: Record, source: str) -> Chosen:
-    """The kernel of a record; its own specialisation and evidence hold at its own problem alone."""
+    """Returns the kernel of a record. Its specialization and results apply only to its own problem."""
     assert record.config is not None
     tuned_for = None if source == "default" else record.problem
-    # The same computation may be tuned under another name of its mask.
+    # The same computation may be tuned with an equivalent mask.
     same = tuned_for in same_computation(problem)
     return Chosen(
         record.problem if same else problem,

@@ -1,4 +1,4 @@
-"""What is stored, with what a reader asks of it: speed, the best SDPA beside it, and standing here."""
+"""Lists of stored selections with TFLOP/s, the best SDPA time and the verification status."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SDPA = "sdpa-"
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A selection and what follows from it.
+    """A selection with its derived figures.
 
     Attributes:
-        found: The record and where it was found.
-        tflops: TFLOP/s by the field's convention, None without a time.
-        best_sdpa_ms: The fastest of SDPA's backends, timed in the same run; None if none was.
-        standing: What it is worth to dispatch, under the versions installed here.
-        stands_in: Whether it serves the tensors alone that the selection before it cannot address.
+        found: The record and its source.
+        tflops: TFLOP/s from nominal FLOPs; None without a time.
+        best_sdpa_ms: Time of the fastest SDPA backend in the same run; None if none was timed.
+        standing: Verification status under the versions installed here.
+        stands_in: Whether it is the fallback for tensors that the selection before it cannot address.
     """
 
     found: Found
@@ -32,7 +32,7 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
-    """The selections with their figures, in the same order; what stands in for one comes after it."""
+    """Returns the selections with their figures, in the same order. A fallback follows its selection."""
     listed: list[Listed] = []
     seen: set[tuple[str, str, str]] = set()
     for entry in found:
@@ -52,25 +52,25 @@ def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
 
 
 def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
-    """Records by problem and target, then those that ended well by their time, then the failures."""
+    """Sorts records by problem and target, then successful ones by time, then failures."""
     return tuple(sorted(found, key=_order))
 
 
 def tflops(record: Record) -> float | None:
-    """TFLOP/s by the field's convention: 4·B·H·Sq·Sk·D operations, half of them when causal."""
+    """Returns TFLOP/s from nominal FLOPs: 4·B·H·Sq·Sk·D, half of them for causal masks."""
     return record.problem.nominal_flops() / record.ms / 1e9 if record.ms else None
 
 
 def best_sdpa_ms(record: Record) -> float | None:
-    """The fastest of SDPA's backends that was timed beside a record, in ms."""
+    """Returns the time of the fastest SDPA backend in the run of a record, in ms."""
     peers = record.measurement.peers if record.measurement else ()
     return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
 
 
 def standing(record: Record, has_receipt: bool = False) -> Standing:
-    """What a record is worth at its own shape, under the versions installed here.
+    """Returns the verification status of a record at its own shape, under the versions installed here.
 
-    Where the machine has no GPU driver, its version is not compared.
+    The driver's version is not compared on a machine without a driver.
 
     Args:
         record: The record.
@@ -79,7 +79,7 @@ def standing(record: Record, has_receipt: bool = False) -> Standing:
     if record.config is None:
         return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
     unproven = Standing.VERIFIED if has_receipt else Standing.UNPROVEN
-    # Reading the assembler's version, as below, imports Triton.
+    # Compare this first: reading the version of ptxas, as below, imports Triton.
     if record.versions.triton != triton_version():
         return unproven
     here = current_versions(record.family)

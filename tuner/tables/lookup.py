@@ -1,4 +1,4 @@
-"""What is known already: the user's database and the shipped tables, read and never written."""
+"""Read-only access to the user's database and the shipped tables."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A record and where it was found.
+    """A record and its source.
 
     Attributes:
         record: The record.
         source: `database` or `shipped`.
-        id: Its row in the database, 0 in a table.
-        created_at: When it was stored, ISO 8601; empty in a table.
-        has_receipt: Whether its table has a receipt of its kernel under the versions here; left out in a
+        id: Its row in the database; 0 in a table.
+        created_at: Time of storage, ISO 8601; empty in a table.
+        has_receipt: Whether its table has a receipt of its kernel under the versions here; unset in a
             database.
     """
 
@@ -47,7 +47,7 @@ class Found(msgspec.Struct, frozen=True):
 
 @contextmanager
 def existing_store(db: str | None) -> Iterator[Store | None]:
-    """A database opened for reading alone, or None where there is none: it is not created.
+    """Opens a database for reading; None if it does not exist. It is not created.
 
     Raises:
         StoreError: It is damaged, or of another schema.
@@ -65,7 +65,7 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
 
 
 def tables_of(target: str, db: str | None) -> Tables:
-    """A target's selections as dispatch would see them, but with the predicted ones.
+    """Returns a target's selections as in dispatch, and in addition the predicted ones.
 
     Raises:
         StoreError: The database cannot be read.
@@ -82,7 +82,7 @@ def tables_of(target: str, db: str | None) -> Tables:
 
 
 def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Found, ...]:
-    """Every stored record of a problem, on one target or all, oldest first.
+    """Returns every stored record of a problem, on one target or all, oldest first.
 
     Raises:
         StoreError: The database cannot be read.
@@ -93,7 +93,7 @@ def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Fo
 
 
 def database_selections(db: str | None) -> tuple[Found, ...]:
-    """Every selection of a database by target and problem, each before what stands in for it.
+    """Returns every selection of a database by target and problem. A fallback follows its selection.
 
     Raises:
         StoreError: The database cannot be read.
@@ -104,15 +104,15 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
     if stored is None:
         with existing_store(db) as store:
             stored = (*store.selections(), *store.stand_ins()) if store else ()
-    # Sorting keeps the order of equals.
+    # The sort is stable, so that a fallback stays after its selection.
     ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)
 
 
 def shipped_selections() -> tuple[Found, ...]:
-    """Every record of the tables that ship with flashtune, with their evidence for the versions here.
+    """Returns the records of the shipped tables, with their verdicts and times for the versions here.
 
-    Dispatch uses the same evidence. Where the machine has no GPU driver, its version is not compared.
+    Dispatch uses the same ones. The driver's version is not compared on a machine without a driver.
 
     Raises:
         TableError: A shipped table is damaged.
@@ -134,13 +134,13 @@ def _with_evidence(table: TunedTable) -> Iterator[Found]:
 
 
 def _versions_here(driver: str, family: str) -> Versions:
-    """The versions here, with another's driver where the machine has none."""
+    """Returns the versions here, with the given driver if the machine has none."""
     here = current_versions(family)
     return msgspec.structs.replace(here, driver=driver) if here.driver == NO_DRIVER else here
 
 
 def shipped_tables() -> tuple[TunedTable, ...]:
-    """The tables that ship with flashtune.
+    """Returns the tables that ship with flashtune.
 
     Raises:
         TableError: A shipped table is damaged.
@@ -151,7 +151,7 @@ def shipped_tables() -> tuple[TunedTable, ...]:
 def narrowed(
     found: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
 ) -> tuple[Found, ...]:
-    """What is of a target (as a user writes it) and of some problems; of all where none is named.
+    """Returns the records of a target (as a user writes it) and of some problems; empty means all.
 
     Raises:
         TargetError: The target is neither among the records nor in the table of GPUs.
@@ -166,10 +166,10 @@ def narrowed(
 
 
 def resolved_target(text: str | None, known: set[str]) -> str | None:
-    """A target's full name: one of the table of GPUs, or one that records name.
+    """Returns a target's full name, from the table of GPUs or from `known`.
 
     Raises:
-        TargetError: It is neither.
+        TargetError: It is in neither.
     """
     if text is None or text in known:
         return text
@@ -182,11 +182,11 @@ def resolved_target(text: str | None, known: set[str]) -> str | None:
 
 
 def place(db: str | None, shipped: bool) -> str:
-    """Where a command looked, as sentences name it."""
+    """Returns the name of the source of records, for messages."""
     return "the tables that ship" if shipped else describe(database_url(db))
 
 
 def best_generated(records: Iterable[Record]) -> Record | None:
-    """The fastest record of a kernel family that ended well."""
+    """Returns the fastest successful record of a kernel family, None if there is none."""
     timed = (record for record in records if record.outcome is Outcome.OK and record.config and record.ms)
     return min(timed, key=lambda record: record.ms or 0.0, default=None)

@@ -1,4 +1,4 @@
-"""Receipts: a GPU's verdict that is stored with a record and bound to one kernel by its digest."""
+"""Receipts: verdicts of a GPU, stored with a record and valid for one kernel digest."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import names_gpu
 from flashtune.dispatch.versions import current_versions
 
-# A verdict of the interpreter is no receipt.
+# The device of verdicts by the interpreter, which are not receipts.
 INTERPRETER = "interpreter"
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What a GPU's verification left with a record.
+    """The stored result of a verification on a GPU.
 
     Attributes:
         device: The GPU.
-        driver, triton, ptxas, torch: What ran there.
-        kernel: Digest of the kernel that ran, source and specialisation.
-        worst_ratio: Largest row error over what the gate allows for the row.
-        checks: Problems and probes compared.
-        probes: The probes that were passed; empty in receipts older than their list.
+        driver, triton, ptxas, torch: Versions of that run.
+        kernel: Digest of the kernel: source and specialization.
+        worst_ratio: Largest ratio of a row's error to its tolerance.
+        checks: Number of compared problems and probes.
+        probes: The passed probes; empty in old receipts without a list.
     """
 
     device: str
@@ -36,7 +36,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def receipt_of(record: Record) -> Receipt:
-    """The receipt of a record in which `receipt_fault` finds no fault."""
+    """Returns the receipt of a record that passes `receipt_fault`."""
     verdict, versions = record.verdict, record.versions
     assert verdict is not None
     assert record.kernel is not None
@@ -54,14 +54,14 @@ def receipt_of(record: Record) -> Receipt:
 
 
 def never_verified(record: Record) -> bool:
-    """Whether no GPU ever verified a record's kernel."""
+    """Returns whether a record's kernel was never verified on a GPU."""
     return record.verdict is None or record.verdict.device == INTERPRETER
 
 
 def receipt_flaw(record: Record) -> str:
-    """Says why a measured record cannot have come from a search on its GPU, empty if it can.
+    """Returns why a measured record cannot come from a search on its GPU; empty if it can.
 
-    A search verifies what it selects. It stores the verdict of the GPU that it ran on.
+    A search verifies the kernels that it selects, and stores the verdict with the name of its GPU.
     """
     if record.provenance is not Provenance.MEASURED or record.outcome is not Outcome.OK:
         return ""
@@ -73,12 +73,12 @@ def receipt_flaw(record: Record) -> str:
 
 
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
-    """What is wrong with a record's receipt for a kernel, empty if it is good.
+    """Returns why a record's receipt is invalid for a kernel; empty if it is valid.
 
     Args:
         record: The record.
-        digest: Of the kernel as it renders here: a receipt is for the very same one.
-        same_triton: Whether a receipt of another Triton than the one installed here counts as stale.
+        digest: Digest of the kernel that renders here. It must equal that of the receipt.
+        same_triton: Whether a receipt of another Triton version counts as stale.
     """
     here = current_versions(record.family)
     if record.verdict is None or never_verified(record):

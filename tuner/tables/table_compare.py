@@ -1,4 +1,4 @@
-"""Compares two tables of one GPU: each problem's time relative to its peers, before and after."""
+"""Comparison of two tables of one GPU: each problem's time relative to its baselines."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Change(msgspec.Struct, frozen=True):
     """The records of both tables that serve one problem, for the same tensors.
 
     Attributes:
-        problem: Its key.
+        problem: The problem's key.
         old: The record of the old table.
-        new: The record of the new table, None where that has none.
+        new: The record of the new table; None if it has none.
     """
 
     problem: str
@@ -41,9 +41,10 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float | None:
-        """The new speed over the old one; None where it is not known.
+        """Returns the new speed over the old one; None if it is unknown.
 
-        The peers that both records have tell how fast the machine was in each run: their median does.
+        It is corrected for the speed of the machine in each run: the median ratio of the times of baselines
+        that both records have.
         """
         before, after = self.old.measurement, self.new.measurement if self.new else None
         if before is None or after is None:
@@ -56,14 +57,14 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The ratio with three decimals, or why there is none."""
+        """Returns the ratio with three decimals, or why there is none."""
         if self.new is None:
             return "lost"
         return "not comparable" if self.ratio is None else f"{self.ratio:.3f}"
 
 
 class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The kernels of a change, timed in turn on the same inputs, in ms.
+    """Interleaved times of the kernels of a change on the same inputs, in ms.
 
     Attributes:
         problem: The problem's key.
@@ -79,10 +80,9 @@ class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
-    """The changes between two tables, in the order of the old one. Equal records are left out.
+    """Returns the changes between two tables, in the order of the old one. Equal records are left out.
 
-    Tensors that a selection cannot address are served by another record of the problem. Both the record for
-    contiguous tensors and the record for any tensors are compared.
+    Selections and their fallbacks for other tensors are both compared.
 
     Raises:
         TableError: The tables are of different GPUs.
@@ -99,14 +99,14 @@ def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
 
 
 def losses(changes: Iterable[Change], limit: float = LIMIT) -> tuple[Change, ...]:
-    """The changes that lose a record or more than `limit` of its speed, or that cannot be compared."""
+    """Returns the changes that lose a record, lose more than `limit` of its speed, or cannot be compared."""
     return tuple(change for change in changes if change.ratio is None or change.ratio < 1 - limit)
 
 
 def retime(
     change: Change, target: Target, device: torch.device
 ) -> tuple[Retimed, tuple[Measurement, Measurement]]:
-    """Times both kernels of a change in turn, with their peers.
+    """Times both kernels of a change interleaved, with their baselines.
 
     Raises:
         UsageError: One of them is a baseline, which has no kernel.
@@ -125,11 +125,11 @@ def retime(
 
 
 def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Retimed, ...], bytes]:
-    """Times the kernels of losses in turn on the GPU here; also returns the table with the faster ones.
+    """Times the kernels of losses on this machine's GPU; also returns the table with the faster ones.
 
-    A problem that the table lost gets its old record back. The time of the faster kernel becomes that of its
-    record if the versions here made this, else a time of the table under the versions here. It is left out
-    where the record names another kernel than renders here.
+    A problem that the table lost gets its old record. The new time of the faster kernel is stored in its
+    record if that has the versions here, else among the table's times. It is not stored if the record's
+    config renders another kernel here.
 
     Raises:
         UsageError: The GPU here is not the table's, or a loss is of a baseline.
@@ -155,7 +155,7 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
         ):
             continue
         if faster.specialization != change.new.specialization:
-            # Both were timed as the new record's tensors ask for.
+            # Both were timed with the new record's specialization.
             continue
         here = current_versions(faster.family)
         if faster.versions.makers == here.makers:
@@ -180,17 +180,17 @@ def _gpu(table: TunedTable) -> tuple[Target, torch.device]:
 
 
 def _put_back(old: Record, new: Record, records: dict[tuple[str, bool], Record]) -> None:
-    """Lets an old record serve instead of a new one. A new one that serves any tensors stays beside it."""
+    """Replaces a new record by the old one. A new one that serves any tensors stays as the fallback."""
     if serves_any_tensors(old) and not serves_any_tensors(new):
         del records[_place(new)]
-        # Its own change decides about another record for any tensors.
+        # Another record for any tensors has a change of its own, which decides.
         records.setdefault(_place(old), old)
     else:
         records[_place(old)] = old
 
 
 def _serving(table: TunedTable) -> dict[tuple[str, bool], Record]:
-    """The records of a table by the problem and by whether they must serve any tensors."""
+    """Returns the records of a table by problem and by whether they must serve any tensors."""
     serving = {}
     for key, records in by_problem(table.records).items():
         serving[key, False] = records[0]

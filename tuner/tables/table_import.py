@@ -1,4 +1,4 @@
-"""Tables from elsewhere into a database: all of what was asked, or nothing."""
+"""Import of table files into a database, in one transaction."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from flashtune.db.store import MergeCounts
     from flashtune.db.table import TunedTable
 
-# A phase, how many of its steps are done, and how many there are.
+# Called with a phase, the number of its finished steps, and the number of all its steps.
 Watch = Callable[[str, int, int], None]
-# Records that are checked between two reports.
+# Number of records between two reports of progress.
 COUNTED = 50
 
 
 def import_tables(
     paths: Sequence[Path], db: str | None, watch: Watch = lambda phase, done, total: None
 ) -> MergeCounts:
-    """Brings the records and selections of table files into a database.
+    """Stores the records and selections of table files in a database.
 
-    All files are read and checked before the database is opened, and their content then enters it
-    in one transaction. Where a table and the database both have a selection, the faster measured
-    one stays if the same versions made both, else the database's. Receipts under an installed template
-    version become self-checks.
+    All files are read and checked before the database is opened. They are then stored in one
+    transaction. If a table and the database both have a selection, the faster measured one stays for
+    equal versions, else the database's. Receipts of installed template versions become self-checks.
 
     Raises:
-        TableError: A file is not a table, or verification would refuse one of its records or receipts.
-        StoreError: The database cannot be written; it is then as it was.
+        TableError: A file is not a table, or verification would reject one of its records or receipts.
+        StoreError: The database cannot be written. It is then unchanged.
     """
     from flashtune.db.store import open_store
 
@@ -61,14 +60,14 @@ def _checked(path: Path, watch: Watch) -> TunedTable:
     if strays:
         position = table.receipts.index(strays[0]) + 1
         raise TableError(f"{path}, receipt {position} cannot be used: no record has its kernel")
-    # Another template version's kernels do not render here, so that they cannot be matched with records.
+    # Kernels of other template versions do not render here, so they cannot be matched with records.
     known = {template_hash(record.family) for record in table.records if record.config is not None}
     receipts = tuple(one for one in table.receipts if one.versions.template in known)
     return msgspec.structs.replace(table, receipts=receipts)
 
 
 def _counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:
-    """The records one after another; `watch` is called now and then with their number so far."""
+    """Yields the records, and reports their number to `watch` every `COUNTED` records."""
     for number, record in enumerate(records):
         if number % COUNTED == 0:
             watch(phase, number, len(records))

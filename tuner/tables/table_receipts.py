@@ -1,4 +1,4 @@
-"""Receipts of a table: the verdicts and times of a GPU here enter the table that was verified."""
+"""Receipts of a table: adds verdicts and times of this machine's GPU to a verified table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families
 from flashtune.tuner.tables.admission import digest_of
 
-# A kernel under the versions that made it, and a problem with the kernel that was timed at it.
+# Keys: a kernel digest with its versions, and a problem key with the digest of the timed kernel.
 _Proven = tuple[str, tuple[str, str, str, str]]
 _Timed = tuple[str, str]
 
 
 def sibling(record: Record) -> Specialization:
-    """Returns the specialization of a record's sibling, which has the other setting of the log-sum-exp.
+    """Returns the specialization of a record's sibling, which has the opposite setting of `lse`.
 
-    The sibling of a backward pass takes, or does not take, the gradient of the log-sum-exp.
+    In a backward pass `lse` means that the kernel takes the gradient of the log-sum-exp.
     """
     return msgspec.structs.replace(record.specialization, lse=not record.specialization.lse)
 
@@ -40,12 +40,13 @@ def with_receipts(
 ) -> TunedTable:
     """Returns a table with the verdicts and times of its GPU.
 
-    A record that was measured under the same versions takes the verdict of its own kernel as its own. It
-    keeps its time and takes the times with shared masks.
-    A record whose kernel renders the same under another template version takes that version and the verdict.
-    A record whose kernel now renders differently takes the digest, versions, verdict and time of the kernel
-    that passed and was timed. Earlier receipts and times of the same kernels and versions are replaced. Stray
-    receipts are left out.
+    - A record of the same versions gets the verdict of its kernel and the times with shared masks. Its own
+      time does not change.
+    - A record with the same kernel under another template version gets that version and the verdict.
+    - A record that now renders another kernel gets the digest, versions, verdict and time of that kernel,
+      if it passed and was timed.
+
+    Earlier receipts and times of the same kernels and versions are replaced. Stray receipts are left out.
 
     Args:
         table: The table.
@@ -53,7 +54,7 @@ def with_receipts(
         receipts: Passed checks of kernels of records and of their siblings.
         times: Times of kernels of records under the versions here.
         failed: Checks of kernels that failed. Their earlier receipts are left out.
-        resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
+        resources: Resources of kernels that differ from their records' kernels, by digest.
     """
     times = tuple(times)
     wrong = {(one.digest, one.versions.makers) for one in failed}
@@ -72,14 +73,14 @@ def with_receipts(
         if record.verdict is not None and record.verdict.passed:
             makers.setdefault(record.kernel, set()).add(record.versions.makers)
     proven |= {(one.digest, one.versions.makers): one for one in receipts}
-    # Records that have the verdict themselves need no receipt.
+    # Records with the verdict need no receipt.
     proven = {place: one for place, one in proven.items() if makers.get(place[0]) != {place[1]}}
     timed = {
         (one.problem, one.kernel, one.versions.makers): one
         for listed in (table.times, times)
         for one in listed
     }
-    # These have the time themselves.
+    # Records with the time need no entry in the table's times.
     own = {(one.problem.key, one.kernel, one.versions.makers) for one in records}
     return without_strays(
         msgspec.structs.replace(
@@ -94,7 +95,7 @@ def with_receipts(
 def _earlier_check(
     record: Record, measured: Mapping[_Timed, Timing], proven: Mapping[_Proven, Check]
 ) -> Check | None:
-    """Returns the receipt of a record's kernel as it renders now, where an earlier run left one."""
+    """Returns the receipt of an earlier run for the kernel that a record renders now, if any."""
     if all(problem != record.problem.key for problem, _ in measured):
         return None
     own = _kernels(record)[:1]
@@ -115,7 +116,7 @@ def _renewed(
     if check.versions.makers == record.versions.makers:
         return msgspec.structs.replace(record, verdict=check.verdict)
     if check.digest == record.kernel and check.versions.builders == record.versions.builders:
-        # Another version of the template renders the same kernel, whose time stays.
+        # Another version of the template renders the same kernel, so its time stays valid.
         versions = msgspec.structs.replace(record.versions, template=check.versions.template)
         return msgspec.structs.replace(record, versions=versions, verdict=check.verdict)
     timing = measured.get((record.problem.key, check.digest))
@@ -143,9 +144,9 @@ def _with_shared_times(record: Record, measured: Mapping[_Timed, Timing]) -> Rec
 
 
 def stray_receipts(table: TunedTable) -> tuple[Check, ...]:
-    """Returns the receipts under an installed template version whose kernel no record of a table has.
+    """Returns receipts of installed template versions for kernels that no record of the table has.
 
-    Kernels of records are their own ones and their siblings, as they render here.
+    The kernels of a record are its own one and its sibling, as they render here.
     """
     versions = {template_hash(family.name) for family in families()}
     current = [one for one in table.receipts if one.versions.template in versions]
@@ -156,14 +157,14 @@ def stray_receipts(table: TunedTable) -> tuple[Check, ...]:
 
 
 def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
-    """The digests of a record's own kernel and its sibling, each with its template version."""
+    """Returns the digests of a record's own kernel and its sibling, each with its template version."""
     if record.config is None:
         return ()
     both = (record, msgspec.structs.replace(record, specialization=sibling(record)))
     try:
         return tuple((digest_of(one), template_hash(one.family)) for one in both)
     except FlashtuneError:
-        # A record that cannot be rendered here fails by itself.
+        # Other checks report records that cannot be rendered here.
         return ()
 
 
@@ -193,7 +194,7 @@ def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
 
 
 def verified_kernels(table: TunedTable) -> dict[str, frozenset[str]]:
-    """The kernels of records that passed on the table's GPU, by the Triton version, in order."""
+    """Returns the kernels of records that passed on the table's GPU, by Triton version, sorted."""
     own = {record.kernel for record in table.records}
     passed: dict[str, set[str]] = {}
     for receipt in table.receipts:

@@ -1,4 +1,4 @@
-"""`flashtune warm`: the kernels that calls will need, compiled, loaded and proven ahead of them."""
+"""`flashtune warm`: compiles, loads and verifies kernels before the first calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.processes import usable_cores
 from flashtune.tuner.workloads.passes import saving_lse
 
-# A phase, how many of its kernels are done, and how many there are.
+# Called with a phase, the number of finished kernels, and the number of all kernels.
 Watch = Callable[[str, int, int], None]
-# What a program asks for, and what may be assumed of its tensors.
+# A problem, and the specialization for the tensors of the call.
 Call = tuple[Problem, Specialization]
 
 
 class Need(NamedTuple):
-    """A kernel, and the first of the calls that it serves."""
+    """A kernel, and the first problem that it serves."""
 
     problem: Problem
     selection: Selection
@@ -37,25 +37,25 @@ class Need(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Distinct kernels by their digests, and why calls have none, one sentence each."""
+    """Distinct kernels by digest, and for each call without a kernel a sentence with the reason."""
 
     kernels: dict[str, Need]
     left_out: tuple[str, ...]
 
 
 class Warmed(msgspec.Struct, frozen=True):
-    """A kernel that was compiled ahead of its first call.
+    """A kernel that was compiled before its first call.
 
     Attributes:
         problem: Key of the first problem that it serves.
         target: Name of the GPU.
         family: Its family.
-        config: Its config, in words.
+        config: Label of its config.
         kernel: Its digest.
-        lse: Whether it gives the log-sum-exp, or takes the gradient of it.
-        seconds: What compiling took; next to nothing where Triton's cache had it.
-        loaded: Whether it was loaded on the GPU here, and proven where no receipt covers it.
-        failed: Why it cannot serve, empty if it can.
+        lse: Whether it returns the log-sum-exp, or takes the gradient of it.
+        seconds: Compile time; near 0 for a hit in Triton's cache.
+        loaded: Whether it was loaded on this machine's GPU, and verified if it has no receipt.
+        failed: Why it cannot be used; empty if it can.
     """
 
     problem: str
@@ -70,9 +70,9 @@ class Warmed(msgspec.Struct, frozen=True):
 
 
 def calls_of(problems: Iterable[Problem]) -> tuple[Call, ...]:
-    """Calls of problems on contiguous tensors.
+    """Returns the calls of problems with contiguous tensors.
 
-    A forward pass is called with the log-sum-exp too where its gradients are among the problems.
+    If a problem's backward pass is among the problems, its forward pass is also called with the log-sum-exp.
     """
     listed = tuple(problems)
     plain = [(problem, contiguous_specialization(problem)) for problem in listed]
@@ -81,14 +81,14 @@ def calls_of(problems: Iterable[Problem]) -> tuple[Call, ...]:
 
 
 def tables_with(target: Target, tables: Iterable[TunedTable]) -> Tables:
-    """What dispatch would use on a target if some tables were imported."""
+    """Returns the tables of dispatch for a target as if some tables were imported."""
     usual = tuned_records(target.name)
     added = by_problem(record for table in tables for record in table.records)
     return Tables(database={**usual.database, **added}, shipped=usual.shipped)
 
 
 def needs_of(calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
-    """The kernels that dispatch would choose for calls, each once."""
+    """Returns the kernels that dispatch would choose for calls, each once."""
     kernels: dict[str, Need] = {}
     left_out: list[str] = []
     for problem, specialization in calls:
@@ -105,7 +105,7 @@ def needs_of(calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
 def compile_needs(
     needs: Needs, target: Target, watch: Watch = lambda phase, done, total: None
 ) -> dict[str, Compiled]:
-    """Leaves kernels in Triton's cache, compiled on all cores; what compiling each gave, by its digest."""
+    """Compiles kernels into Triton's cache on all cores, and returns the results by digest."""
     total = len(needs.kernels)
     if not total:
         return {}
@@ -128,15 +128,15 @@ def _job(need: Need, target: Target) -> tuple[Scope, Candidate]:
 def warm(
     needs: Needs, target: Target, device: int | None, watch: Watch = lambda phase, done, total: None
 ) -> tuple[Warmed, ...]:
-    """Compiles kernels, and loads and proves them where their GPU is here.
+    """Compiles kernels, and with a GPU also loads and verifies them.
 
-    Binaries stay in Triton's cache and verdicts in the database, so that a later process neither compiles
-    nor proves them.
+    Binaries are stored in Triton's cache and verdicts in the database. Later processes neither compile nor
+    verify these kernels.
 
     Args:
         needs: The kernels.
         target: The GPU.
-        device: Its index on this machine, None to compile alone.
+        device: Its index on this machine; None only compiles.
         watch: Called with the progress.
     """
     compiled = compile_needs(needs, target, watch)
@@ -170,7 +170,7 @@ def _warmed(need: Need, target: Target, device: int | None, compiled: Compiled) 
 
 
 def _why_not_loaded(need: Need, target: Target, device: int) -> str:
-    """Loads a kernel as its first call would: why that fails, empty if it does not."""
+    """Loads a kernel as its first call would, and returns why that fails; empty on success."""
     import torch
 
     from flashtune.request.request import Prefer
