@@ -1,1 +1,1 @@
-"""Receipts carried over to kernels that render differently and compile to the same."""
+"""Restamping: moves receipts to kernels with another source and the same machine code."""

@@ -1,4 +1,4 @@
-"""Finds the kernels of earlier digests among files with rendered sources."""
+"""Finds kernels by earlier digests in files with rendered sources."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 from flashtune.core.file_lock import read_bounded
 from flashtune.core.kernel import Argument, Kernel, Step, canonical_source
 
-# Many times the size of any kernel's source.
+# Many times the size of a kernel's source.
 MAX_SOURCE_BYTES = 4 * 1024 * 1024
 FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
-# Digests are looked up one after another, each among the files of its name.
+# Size of the caches. It is small, because digests are looked up one after another.
 KEPT_SOURCES = 16
 
 
 class EarlierSources:
-    """The rendered files of folders."""
+    """Files with rendered sources in some folders."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         """Lists the files by the first eight digits of the digest in their names."""
@@ -34,10 +34,10 @@ class EarlierSources:
                     self._paths.setdefault(name[1][:8], []).append(path)
 
     def kernel(self, digest: str, like: Kernel) -> Kernel | None:
-        """Returns the kernel of a digest with another's arguments and options, None where no file has it."""
+        """Returns the kernel of a digest with the arguments and options of `like`, None if no file has it."""
         for path in self._paths.get(digest[:8], ()):
             for old in _candidates(like, self._text(path)):
-                # The digest authenticates the canonical form: only that is run.
+                # The digest authenticates the canonical form, so only that is run.
                 plain = msgspec.structs.replace(old, source=canonical_source(old.source))
                 if digest == old.digest == plain.digest:
                     return plain
@@ -45,7 +45,7 @@ class EarlierSources:
 
 
 def _text(path: Path) -> str:
-    """The text of a file, empty where it is unreadable, no regular file or too large for a source."""
+    """Returns the text of a file; empty if it is unreadable, not a regular file, or too large."""
     try:
         raw = read_bounded(path, MAX_SOURCE_BYTES + 1)
         return raw.decode() if len(raw) <= MAX_SOURCE_BYTES else ""
@@ -54,7 +54,7 @@ def _text(path: Path) -> str:
 
 
 def _candidates(like: Kernel, source: str) -> Iterator[Kernel]:
-    """The kernels that an earlier source may be of: with today's arguments, then with its names for them."""
+    """Yields possible kernels of a source: with the present names of arguments, then with its own names."""
     parameters = _parameters(source)
     if like.entry not in parameters:
         return
@@ -72,7 +72,7 @@ def _candidates(like: Kernel, source: str) -> Iterator[Kernel]:
 
 @functools.lru_cache(maxsize=KEPT_SOURCES)
 def _parameters(source: str) -> dict[str, tuple[str, ...]]:
-    """The parameters of each function at the top of a source."""
+    """Returns the parameters of each top-level function of a source."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -85,7 +85,7 @@ def _parameters(source: str) -> dict[str, tuple[str, ...]]:
 
 
 def _renamed(kernel: Kernel | Step, parameters: Mapping[str, tuple[str, ...]]) -> tuple[Argument, ...]:
-    """The arguments of a kernel under its function's own names, where it has as many parameters."""
+    """Returns a kernel's arguments with the names in the source, if the numbers of parameters are equal."""
     names = parameters.get(kernel.entry, ())
     if len(names) != len(kernel.arguments):
         return kernel.arguments

@@ -1,4 +1,4 @@
-"""Reads the parts of an ELF file that decide what a kernel does on a GPU."""
+"""Reads the parts of an ELF file that affect a kernel's execution on a GPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import msgspec
 
-# Names of sections that hold code, constants and parameters begin so. The others are for debuggers and for
-# readers, or locate the kernel by its name.
+# Prefixes of the names of sections with code, constants and parameters. The others have debug information,
+# or locate the kernel by its name.
 SECTIONS = (".text", ".nv.constant", ".nv.info", ".nv.shared", ".nv.global", ".rodata", ".data", ".bss")
-# Types of sections.
+# Section types.
 NO_BITS, RELA, NOTE, REL = 8, 4, 7, 9
-# AMD's compiler keeps the launch parameters in a note.
+# AMD's compiler stores the launch parameters in a note.
 AMD = b"AMDGPU\0"
 NAMES = (".name", ".symbol")
 
 
 class _Section(NamedTuple):
-    """A section: its name, and the fields of its header that are read."""
+    """A section: its name, content and the needed fields of its header."""
 
     name: str
     type: int
@@ -32,13 +32,16 @@ class _Section(NamedTuple):
 def parts(binary: bytes, entry: str) -> dict[str, object]:
     """Returns the parts of an ELF file by section.
 
-    Of code, constants and parameters: flags, size and content. Of their relocations: place, type, symbol and
-    addend. Of AMD's notes: the launch parameters. Names of kernels and symbols are left out, which change
-    nothing, and indices of sections, which follow from the names.
+    - Code, constants and parameters: flags, size and content.
+    - Their relocations: offset, type, symbol and addend.
+    - AMD's notes: the launch parameters.
+
+    Names of kernels and symbols are left out, because they have no effect. Indices of sections are left
+    out, because they follow from the names.
 
     Args:
         binary: The file.
-        entry: The kernel's name, which is in names of sections.
+        entry: The kernel's name, which is part of section names.
     """
     sections = list(_sections(binary))
     found: dict[str, object] = {}
@@ -69,7 +72,7 @@ def _string(content: bytes, start: int) -> str:
 
 
 def _relocations(section: _Section, sections: list[_Section], entry: str) -> list[tuple[object, ...]]:
-    """The relocations of a section: place, type, symbol, and addend if there is one."""
+    """Returns the relocations of a section: offset, type, symbol, and addend if there is one."""
     layout = "<QQq" if section.type == RELA else "<QQ"
     symbols = sections[section.link]
     names = sections[symbols.link].content
@@ -82,7 +85,7 @@ def _relocations(section: _Section, sections: list[_Section], entry: str) -> lis
 def _symbol(
     table: bytes, index: int, names: bytes, sections: list[_Section], entry: str
 ) -> tuple[str, int, int]:
-    """A symbol as its section, value and size; one that is defined elsewhere as its name."""
+    """Returns a symbol's section, value and size; the name replaces the section of external symbols."""
     name_at, _, _, place, value, size = struct.unpack_from("<IBBHQQ", table, 24 * index)
     inside = 0 < place < len(sections)
     return (
@@ -93,7 +96,7 @@ def _symbol(
 
 
 def _amd_notes(content: bytes) -> Iterator[object]:
-    """The launch parameters of AMD's notes, without the kernels' names."""
+    """Yields the launch parameters of AMD's notes, without the kernels' names."""
     place = 0
     while place < len(content):
         owner_size, size, _ = struct.unpack_from("<III", content, place)

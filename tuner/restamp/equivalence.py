@@ -1,7 +1,7 @@
-"""Compares two kernels by what a GPU would run: machine code, launch metadata and host launch code.
+"""Compares two kernels: machine code, launch metadata and host launch code.
 
-A receipt of one kernel holds for the other where all of these are equal. Of a binary, code, constants,
-parameters, their relocations and AMD's launch parameters count; debug information and names do not.
+If all of these are equal, a receipt of one kernel is valid for the other. In a binary, code, constants,
+parameters, their relocations and AMD's launch parameters count. Debug information and names do not.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 SEED = 0
-# Metadata that names a kernel or the compiler's cache, and so says nothing of the launch.
+# Metadata with the name of a kernel or of a cache entry, which does not affect the launch.
 NAMES = frozenset({"hash", "name"})
 LIBRARIES = Path(triton.__file__).with_name("backends") / "nvidia" / "lib"
 MAX_LIBRARY_BYTES = 256 * 1024 * 1024
 
 
 def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, target: Target) -> str:
-    """Returns the first difference between two kernels of one problem, empty where there is none.
+    """Returns the first difference between two kernels of one problem; empty if there is none.
 
-    Both are compiled for the target by the installed Triton. Their launch code is run on tensors without
-    memory, for every case of the verifier's full level.
+    Both are compiled for the target by the installed Triton. Their launch code runs on meta tensors, for
+    every case of the verifier's full level.
 
     Raises:
         KernelError: One of them does not compile.
@@ -70,7 +70,7 @@ def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, targe
 
 
 def _bound(kernel: Kernel) -> list[tuple[str, str, int]]:
-    """The arguments of a kernel as a launch binds them: tensors and floats by name, integers by place."""
+    """Returns a kernel's arguments as a launch binds them, integers by position instead of by name."""
     return [
         ("" if argument.type.startswith("i") else argument.name, argument.type, argument.divisibility)
         for argument in kernel.arguments
@@ -89,7 +89,7 @@ def _binary_difference(old: CompiledKernel, new: CompiledKernel, target: Target)
 
 
 def _metadata(compiled: CompiledKernel) -> dict[str, str]:
-    """The launch metadata in comparable form. Libraries count by their content, wherever they are."""
+    """Returns the launch metadata in comparable form. Libraries are compared by content, not by path."""
     values = compiled.metadata._asdict()
     libraries = [(name, _content(Path(path))) for name, path in values.pop("extern_libs", None) or ()]
     named = {name: repr(value) for name, value in values.items() if name not in NAMES}
@@ -98,10 +98,10 @@ def _metadata(compiled: CompiledKernel) -> dict[str, str]:
 
 @functools.cache
 def _content(path: Path) -> str:
-    """A hash of a file. Of one that cannot be read or is too large its path: it equals no other file.
+    """Returns a hash of a file; its path if it is unreadable or too large, so that it equals no other file.
 
-    Triton's cache finds a binary by the content of NVIDIA's libraries. A binary that was compiled by an
-    installation that is gone names that one's files. The installed files of these names have their content.
+    Triton's cache key has the content of NVIDIA's libraries, not their paths. A cached binary may name
+    files of a deleted installation. The installed files of the same names then have the same content.
     """
     try:
         content = read_bounded(path if path.exists() else LIBRARIES / path.name, MAX_LIBRARY_BYTES + 1)
@@ -111,7 +111,7 @@ def _content(path: Path) -> str:
 
 
 class _Plan(NamedTuple):
-    """All that the launch code of a module makes of one problem's tensors."""
+    """The results of a module's launch code for one problem's tensors."""
 
     launch: Any
     prologue: Any
@@ -134,7 +134,7 @@ def _plan_difference(old: Kernel, new: Kernel, problem: Problem, config: Config,
 
 
 def _launch_code(kernel: Kernel, target: Target) -> dict[str, Any]:
-    """The functions of a module as they run on the target, whose multiprocessors they count."""
+    """Returns the functions of a module, with the target's SM count in place of this machine's."""
     module = load_module(kernel)
     counts = types.SimpleNamespace(multi_processor_count=target.sm_count)
     cuda = types.SimpleNamespace(get_device_properties=lambda device: counts)
@@ -148,13 +148,13 @@ def _launch_code(kernel: Kernel, target: Target) -> dict[str, Any]:
 
 
 class _OnGpu(torch.Tensor):
-    """A tensor without memory that passes for one on a GPU."""
+    """A meta tensor with `is_cuda` set."""
 
     is_cuda = True
 
 
 def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
-    """The tensors by which the launch of a case is planned, as `bind` and `bind_backward` pass them."""
+    """Returns the tensors of a case for the launch code, as `bind` and `bind_backward` pass them."""
     inputs = make_inputs(forward_of(problem), META)
     q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
     if layout is Layout.BSHD and not (problem.packed or problem.page_size):
@@ -163,7 +163,7 @@ def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
     if problem.is_backward:
         tensors += [torch.empty_like(tensor) for tensor in (out, q, k, v)]
     names = kernel.all_side if problem.is_backward else kernel.side
-    # The scales of quantised queries are contiguous, so that no plan reads them.
+    # The scales of quantised queries are contiguous, so the launch code does not need them.
     if not problem.dtype.is_quantized:
         tensors += [getattr(inputs.side, name) for name in names if name not in NUMBERS]
     return [tensor.to(META).as_subclass(_OnGpu) for tensor in tensors]
@@ -186,13 +186,13 @@ def _plan(module: dict[str, Any], kernel: Kernel, tensors: list[Tensor], backwar
 def _described(
     module: dict[str, Any], kernel: Kernel, tensors: list[Tensor], scratch: list[Tensor], *, backward: bool
 ) -> list[Any]:
-    """The TMA descriptors of a launch, in comparable form, by the tensors that they describe."""
+    """Returns the TMA descriptors of a launch in comparable form, by key or position."""
     if backward:
         passed = [*tensors, *scratch]
         made = [*module["descriptors"](*passed).items()]
     else:
         q, k, v, out = tensors[:4]
-        # The kernel reads the values that its prologue wrote.
+        # With a prologue, the kernel reads the values that the prologue writes.
         passed = [q, k, typed(scratch[0], v) if kernel.prologue else v, out]
         made = [*enumerate(module["descriptors"](*passed))]
     places = [tensor.untyped_storage()._cdata for tensor in passed]

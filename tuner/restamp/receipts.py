@@ -1,7 +1,7 @@
-"""Finds the kernels of today that have the machine code of earlier kernels with receipts.
+"""Finds present kernels with the machine code of earlier kernels that have receipts.
 
-A record names its own kernel alone. Of its sibling, and of its own kernel under another Triton after a
-restamp, a table has receipts with the earlier digest and nothing else.
+A record names only its own kernel. For its sibling, a table has only receipts with the earlier digest. The
+same is true of its own kernel under another Triton after a restamp.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flashtune.tuner.tables.table_receipts import sibling
 def successors(
     receipts: Iterable[Check], records: Iterable[Record], folders: Iterable[Path], progress: Progress
 ) -> dict[str, Record]:
-    """Returns a record of today's kernel for each earlier digest of the same machine code.
+    """Returns a record of the present kernel for each earlier digest of the same machine code.
 
-    Two kernels are compared at the problem of each record that has today's one, as its own or as its sibling.
-    Receipts of other compilers than the installed ones are left out, since equal code of one compiler proves
-    nothing of another's.
+    Two kernels are compared at the problem of each record that has the present one, as its own or as its
+    sibling. Receipts of compilers that are not installed are left out: equal code of one compiler does not
+    imply equal code of another.
 
     Args:
-        receipts: Those under an installed template version are left out.
-        records: Records that name the kernels of today.
-        folders: Folders with sources of earlier kernels, besides the kernel cache.
-        progress: As that of `restamp.restamp`.
+        receipts: Receipts. Those of an installed template version are left out.
+        records: Records that name the present kernels.
+        folders: Folders with sources of earlier kernels, in addition to the kernel cache.
+        progress: As in `restamp.restamp`.
     """
     digests = _earlier(receipts)
     users = _users(records) if digests else {}
@@ -48,7 +48,7 @@ def successors(
     for digest in digests:
         found = [(old, new) for new in users if (old := sources.kernel(digest, new))]
         if found:
-            # Kernels with the same arguments and options may differ in the size of a block, for instance.
+            # Kernels with the same arguments and options may still differ, for example in a tile size.
             pairs[digest] = min(found, key=lambda pair: _differing_lines(*pair))
     jobs = {
         (digest, place): (old, new, record.problem, record.config, facts_of(record))
@@ -61,7 +61,7 @@ def successors(
 
 
 def _earlier(receipts: Iterable[Check]) -> list[str]:
-    """The digests of receipts of the installed compilers under template versions that are not installed."""
+    """Returns the digests of receipts of the installed compilers and of other template versions."""
     names = [family.name for family in families()]
     templates, compilers = {template_hash(name) for name in names}, current_versions(names[0]).compilers
     earlier = (
@@ -73,7 +73,7 @@ def _earlier(receipts: Iterable[Check]) -> list[str]:
 
 
 def _users(records: Iterable[Record]) -> dict[Kernel, list[Record]]:
-    """The kernels of records and of their siblings, each with the records that have it."""
+    """Returns the kernels of records and of their siblings, each with its records."""
     users: dict[Kernel, list[Record]] = {}
     for record in records:
         if record.config is None or record.kernel is None:
@@ -91,6 +91,6 @@ def _users(records: Iterable[Record]) -> dict[Kernel, list[Record]]:
 
 
 def _differing_lines(old: Kernel, new: Kernel) -> int:
-    """The number of lines that one of two kernels has and the other lacks."""
+    """Returns the number of lines that only one of two kernels has."""
     before, after = (Counter(canonical_source(one.source).splitlines()) for one in (old, new))
     return (before - after).total() + (after - before).total()

@@ -1,4 +1,4 @@
-"""Carries receipts over to kernels whose source changed and whose machine code did not."""
+"""Moves receipts to kernels with changed source and unchanged machine code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashtune.tuner.restamp.earlier_sources import EarlierSources
 from flashtune.tuner.restamp.equivalence import difference
 from flashtune.tuner.tables.admission import facts_of
 
-# Two kernels, each with its prologue and epilogue.
+# Time limit of a comparison: two kernels compile, each with its prologue and epilogue.
 SECONDS = 600.0
 
 Progress = Callable[[str, int, int], None]
@@ -43,11 +43,11 @@ _Name = TypeVar("_Name", bound=Hashable)
 class Fate(enum.StrEnum):
     """The result of a record's comparison.
 
-    current       It names the kernel and the template version of today.
-    carried       Its receipt was carried over.
+    current       It names the present kernel and template version.
+    carried       Its receipt was moved.
     changed       The two kernels differ, or one cannot be compiled.
-    other_triton  The kernels' sources differ, and another Triton or ptxas is installed than made the record.
-    no_source     There is no file with the source of its kernel.
+    other_triton  The sources differ, and the record is of another Triton or ptxas than the installed one.
+    no_source     No file has the source of its kernel.
     """
 
     CURRENT = "current"
@@ -61,9 +61,9 @@ class Restamped(msgspec.Struct, frozen=True):
     """A record after the comparison.
 
     Attributes:
-        record: With the digest and the template version of today where its receipt was carried over.
+        record: The record, with the present digest and template version if its receipt was moved.
         fate: The result of the comparison.
-        reason: The first difference, where there is one.
+        reason: The first difference, if any.
     """
 
     record: Record
@@ -72,7 +72,7 @@ class Restamped(msgspec.Struct, frozen=True):
 
 
 class _Pair(NamedTuple):
-    """The kernel that a record names, and the one that its config renders to today."""
+    """The kernel that a record names, and the present one of its config."""
 
     old: Kernel
     new: Kernel
@@ -82,13 +82,13 @@ class _Pair(NamedTuple):
 def restamp(
     records: Iterable[Record], folders: Iterable[Path] = (), progress: Progress = quiet
 ) -> tuple[Restamped, ...]:
-    """Compares the kernel that each record names with today's; carries receipts over where they are equal.
+    """Compares each record's kernel with the present one, and moves the receipt if they are equal.
 
     Both kernels are compiled by the installed Triton for the record's target; see `equivalence.difference`.
 
     Args:
-        records: Those without a kernel are left as they are.
-        folders: Folders with sources of earlier kernels, besides the kernel cache.
+        records: Records. Those without a kernel are not changed.
+        folders: Folders with sources of earlier kernels, in addition to the kernel cache.
         progress: Called after each comparison with the phase, the number done and the total.
     """
     listed = list(records)
@@ -99,7 +99,7 @@ def restamp(
 
 
 def fates(restamped: Iterable[Restamped]) -> dict[str, int]:
-    """The number of records by fate."""
+    """Returns the number of records by fate."""
     counts = Counter(one.fate for one in restamped)
     return {fate.value: counts[fate] for fate in Fate}
 
@@ -119,14 +119,14 @@ def _pair(record: Record, sources: EarlierSources) -> _Pair | Restamped:
         return _Pair(new, new, target)
     here = current_versions(record.family)
     if record.versions.compilers != here.compilers:
-        # Equal code of one compiler proves nothing of another's.
+        # Equal code of one compiler does not imply equal code of another.
         return Restamped(record, Fate.OTHER_TRITON)
     old = sources.kernel(record.kernel, new)
     return _Pair(old, new, target) if old else Restamped(record, Fate.NO_SOURCE)
 
 
 def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Progress) -> dict[_Key, str]:
-    """The first difference of each distinct pair of kernels on a target."""
+    """Returns the first difference of each distinct pair of kernels on a target."""
     jobs = {
         _key(record, pair): (pair.old, pair.new, record.problem, record.config, pair.target)
         for record, pair in zip(records, pairs, strict=True)
@@ -136,12 +136,12 @@ def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Pr
 
 
 def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: Progress) -> dict[_Name, str]:
-    """Returns the first difference of each pair of kernels, empty where there is none.
+    """Returns the first difference of each pair of kernels; empty if there is none.
 
     Args:
-        phase: The name of these comparisons.
+        phase: The name of the work, for the progress.
         jobs: The arguments of `equivalence.difference`, by any key.
-        progress: As that of `restamp`.
+        progress: As in `restamp`.
     """
     if not jobs:
         return {}
@@ -159,7 +159,7 @@ def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: 
 
 
 def _key(record: Record, pair: _Pair) -> _Key:
-    """Launch code depends on lengths, so that each problem is compared by itself."""
+    """Returns the key of a comparison. It has the problem, because launch code depends on lengths."""
     return (
         pair.old.digest,
         pair.new.digest,

@@ -1,4 +1,4 @@
-"""Restamps the records of a table or a database, with the evidence of their kernels."""
+"""Restamps the records of a table or a database, with receipts and times of their kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flashtune.tuner.tables.table_receipts import sibling
 
 
 class RestampedTable(NamedTuple):
-    """The restamped records of a table, and how many receipts moved.
+    """The restamped records of a table, and the number of moved receipts.
 
     Attributes:
-        records: Its records after the comparison.
-        receipts: The number of its receipts that were carried over.
+        records: The table's records after the comparison.
+        receipts: The number of moved receipts.
     """
 
     records: tuple[Restamped, ...]
@@ -32,11 +32,11 @@ class RestampedTable(NamedTuple):
 
 
 def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress = quiet) -> RestampedTable:
-    """Restamps the records of a table file in place, and its receipts of their kernels and siblings.
+    """Restamps the records of a table file in place, and the receipts of their kernels and siblings.
 
     Raises:
-        TableError: The file is no table.
-        FlashtuneError: It cannot be written.
+        TableError: The file is not a table.
+        FlashtuneError: The file cannot be written.
     """
     table = load_table(path)
     folders = tuple(folders)
@@ -57,9 +57,10 @@ def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress =
 def _restamped(
     table: TunedTable, done: tuple[Restamped, ...], successors: Mapping[str, Record]
 ) -> TunedTable:
-    """The table with its restamped records. Receipts and times of their kernels follow them as `_moved` says.
+    """Returns the table with its restamped records, and moves receipts and times of their kernels.
 
-    A receipt also stays with a record that still names its kernel. A time that cannot follow is left out.
+    `_moved` decides which can be moved. A receipt also remains if a record still names its kernel. A time
+    that cannot be moved is left out.
     """
     pairs = zip(table.records, done, strict=True)
     carried = [(before, one.record) for before, one in pairs if one.fate is Fate.CARRIED]
@@ -96,9 +97,9 @@ def _restamped(
 
 
 def _moved(kernel: str, versions: Versions, after: Record | None) -> Versions | None:
-    """The versions of evidence that follows a kernel to a record; None where it cannot follow.
+    """Returns the versions of a receipt or time after its move to a record; None if it cannot be moved.
 
-    Kernels of two digests were compared under the record's compilers alone.
+    Kernels of two digests were compared only under the record's compilers.
     """
     if after is None or (kernel != after.kernel and versions.compilers != after.versions.compilers):
         return None
@@ -108,7 +109,7 @@ def _moved(kernel: str, versions: Versions, after: Record | None) -> Versions | 
 def restamp_database(
     db: str | None, folders: Iterable[Path] = (), progress: Progress = quiet
 ) -> tuple[Restamped, ...]:
-    """Restamps the records of a database; selections name the restamped ones.
+    """Restamps the records of a database. Selections then refer to the restamped ones.
 
     Raises:
         StoreError: The database cannot be read or written.

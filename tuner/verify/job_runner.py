@@ -14,7 +14,7 @@ from pebble import ProcessPool
 from flashtune.tuner.execution.processes import stop_pool
 from flashtune.tuner.verify.verify_jobs import failure
 
-# How often a run looks whether its time is over or a signal came.
+# Interval of checks for the time limit and for signals.
 POLL_SECONDS = 0.2
 
 Progress = Callable[[str, int, int], None]
@@ -22,11 +22,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Runs:
-    """Runs jobs in worker processes until a time limit is over or `stop` is called.
+    """Runs jobs in worker processes until a time limit or a call of `stop`.
 
     Attributes:
         stopped: Whether `stop` was called.
-        error: The error that ended the run, where errors are held.
+        error: The error that ended the run, with `hold_errors`.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Runs:
         """Sets the limit.
 
         Args:
-            seconds: Seconds from now on after which no job is waited for, None without a limit.
+            seconds: Time limit from now on, in seconds; None for no limit.
             progress: Called with the phase, the number of finished jobs and the total.
-            hold_errors: Whether an error that is no result of a job ends the run and becomes `error`, so that
-                the caller can keep the results so far. It must raise it then.
+            hold_errors: Whether an error that is not a job's result ends the run and becomes `error`. The
+                caller can then store the results so far, and must raise the error.
         """
         self._end = None if seconds is None else time.monotonic() + seconds
         self._progress = progress
@@ -51,12 +51,12 @@ class Runs:
         self.error: Exception | None = None
 
     def stop(self) -> None:
-        """Ends the run: jobs that have not finished are dropped."""
+        """Ends the run. Unfinished jobs are dropped."""
         self.stopped = True
 
     @property
     def ended(self) -> bool:
-        """Whether the time limit is over, `stop` was called or an error is held."""
+        """Returns whether the time limit is over, `stop` was called or an error is held."""
         late = self._end is not None and time.monotonic() >= self._end
         return late or self.stopped or self.error is not None
 
@@ -73,16 +73,16 @@ class Runs:
         Args:
             phase: Name of the work, for the progress.
             start: Makes the pool, which is stopped at the end.
-            function: What each job calls.
+            function: The function that each job calls.
             jobs: The arguments of each job.
             seconds: Time limit of each job.
 
         Returns:
-            For each finished job: why it gave no result, empty if it gave one, and the result. Jobs that had
-            not finished when the run ended are left out.
+            For each finished job: why it has no result, empty if it has one, and the result. Unfinished jobs
+            are left out.
 
         Raises:
-            MachineError: The machine failed, as with a full disk, and errors are not held.
+            MachineError: The machine failed, for example with a full disk, and errors are not held.
         """
         if not jobs or self.ended:
             return {}
@@ -101,7 +101,7 @@ class Runs:
             stop_pool(pool)
 
     def _result(self, job: Future[Any]) -> tuple[str, Any] | None:
-        """Returns why a job gave no result, or its result; None after an error that is held."""
+        """Returns why a job has no result, and its result; None after a held error."""
         try:
             lost = failure(job)
         except Exception as error:
@@ -114,7 +114,7 @@ class Runs:
 
 @contextlib.contextmanager
 def stopped_by_signals(runs: Runs) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM stop a run instead of the program. A second one ends the program as ever."""
+    """Makes SIGINT and SIGTERM stop a run instead of the program. A second signal ends the program."""
     usual = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:

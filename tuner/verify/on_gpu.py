@@ -1,7 +1,7 @@
-"""Checks and times the kernels of a table's records on their GPU.
+"""Verifies and times the kernels of a table's records on their GPU.
 
-Each record has two kernels: its own and its sibling, which has the other setting of the log-sum-exp. Both are
-checked at the same level.
+Each record has two kernels: its own and its sibling, which has the opposite setting of `lse`. Both are
+verified at the same level.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from flashtune.tuner.verify.verify_jobs import Subject
 from flashtune.verification.check import full_probes, joined
 from flashtune.verification.schedule_fuzzing import delayed
 
-# Checks wait for the processor most of the time, so that several processes share the GPU.
+# Checks wait for the CPU most of the time, so several processes share the GPU.
 MOST_WORKERS = 8
-# A check keeps the inputs and references of two large problems, of up to 2 GiB each.
+# A check holds the inputs and references of two large problems, of up to 2 GiB each.
 WORKER_BYTES = 16 * 2**30
 
 
-# The digest of a kernel and the versions that made it.
+# The digest of a kernel and the versions that compiled it.
 _Place = tuple[str, tuple[str, str, str, str]]
 
 
@@ -42,12 +42,12 @@ class OnGpu(msgspec.Struct, frozen=True):
     """The results of a GPU.
 
     Attributes:
-        outcomes: By the id of the record.
+        outcomes: Outcomes by `id` of the record.
         checks: All verdicts.
-        passed: Records whose own kernel passed, each with the check.
-        receipts: A check for each kernel that passed at the shapes of all records that have it.
+        passed: Records with a passed kernel of their own, each with the check.
+        receipts: A check for each kernel that passed at the shapes of all its records.
         times: Times of the kernels of records under the versions here.
-        resources: The compiler's figures of kernels that differ from their records' kernels, by digest.
+        resources: Resources of kernels that differ from their records' kernels, by digest.
     """
 
     outcomes: Mapping[int, Outcome] = {}
@@ -62,9 +62,9 @@ class Outcome(msgspec.Struct, frozen=True):
     """The result of a record.
 
     Attributes:
-        failed: Why a check or the timing of its kernels failed, empty if none did.
-        missed: Whether the run ended before all of them.
-        ran: Whether its own kernel was checked here; if not, the table has a receipt of it.
+        failed: Why a check or the timing of its kernels failed; empty if none failed.
+        missed: Whether the run ended before all of its checks.
+        ran: Whether its own kernel was checked here. If not, the table has a receipt of it.
     """
 
     failed: str
@@ -73,7 +73,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Task(NamedTuple):
-    """A check of a kernel at the shape of a record; `sibling` names it where it is not the record's own."""
+    """A check of a kernel at the shape of a record. `sibling` is its description if it is the sibling."""
 
     subject: Subject
     kernel: Kernel
@@ -81,7 +81,7 @@ class _Task(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The result of a task: why it failed, empty if it passed, None if it did not end; and its verdict."""
+    """The result of a task: its verdict, and why it failed; empty if it passed, None if it did not end."""
 
     task: _Task
     failed: str | None
@@ -91,15 +91,15 @@ class _Done(NamedTuple):
 def check_on_gpu(
     subjects: list[Subject], index: int, runs: Runs, known: TunedTable | None = None, *, timed: bool = False
 ) -> OnGpu:
-    """Checks the kernels of records on their GPU, and times those that passed.
+    """Verifies the kernels of records on their GPU, and times those that passed.
 
     Args:
-        subjects: Records of the GPU, whose kernels compile.
+        subjects: Records of the GPU with kernels that compile.
         index: The GPU's index on this machine.
-        runs: Where the jobs run.
-        known: A table whose receipts and times under the versions here are not made again.
-        timed: Whether to time kernels whose records were made under other versions than are here, or lack
-            times with shared masks.
+        runs: Runs the jobs.
+        known: A table with receipts and times to reuse, if they are of the versions here.
+        timed: Whether to time kernels of records that are of other versions, or lack times with shared
+            masks.
     """
     tasks = _tasks(subjects)
     if known is not None:
@@ -138,7 +138,7 @@ def check_on_gpu(
 
 
 def _tasks(subjects: list[Subject]) -> list[_Task]:
-    """The checks of records, those of one kernel in a row, since a process keeps the inputs of its cases."""
+    """Returns the checks of records, grouped by kernel, because a process caches the inputs of its cases."""
     tasks: list[_Task] = []
     for subject in sorted(subjects, key=lambda one: one.kernel.digest):
         record, specialization = subject.record, sibling(subject.record)
@@ -150,7 +150,7 @@ def _tasks(subjects: list[Subject]) -> list[_Task]:
 
 
 def _has_receipt(task: _Task, receipts: Mapping[_Place, Verdict]) -> bool:
-    """Whether a table has a pass of a kernel under the versions here, with all probes of a check."""
+    """Returns whether a table has a passed verdict under the versions here, with all probes of a check."""
     record, target = task.subject.record, task.subject.target
     assert record.config is not None
     place = task.kernel.digest, current_versions(record.family).makers
@@ -166,9 +166,9 @@ def _has_receipt(task: _Task, receipts: Mapping[_Place, Verdict]) -> bool:
 
 
 def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
-    """Fills the compiler's cache with the siblings and the kernels with delays, on all cores.
+    """Compiles the siblings and the kernels for schedule fuzzing into Triton's cache, on all cores.
 
-    A kernel that does not compile fails in its check, where the sentence names it.
+    A kernel that does not compile fails later in its check, with a message that names it.
     """
     jobs = {}
     for task in tasks:
@@ -186,7 +186,7 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
 def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
     jobs = {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)}
     found = _checked("on the GPU", jobs, _workers(index), runs)
-    # Other checks held the memory: a failure for want of it is no result of the kernel.
+    # If other checks held the memory, an out-of-memory error is not a failure of the kernel.
     crowded = {place: jobs[place] for place, (lost, _) in found.items() if lacked_memory(lost)}
     for place in crowded:
         del found[place]
@@ -211,7 +211,7 @@ def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Done:
 
 
 def _workers(index: int) -> int:
-    """The number of processes that check kernels on a GPU at the same time."""
+    """Returns the number of processes that verify kernels on a GPU at the same time."""
     import torch
 
     free, _ = torch.cuda.mem_get_info(index)
@@ -219,7 +219,7 @@ def _workers(index: int) -> int:
 
 
 def _receipts(done: list[_Done]) -> tuple[Check, ...]:
-    """One check for each kernel that passed at all of its records' shapes."""
+    """Returns one check for each kernel that passed at all of its records' shapes."""
     checks: dict[str, list[Check | None]] = {}
     for one in done:
         checks.setdefault(one.task.kernel.digest, []).append(None if one.failed else one.check)
@@ -233,7 +233,7 @@ def _receipts(done: list[_Done]) -> tuple[Check, ...]:
 
 
 def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
-    """Whether a record's kernel has no measurement under the versions here, or none with shared masks."""
+    """Returns whether a record's kernel has no time under the versions here, or none with shared masks."""
     record, here = subject.record, current_versions(subject.record.family)
     if record.versions.builders == here.builders and not subject.renders_differently:
         return _lacks_shared_times(record)
@@ -250,14 +250,14 @@ def _lacks_shared_times(record: Record) -> bool:
 def _time(
     subjects: list[Subject], index: int, runs: Runs
 ) -> tuple[dict[int, tuple[str, Any]], dict[str, Resources]]:
-    """Times the kernels of records one after another, while nothing else runs on the GPU.
+    """Times the kernels of records one after another, with no other job on the GPU.
 
-    Kernels that render differently than their records say are first compiled as a search compiles them, and
-    are timed only if a search would launch them.
+    Kernels that differ from their records' kernels are first compiled as in a search. They are timed only if
+    a search would launch them.
 
     Returns:
-        By the id of the record, why its kernel was not timed, empty if it was, and the measurement; and the
-        compiler's figures of the changed kernels, by digest.
+        By `id` of the record: why its kernel was not timed, empty if it was, and the measurement. And the
+        resources of the changed kernels, by digest.
     """
     changed = [one for one in subjects if one.renders_differently]
     read = runs.run(

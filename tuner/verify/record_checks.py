@@ -1,9 +1,9 @@
-"""Verifies a table: every selected kernel compiles, fits, and computes what it should.
+"""Verifies a table: every selected kernel compiles, fits, and computes correct results.
 
-A kernel runs on the GPU of its record where that GPU is here. Elsewhere it runs under the interpreter, in
-float32. That proves its source. Its binary is proven by the record's receipt: the verdict of a GPU, bound to
-the kernel's digest, the template and the versions. No interpreter runs kernels in Gluon. Without their GPU
-they have their receipts alone.
+A kernel runs on the GPU of its record if this machine has that GPU. Otherwise it runs in the interpreter, in
+float32, which verifies only its source. Its binary then needs the record's receipt: the verdict of a GPU for
+the kernel's digest, the template and the versions. Gluon kernels cannot be interpreted. Without their GPU
+only the receipt is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
 from flashtune.tuner.verify.report import Means, Report, Result
 from flashtune.tuner.verify.verify_jobs import Interpretable, Subject
 
-# What the interpreter does not see of a config, set to one value so that fewer kernels differ.
+# Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
 UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}
 
 
@@ -50,14 +50,14 @@ def verify_records(
 
     Args:
         records: The table's records; baselines among them are only counted.
-        gpu: Index and facts of the GPU of this machine, None without one.
-        require_gpu: Whether what was not compared on a GPU here fails.
-        same_triton: Whether receipts of another Triton than the one installed here fail.
-        allow_unproven: Whether what compiles and fits passes where no GPU ever verified it.
-        known: A table whose receipts and times under the versions here are not made again on the GPU.
-        timed: Whether the GPU here times kernels whose records were made under other versions, or lack times
-            with shared masks.
-        runs: Where the jobs run; without a limit and silent if left out.
+        gpu: Index and target of this machine's GPU; None without a GPU.
+        require_gpu: Whether kernels fail that were not compared on this machine's GPU.
+        same_triton: Whether receipts of another Triton version fail.
+        allow_unproven: Whether kernels pass that compile and fit, but were never verified on a GPU.
+        known: A table with receipts and times to reuse, if they are of the versions here.
+        timed: Whether to time kernels on this machine's GPU if their records are of other versions, or lack
+            times with shared masks.
+        runs: Runs the jobs. None means no time limit and no progress.
     """
     runs = runs or Runs()
     listed = list(records)
@@ -72,7 +72,7 @@ def verify_records(
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
 
     def judge(record: Record) -> Result | None:
-        """The result of a record, None where the run ended before it."""
+        """Returns the result of a record, None if the run ended before it."""
         subject = subjects[id(record)]
         if isinstance(subject, str):
             return _result(record, None, Means.NONE, subject)
@@ -101,19 +101,19 @@ def verify_records(
 
 
 def remember(checks: Iterable[Check], db: str | None) -> None:
-    """Keeps a GPU's verdicts in a database, so that dispatch need not check these kernels again.
+    """Stores a GPU's verdicts in a database, so that dispatch does not check these kernels again.
 
     Raises:
         StoreError: The database cannot be written.
     """
     with open_store(db) as store:
-        # Of several verdicts of one kernel the last one stays: a failure.
+        # The last verdict of a kernel replaces earlier ones, so failures are stored last.
         for check in sorted(checks, key=lambda check: not check.verdict.passed):
             store.remember_check(check)
 
 
 def _subject(record: Record) -> Subject | str:
-    """The record's kernel as it renders here, or why the record cannot be used."""
+    """Returns the record with its kernel as rendered here, or why the record cannot be used."""
     assert record.config is not None
     try:
         refused, target = why_refused(record), facts_of(record)
@@ -133,7 +133,10 @@ def _result(
 
 
 def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, allow_unproven: bool) -> Result:
-    """The result of a kernel that no GPU ran here; `interpreted` is None where no interpreter could."""
+    """Returns the result of a kernel that did not run on a GPU here.
+
+    `interpreted` is the failure in the interpreter, empty if it passed, None if it cannot be interpreted.
+    """
     record = subject.record
     means = Means.RECEIPT if interpreted is None else Means.INTERPRETER
     if interpreted:
@@ -142,14 +145,14 @@ def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, al
     if not missing:
         return _result(record, subject.kernel, means, "", receipt_of(record))
     means = Means.NONE if interpreted is None else means
-    # A predicted record never claimed to have run, and is never dispatched as if it had.
+    # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
     excused = record.provenance is Provenance.PREDICTED and means is Means.INTERPRETER
     excused = excused or (allow_unproven and never_verified(record))
     return _result(record, subject.kernel, means, "" if excused else missing)
 
 
 def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
-    """Why each distinct binary is unfit for its target, empty where it is fit."""
+    """Returns why each distinct binary does not fit its target; empty if it fits."""
     jobs = {_binary(subject): (subject.kernel, subject.target) for subject in subjects}
     done = runs.run(
         "compiling",
@@ -162,9 +165,9 @@ def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
 
 
 def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
-    """By source: why it failed under the interpreter, empty if it passed."""
+    """Returns, by source, why it failed in the interpreter; empty if it passed."""
     tasks = {_source(subject): _task(subject) for subject in subjects if _is_interpreted(subject)}
-    # The longest ones first, so that no core waits for one that began last.
+    # The longest jobs start first, so that cores are not idle at the end.
     first = sorted(tasks, key=lambda source: _length(tasks[source]), reverse=True)
     done = runs.run(
         "under the interpreter",
@@ -177,7 +180,7 @@ def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
 
 
 def _length(task: Interpretable) -> int:
-    """Grows with the time of the interpreter: larger head dims and more splits take longer."""
+    """Returns a sort key by interpreter time: larger head dims and more splits take longer."""
     return task.problem.head_dim * int(getattr(task.config, "splits", 1))
 
 
@@ -186,7 +189,7 @@ def _is_interpreted(subject: Subject) -> bool:
 
 
 def _task(subject: Subject) -> Interpretable:
-    """The kernel as the interpreter meets it: in float32, at no particular size or option."""
+    """Returns the kernel for the interpreter: in float32, with fixed lengths and ignored options."""
     record = subject.record
     assert record.config is not None
     seen = {name: value for name, value in UNSEEN.items() if hasattr(record.config, name)}

@@ -1,4 +1,4 @@
-"""What verification says of a table: a result for each selected kernel."""
+"""The report of a verification: a result for each selected kernel of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.tuner.verify.on_gpu import OnGpu
 
 
 class Means(enum.StrEnum):
-    """How a kernel's results were compared with the reference, best first."""
+    """The methods of comparison with the reference, best first."""
 
     GPU = "gpu"
     INTERPRETER = "interpreter"
@@ -20,16 +20,16 @@ class Means(enum.StrEnum):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What verification says of one selected kernel.
+    """The result of one selected kernel.
 
     Attributes:
         problem: The problem's key.
         target: Name of the GPU.
         family: The kernel's family.
-        kernel: Digest of the kernel as rendered here, None where it could not be.
-        means: How it was compared; `none` where it was neither run here nor has a good receipt.
-        failed: Why it failed, empty if it passed.
-        receipt: The record's receipt, None unless it is a good one of this very kernel.
+        kernel: Digest of the kernel as rendered here; None if it cannot be rendered.
+        means: The method; `none` if it was not run here and has no valid receipt.
+        failed: Why it failed; empty if it passed.
+        receipt: The record's receipt; None unless it is valid for this kernel.
     """
 
     problem: str
@@ -42,13 +42,13 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All results, and what a GPU's checks leave to be remembered.
+    """All results, and the verdicts and times of this machine's GPU.
 
     Attributes:
-        results: One for each selected kernel that was reached, in the table's order.
-        baselines: Selections that are no generated kernel.
-        missed: Selected kernels that were not reached before the run ended.
-        on_gpu: The verdicts and times of the GPU here.
+        results: One for each selected kernel that was checked, in the table's order.
+        baselines: Number of selected baselines.
+        missed: Number of selected kernels that were not checked before the run ended.
+        on_gpu: The verdicts and times of this machine's GPU.
     """
 
     results: tuple[Result, ...]
@@ -57,10 +57,10 @@ class Report(msgspec.Struct, frozen=True):
     on_gpu: OnGpu = OnGpu()
 
     def count(self, means: Means) -> int:
-        """How many were compared by a means, whatever came of it."""
+        """Returns the number of results of a method, passed or failed."""
         return sum(result.means is means for result in self.results)
 
     @property
     def failures(self) -> tuple[Result, ...]:
-        """What did not pass."""
+        """Returns the failed results."""
         return tuple(result for result in self.results if result.failed)

@@ -1,4 +1,4 @@
-"""Which records `flashtune verify --sample` checks."""
+"""The sample of records for `flashtune verify --sample`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flashtune.core.record import Record
 def sample(records: Iterable[Record]) -> tuple[Record, ...]:
     """Returns one record of each class of generated kernels, and every record without a config.
 
-    Records are of one class where their target, family, dtype, head dims, mask and other features are equal.
-    The record whose problem has the first key represents its class, so that equal tables give equal samples.
+    Records of one class have the same target, family, dtype, head dims, mask and other features. The record
+    with the first problem key represents its class, so that equal tables give equal samples.
     """
     listed = list(records)
     chosen: dict[Hashable, Record] = {}

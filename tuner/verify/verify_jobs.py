@@ -1,6 +1,6 @@
-"""What `flashtune verify` does in worker processes: compile, run on the GPU, run under the interpreter.
+"""Jobs of `flashtune verify` in worker processes: compile, run on the GPU, run in the interpreter.
 
-Nothing that imports Triton is imported at the top: an interpreter's worker sets its variable first.
+Modules that import Triton are imported in functions, after an interpreter worker has set `TRITON_INTERPRET`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 120.0
 # Several processes share the GPU.
 GPU_SECONDS = 900.0
-# Against a hang alone: the widest kernels take minutes, and several times that on a busy machine.
+# Only for hangs: the largest head dims take minutes, and several times that on a busy machine.
 INTERPRETER_SECONDS = 1800.0
 BROKEN_CONTEXT = 70
-# A process that holds more of the GPU's memory than this gives back what it kept of earlier checks.
+# A process that holds more GPU memory than this frees the cached tensors of earlier checks.
 MOST_KEPT_BYTES = 6 * 2**30
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A record to be verified, the facts of its GPU, and its kernel as it renders here."""
+    """A record to verify, its target, and its kernel as rendered here."""
 
     record: Record
     target: Target
@@ -46,12 +46,12 @@ class Subject(msgspec.Struct, frozen=True):
 
     @property
     def renders_differently(self) -> bool:
-        """Whether the record names another kernel."""
+        """Returns whether the record names another kernel."""
         return self.kernel.digest != self.record.kernel
 
 
 class Interpretable(msgspec.Struct, frozen=True):
-    """All that decides what a kernel computes under the interpreter."""
+    """The inputs that determine a kernel in the interpreter."""
 
     family: str
     problem: Problem
@@ -61,7 +61,7 @@ class Interpretable(msgspec.Struct, frozen=True):
 
 
 def start_interpreters(workers: int) -> ProcessPool:
-    """Workers in which Triton interprets; each is a fresh process, since Triton decides at import."""
+    """Returns a pool of new processes with Triton's interpreter, which must be selected before the import."""
     return ProcessPool(
         max_workers=workers, context=multiprocessing.get_context("spawn"), initializer=_become_interpreter
     )
@@ -69,21 +69,21 @@ def start_interpreters(workers: int) -> ProcessPool:
 
 def _become_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    # Every worker has a core to itself: threads of numpy's would spin for one another at each small product.
+    # Every worker has one core: several numpy threads would spin at each small product.
     os.environ["OMP_NUM_THREADS"] = "1"
     import numpy as np
     import torch
 
     torch.set_num_threads(1)
-    # Kernels divide by zero and subtract infinities where rows see no key; the comparison judges the results.
+    # Kernels divide by zero and subtract infinities in rows without visible keys. The results are compared.
     np.seterr(divide="ignore", invalid="ignore")
 
 
 def why_not_compiled(kernel: Kernel, target: Target) -> str:
-    """Compiles a kernel for a target: why it cannot run there, empty if it can.
+    """Compiles a kernel for a target, and returns why it cannot run there; empty if it can.
 
     Raises:
-        MachineError: The machine cannot compile, as with a full disk.
+        MachineError: The machine cannot compile, for example with a full disk.
     """
     from flashtune.tuner.binary.resources import overflow, read_sizes
 
@@ -118,12 +118,13 @@ def check_interpreted(task: Interpretable) -> Verdict:
 
 
 def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
-    """Proves a record's own kernel or its sibling on a GPU, at the record's shape.
+    """Verifies a record's own kernel or its sibling on a GPU, at the record's shape.
 
-    A kernel with barriers of its own is proven with injected delays too; its verdict then names `delays`.
+    A kernel with explicit synchronisation is also verified with schedule fuzzing. Its verdict then has the
+    probe `delays`.
 
     Raises:
-        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+        KernelError: It does not run. If that broke the CUDA context, the process ends instead.
     """
     import torch
 
@@ -148,8 +149,8 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
             if not lacked_memory(str(error)):
                 raise
         if verdict is None:
-            # The memory that this process kept for other checks may suffice. An error's traceback would keep
-            # the tensors of the failed check.
+            # Retry without this process's cached tensors. This is outside of `except`, because a traceback
+            # would hold the tensors of the failed check.
             forget()
             torch.cuda.empty_cache()
             verdict = check_rendered(kernel, record.problem, record.config, target, device)
@@ -164,11 +165,11 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
 
 
 def read_compiled(kernel: Kernel, target: Target) -> Resources:
-    """Returns the compiler's figures of a kernel that a search would launch.
+    """Returns the resources of a kernel that a search would launch.
 
     Raises:
-        MachineError: The machine cannot compile, as with a full disk.
-        KernelError: A search would not launch it: its matrix instructions are serialised, for instance.
+        MachineError: The machine cannot compile, for example with a full disk.
+        KernelError: A search would not launch it, for example because ptxas serialised its WGMMA.
     """
     from flashtune.tuner.execution.compile_pool import compile_kernel
 
@@ -179,10 +180,10 @@ def read_compiled(kernel: Kernel, target: Target) -> Resources:
 
 
 def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
-    """Times a record's kernel on a GPU, with peers in the same run if `with_peers` is set.
+    """Times a record's kernel on a GPU, with baselines in the same run if `with_peers` is set.
 
     Raises:
-        KernelError: It does not run. Where that broke the GPU's context, the process ends instead.
+        KernelError: It does not run. If that broke the CUDA context, the process ends instead.
     """
     import torch
 
@@ -208,10 +209,10 @@ def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
 
 @contextlib.contextmanager
 def _whole_context(device: torch.device) -> Iterator[None]:
-    """Ends this process after an error that broke the GPU's context.
+    """Ends this process after an error that broke the CUDA context.
 
     Raises:
-        KernelError: In place of torch's errors.
+        KernelError: Replaces torch's errors.
     """
     import torch
 
@@ -230,10 +231,10 @@ def _whole_context(device: torch.device) -> Iterator[None]:
 
 
 def failure(job: Future[Any]) -> str:
-    """Why a job gave no result, empty if it gave one.
+    """Returns why a job has no result; empty if it has one.
 
     Raises:
-        MachineError: The machine failed, as with a full disk.
+        MachineError: The machine failed, for example with a full disk.
     """
     from flashtune.tuner.execution.processes import failure_of
 
