@@ -1,1 +1,1 @@
-"""Databases and tables of records: the store that writes, the light reader, the tuned tables."""
+"""Databases and tables of records: the store, the light reader and the tuned tables."""

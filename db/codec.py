@@ -20,14 +20,14 @@ from flashtune.templates.registry import find_family
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a self-check said of one kernel on one GPU under one set of versions.
+    """The result of a self-check of one kernel on one GPU under one set of versions.
 
     Attributes:
         digest: The kernel's digest.
-        target: Name of the GPU that it ran on.
-        versions: What was installed.
-        verdict: What the check found.
-        seconds: What a self-check of the loaded kernel took; None where another command made the verdict.
+        target: Name of the GPU of the check.
+        versions: The installed versions.
+        verdict: The result.
+        seconds: Duration of a self-check of the loaded kernel. None if another command made the verdict.
     """
 
     digest: Digest
@@ -37,20 +37,20 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seconds: Seconds | None = None
 
 
-# Computations that are no family: they have neither config nor kernel.
+# Baselines are not families: they have neither config nor kernel.
 BASELINES = frozenset({"standard", "sdpa"})
 # A real record has about 1 KiB.
 MAX_RECORD_BYTES = 256 * 1024
 MAX_ERROR_TEXT = 200
 
-# What decoding JSON of any origin may raise.
+# Errors that decoding JSON of any origin may raise.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _NULL = b"null"
 
 
 def _envelope_type() -> type[msgspec.Struct]:
-    """`Record` with a raw config, made from it so that the two cannot drift apart."""
+    """Returns `Record` with a raw config. It is derived from `Record`, so the two cannot differ."""
     fields: list[Any] = []
     for field in msgspec.structs.fields(Record):
         if field.name == "config":
@@ -66,10 +66,10 @@ _ENVELOPE = msgspec.json.Decoder(_envelope_type())
 
 
 def encode_record(record: Record) -> bytes:
-    """The record as compact JSON with its fields in a fixed order.
+    """Returns the record as compact JSON with its fields in a fixed order.
 
     Raises:
-        TableError: A field is outside its bounds, so that the record could never be read again.
+        TableError: A field is outside its bounds, so the record could not be read again.
     """
     raw = _plain_json(msgspec.structs.replace(record, verdict=_finite(record.verdict)))
     decode_record(raw)
@@ -77,11 +77,12 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(raw: bytes) -> Record:
-    """The record of what `encode_record` made, or of a row or file that claims to be such.
+    """Returns the record in JSON that `encode_record` made, or in a row or file.
 
     Raises:
-        TableError: It is not JSON, has unknown or missing fields, values outside their bounds, an
-            unknown family, a config that is not the family's, or fields that contradict one another.
+        TableError: The bytes are not JSON, have unknown or missing fields or values outside their bounds,
+            name an unknown family, have a config of another family, or have fields that contradict one
+            another.
     """
     if len(raw) > MAX_RECORD_BYTES:
         raise TableError(f"a record of {len(raw)} bytes is no record: the most is {MAX_RECORD_BYTES}")
@@ -99,10 +100,10 @@ def decode_record(raw: bytes) -> Record:
 
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
-    """The record of a row, which must be filed under its own problem and target.
+    """Returns the record of a row. It must match the row's problem and target.
 
     Raises:
-        TableError: The row holds no record, or another's.
+        TableError: The row holds no record, or the record of another row.
     """
     if payload is None:
         raise TableError(f"a row has no record, or one of more than {MAX_RECORD_BYTES} bytes")
@@ -115,12 +116,12 @@ def decode_stored(payload: object, problem_key: object, target: object) -> Recor
 
 
 def raw_bytes(text: str) -> bytes:
-    """The bytes of a text from a database, which are not valid UTF-8 where the row is damaged."""
+    """Returns the bytes of a text from a database. In a damaged row they are not valid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 
 def encode_check(check: Check) -> bytes:
-    """The check as compact JSON.
+    """Returns the check as compact JSON.
 
     Raises:
         TableError: A field is outside its bounds.
@@ -131,10 +132,10 @@ def encode_check(check: Check) -> bytes:
 
 
 def decode_check(raw: bytes) -> Check:
-    """The check of what `encode_check` made.
+    """Returns the check in JSON that `encode_check` made.
 
     Raises:
-        TableError: It is no check.
+        TableError: The bytes are not a check.
     """
     try:
         return msgspec.json.decode(raw, type=Check)
@@ -143,13 +144,13 @@ def decode_check(raw: bytes) -> Check:
 
 
 def fingerprint(value: msgspec.Struct | bytes) -> str:
-    """A hash over canonical JSON, 32 hex digits."""
+    """Returns a hash over canonical JSON, 32 hex digits."""
     raw = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return hashlib.sha256(raw).hexdigest()[:32]
 
 
 def brief(error: BaseException) -> str:
-    """An error's text on one line, without control codes or what a hostile value may have blown up."""
+    """Returns an error's text on one line, shortened and without control codes."""
     text = "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(error).split()))
     return text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]}..."
 
@@ -167,7 +168,7 @@ def _decode_config(family_name: str, raw: bytes) -> Config | None:
 
 
 def _contradiction(record: Record) -> str:
-    """Says which fields of a record cannot be true together; empty if none."""
+    """Returns which fields of a record contradict one another; empty if none do."""
     problem, measurement = record.problem, record.measurement
     if record.gpu and record.gpu.name != record.target:
         return f"it is of {record.target}, and its facts are those of {record.gpu.name}"
@@ -190,7 +191,7 @@ def _finite(verdict: Verdict) -> Verdict: ...
 @overload
 def _finite(verdict: Verdict | None) -> Verdict | None: ...
 def _finite(verdict: Verdict | None) -> Verdict | None:
-    """JSON has neither infinity nor NaN, which wrong kernels do produce: both become the largest float."""
+    """Returns the verdict with infinite and NaN errors, which JSON cannot hold, as the largest float."""
     if verdict is None or math.isfinite(verdict.worst_ratio):
         return verdict
     return msgspec.structs.replace(verdict, worst_ratio=sys.float_info.max)

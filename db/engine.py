@@ -1,4 +1,4 @@
-"""Connections and transactions: what SQLite needs to lose nothing lives in the hooks here."""
+"""Connections and transactions. The hooks here configure SQLite so that no write is lost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ READING = "flashtune_reading"
 
 
 def make_engine(url: str, *, read_only: bool = False) -> Engine:
-    """An engine for a URL that `database_url` made; connects to nothing yet.
+    """Returns an engine for a URL that `database_url` made, without connecting.
 
     Raises:
-        StoreError: The URL is none, or names a kind of database that flashtune does not use, or
-            one whose driver is not installed.
+        StoreError: The URL is invalid, flashtune does not support its kind of database, or its driver is not
+            installed.
     """
     path = sqlite_path(url)
     if path is not None:
@@ -50,9 +50,9 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     def connect() -> sqlite3.Connection:
         require_file(path)
-        # A URI lets SQLite itself refuse to write, and to create what is not there.
+        # With a URI, SQLite itself refuses to write, or to create a missing file.
         name = read_only_uri(path) if read_only else read_write_uri(path)
-        # Without an isolation level the driver opens no transactions: the hook below does.
+        # With no isolation level, the driver opens no transactions: the hook below opens them.
         return sqlite3.connect(
             name, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
@@ -74,22 +74,22 @@ def _before_statement(connection: Connection, *_: Any) -> None:
 
 
 def _on_sqlite_begin(connection: Connection) -> None:
-    # A deferred transaction that reads and then writes fails at once under WAL, whatever the
-    # busy timeout; one that takes the write lock at its beginning waits for its turn.
+    # Under WAL, a deferred transaction that reads and then writes fails at once, whatever the busy timeout. A
+    # transaction that takes the write lock at its beginning waits for it.
     reading = connection.get_execution_options().get(READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
 
 @contextmanager
 def writing(engine: Engine, url: str) -> Iterator[Connection]:
-    """One write transaction: all of it is kept, or nothing."""
+    """Opens one write transaction: it commits everything or nothing."""
     with explained(url), engine.begin() as connection:
         yield connection
 
 
 @contextmanager
 def reading(engine: Engine, url: str) -> Iterator[Connection]:
-    """One consistent view of the database, which blocks no writer."""
+    """Opens one consistent view of the database. It blocks no writer."""
     with (
         explained(url),
         engine.connect().execution_options(**{READING: True}) as connection,
@@ -100,7 +100,7 @@ def reading(engine: Engine, url: str) -> Iterator[Connection]:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Database errors leave as `StoreError`."""
+    """Converts database errors to `StoreError`."""
     try:
         yield
     except exc.DBAPIError as error:

@@ -1,4 +1,4 @@
-"""Database errors as one sentence that says what to do next."""
+"""Database errors as one sentence that states the remedy."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from flashtune.core.errors import StoreError
 from flashtune.core.machine import CAPACITY, unwritable, writing_error
 from flashtune.db.location import describe, sqlite_path
 
-# SQLite's primary result codes; the upper bits of an extended code refine them.
+# SQLite's primary result codes. Extended codes add information in the upper bits.
 PRIMARY_CODE = 0xFF
 
 ELSEWHERE = "name another with --db or FLASHTUNE_DB"
 
-# What SQLite says of a disk that filled while a database was open, among other things.
+# Codes that SQLite reports, among other causes, if a disk fills while a database is open.
 FROM_THE_DISK = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 
 
 class UnreadableRecord(UserWarning):
-    """A stored row was skipped: it holds no record that this flashtune can read or use."""
+    """A stored row was skipped: this flashtune cannot read or use it."""
 
 
 def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
     """Returns the error to raise for an SQLite error, with a sentence for the user.
 
-    The driver raises a `UnicodeError` where SQLite's own message quotes a damaged schema, and where a
-    statement is given text from a damaged row.
+    The driver raises a `UnicodeError` if SQLite's message quotes a damaged schema, or if a statement gets
+    text from a damaged row.
     """
     where = describe(url)
     if isinstance(error, UnicodeError):
@@ -37,7 +37,7 @@ def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
         reason = _disk_fault(url)
         if reason is not None:
             return StoreError(unwritable(f"the database {where}", reason, ELSEWHERE))
-    # What happened, and what to do about it besides naming another database.
+    # The error and its remedy, in addition to the use of another database.
     sentences = {
         sqlite3.SQLITE_NOTADB: f"{where} is no SQLite database or is damaged: move it away",
         sqlite3.SQLITE_CORRUPT: f"the database {where} is damaged: put a copy in its place",
@@ -53,7 +53,10 @@ def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
 
 
 def _disk_fault(url: str) -> OSError | None:
-    """Why a database's folder takes no more data, None where it does, is missing or may not be written."""
+    """Returns why the disk of a database's folder takes no data.
+
+    Returns None if it does, or if the folder is missing or read-only.
+    """
     path = sqlite_path(url)
     if path is None or not path.parent.is_dir():
         return None

@@ -1,4 +1,4 @@
-"""The records of a table as they stand under the versions that are installed."""
+"""The records of a table under the installed versions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flashtune.db.table import TunedTable
 
 
 def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Record, ...]:
-    """The records of a table with the evidence that it has for other versions than theirs.
+    """Returns the records of a table with its receipts and times for other versions than theirs.
 
-    A record whose kernel passed and was timed under those versions takes them, the verdict and the time. If
-    no peers were timed again, the earlier ones stay: Triton does not compile them. So do times with shared
-    masks, the kernel's in proportion to its other time.
+    A record whose kernel passed and was timed under those versions gets them, the verdict and the time. If no
+    baselines were timed again, the earlier times stay: Triton does not compile baselines. Times with shared
+    masks stay too, the kernel's scaled in proportion to its other time.
 
-    Every other record stays as it is, with the time that choices and forecasts need and the versions that it
-    was measured under. A receipt without a time still saves the kernel its self-check.
+    Every other record stays unchanged, with the time that selection and estimates need and its own versions.
+    A receipt without a time still saves the kernel its self-check.
 
     Args:
         table: The table.
-        versions_of: The versions to look for, by a family's name.
+        versions_of: Returns the versions to look for, from a family's name.
     """
     receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
     times = {(one.problem, one.kernel, one.versions.makers): one.measurement for one in table.times}
@@ -48,7 +48,7 @@ def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Re
 
 
 def _under_other_compiler(earlier: Measurement, ms: float) -> tuple[SharedTime, ...] | msgspec.UnsetType:
-    """Returns earlier times with shared masks, the kernel's in proportion to its time now."""
+    """Returns earlier times with shared masks, the kernel's scaled in proportion to its other time."""
     if not earlier.shared:
         return earlier.shared
     return tuple(msgspec.structs.replace(one, ms=one.ms * ms / earlier.ms) for one in earlier.shared)

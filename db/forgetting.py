@@ -1,4 +1,4 @@
-"""Deletes records, and takes back the selections that name them."""
+"""Deletes records and the selections that name them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
-# Picks the record to select of one problem on one target, None if none may be.
+# Returns the record to select for one problem on one target, None if none may be.
 Choose = Callable[[Sequence[StoredRecord]], StoredRecord | None]
 
 
 class Forgettable(msgspec.Struct, frozen=True):
-    """Which records are meant: those that match every filter that is given.
+    """A filter of records: those that match every given field.
 
     Attributes:
-        problems: Keys of problems; of all where empty.
+        problems: Keys of problems. Empty means all.
         target: A GPU's name.
         family: A kernel family's name.
-        outcomes: Outcomes; all where empty.
+        outcomes: Outcomes. Empty means all.
         before: Stored before this time, ISO 8601 in UTC.
         since: Stored at this time or later.
     """
@@ -40,7 +40,7 @@ class Forgettable(msgspec.Struct, frozen=True):
     since: str | None = None
 
     def clauses(self) -> list[ColumnElement[bool]]:
-        """The filters as conditions on a row of `records`."""
+        """Returns the filters as conditions on a row of `records`."""
         columns = RECORDS.c
         found: list[ColumnElement[bool]] = []
         if self.problems:
@@ -59,7 +59,7 @@ class Forgettable(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Records of one problem, target and outcome that are meant."""
+    """The matching records of one problem, target and outcome."""
 
     target: str
     problem: str
@@ -68,9 +68,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class TakenBack(msgspec.Struct, frozen=True):
-    """A problem whose selection, or the record that stands in for it, is meant.
+    """A problem whose selection or fallback matches the filter.
 
-    `config` is what is selected in its place, None if nothing is left or nothing was deleted yet.
+    `config` is the new selection's, None if no record is left or nothing was deleted yet.
     """
 
     target: str
@@ -80,7 +80,7 @@ class TakenBack(msgspec.Struct, frozen=True):
 
 
 def groups(connection: Connection, meant: Forgettable) -> list[Group]:
-    """What would be deleted, counted by target, problem and outcome."""
+    """Returns the records that would be deleted, counted by target, problem and outcome."""
     key = (RECORDS.c.target, RECORDS.c.problem_key, RECORDS.c.outcome)
     query = select(*key, func.count()).where(*meant.clauses()).group_by(*key).order_by(*key)
     return [
@@ -90,7 +90,7 @@ def groups(connection: Connection, meant: Forgettable) -> list[Group]:
 
 
 def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]]:
-    """Targets and problems whose selection, or what stands in for it, would be deleted."""
+    """Returns targets and problems whose selection or fallback would be deleted."""
     found: set[tuple[str, str]] = set()
     for table in (SELECTIONS, STAND_INS):
         query = select(table.c.target, table.c.problem_key).join_from(table, RECORDS).where(*meant.clauses())
@@ -101,16 +101,16 @@ def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]
 
 
 def forget(connection: Connection, meant: Forgettable, choose: Choose, pinned_at: str) -> list[TakenBack]:
-    """Deletes records; of each problem that loses its selection the next best record is selected.
+    """Deletes records. Each problem that loses its selection gets the next best record.
 
     Args:
-        connection: Within a transaction.
-        meant: Which records.
-        choose: Picks the record to select among those that are left.
+        connection: A connection within a transaction.
+        meant: Filter of the records.
+        choose: Returns the record to select among the remaining ones.
         pinned_at: The time of new selections.
 
     Returns:
-        The problems that lost their selection or what stood in for it, and what is selected there now.
+        The problems that lost their selection or fallback, and their new selection.
     """
     lost = affected(connection, meant)
     going = select(RECORDS.c.id).where(*meant.clauses())
@@ -128,7 +128,7 @@ def _reselected(
     present = chosen(connection, SELECTIONS, left[0].record) if left else None
     row = present or choose(left)
     if row is None:
-        # Nothing stands in for a selection that is gone.
+        # Without a selection there is no fallback.
         connection.execute(delete(STAND_INS).where(*_of(STAND_INS, target, problem)))
         return TakenBack(target, problem)
     if present is None:

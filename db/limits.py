@@ -1,4 +1,4 @@
-"""Limits of an SQLite connection: a database file may be damaged, or made by somebody else."""
+"""Limits of an SQLite connection, since a database file may be damaged or of unknown origin."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 # A record's JSON has at most 256 KiB. Larger values are refused before they are read into memory.
 MAX_VALUE_BYTES = 1024 * 1024
-# Instructions of SQLite between two looks at the clock: about 20 µs, or more where each is slow.
+# SQLite instructions between two checks of the clock: about 20 µs, or more if instructions are slow.
 STEPS = 1_000
-# Of the time between two looks no more than this is counted, in seconds.
+# Upper bound of the time counted between two checks, in seconds.
 MOST_BETWEEN = 1.0
 # A statement takes milliseconds, but a scan or a migration of a large database reads all of the file.
 STATEMENT_SECONDS = 4.0
 SCANNED_BYTES_PER_SECOND = 20e6
 BLOCK_BYTES = 512
-# Each of these runs SQL of the file's author, and a deadline cannot stop a single function of SQLite.
+# Each of these runs SQL of the file's author, and a deadline cannot interrupt a single SQLite function.
 FOREIGN = """
 SELECT name FROM sqlite_master AS object
 WHERE type = 'trigger'
@@ -38,7 +38,7 @@ LIMIT 1
 
 
 class Deadline:
-    """Stops a connection whose statements compute for too long; waiting for a lock hardly counts."""
+    """Stops a connection whose statements compute for too long. Waits for a lock hardly count."""
 
     def __init__(self, connection: sqlite3.Connection, seconds: float) -> None:
         self._seconds = seconds
@@ -46,27 +46,27 @@ class Deadline:
         connection.set_progress_handler(self._is_over, STEPS)
 
     def restart(self) -> None:
-        """Gives the next statement and the fetch of its rows the full time."""
+        """Gives the next statement, with the fetch of its rows, the full time."""
         self._spent = 0.0
         self._seen = time.monotonic()
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        # SQLite makes no call while it waits for a lock, which has a limit of its own.
+        # SQLite makes no callback while it waits for a lock. That wait has its own limit.
         self._spent += min(now - self._seen, MOST_BETWEEN)
         self._seen = now
         return self._spent > self._seconds
 
 
 def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
-    """Bounds the time and the memory that a database file can cost, and what its schema may call.
+    """Limits the time and memory that a database file can use, and the functions its schema may call.
 
     Args:
         connection: A connection that has executed nothing yet.
-        seconds: Computing time until its statements are stopped, from now on or from the last `restart`.
+        seconds: Computing time until statements are stopped, counted from now or from the last `restart`.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    # Text that is not UTF-8 would fail a whole query. The bytes are kept, and the decoder refuses the row.
+    # Text that is not UTF-8 would fail a whole query. Keep the bytes: the decoder rejects the row.
     connection.text_factory = lambda raw: raw.decode("utf-8", errors="surrogateescape")
     deadline = Deadline(connection, seconds)
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -74,7 +74,7 @@ def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
 
 
 def statement_seconds(path: Path) -> float:
-    """How long one statement on a database may take: longer for a file that takes more room on the disk."""
+    """Returns the time limit of one statement on a database, longer for a file larger on disk."""
     try:
         stored = path.stat().st_blocks * BLOCK_BYTES
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def statement_seconds(path: Path) -> float:
 
 
 def require_file(path: Path) -> None:
-    """Refuses what SQLite would wait for without end, such as a named pipe. A missing file passes.
+    """Rejects paths on which SQLite would wait forever, such as a named pipe. A missing file passes.
 
     Raises:
         StoreError: The path names neither a file nor a folder.
@@ -99,12 +99,12 @@ def require_file(path: Path) -> None:
 
 
 def is_too_large(error: BaseException | None) -> bool:
-    """Whether SQLite refused a statement because a value is larger than `MAX_VALUE_BYTES`."""
+    """Returns whether SQLite refused a statement because a value exceeds `MAX_VALUE_BYTES`."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_TOOBIG
 
 
 def foreign_object(name: str, where: str) -> StoreError:
-    """The error of a database whose schema holds SQL that runs when a table is read or written."""
+    """Returns the error for a schema with SQL that runs when a table is read or written."""
     text = "".join(sign if sign.isprintable() else "?" for sign in name[:60])
     return StoreError(
         f"{where} has a trigger, a view in place of a table, or an expression in a table ({text!r}), and no "

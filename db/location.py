@@ -1,4 +1,4 @@
-"""Where the database is: a path or a URL from the user, the environment, or the user's cache."""
+"""Location of the database: a path or a URL from the user, the environment or the user's cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILE_NAME = "flashtune.sqlite"
 
 
 def default_url() -> str:
-    """`FLASHTUNE_DB` (a path or a URL), else `flashtune.sqlite` in the user's cache folder."""
+    """Returns `FLASHTUNE_DB` (a path or a URL), else `flashtune.sqlite` in the user's cache folder."""
     return database_url(None)
 
 
 def database_url(text: str | None) -> str:
-    """The database's URL: absolute and percent-encoded for SQLite, as given for servers.
+    """Returns the database's URL: absolute and percent-encoded for SQLite, unchanged for servers.
 
     Args:
         text: A path or an SQLAlchemy URL; None or empty for the default.
@@ -40,15 +40,15 @@ def database_url(text: str | None) -> str:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file of a URL that `database_url` made, or None where a server keeps the data."""
+    """Returns the file of a URL that `database_url` made, or None for a server."""
     return _decoded(url.removeprefix(SQLITE)) if url.startswith(SQLITE) else None
 
 
 def read_only_uri(path: Path) -> str:
-    """The name under which SQLite opens a file for reading alone, and never creates it.
+    """Returns the URI with which SQLite opens a file for reading, and never creates it.
 
-    Under write-ahead logging even a reader makes a file beside the database. Where the folder
-    forbids that and no log is there, nobody is writing, and the file may be read as it is.
+    Under write-ahead logging, even a reader creates a file next to the database. If the folder forbids this
+    and there is no log, no process is writing, and the file can be read as immutable.
     """
     log = path.with_name(path.name + "-wal")
     effective = os.access in os.supports_effective_ids
@@ -57,12 +57,12 @@ def read_only_uri(path: Path) -> str:
 
 
 def read_write_uri(path: Path) -> str:
-    """The name under which SQLite opens or creates a file."""
+    """Returns the URI with which SQLite opens or creates a file."""
     return f"file:{quote(os.fsencode(path))}?mode=rwc"
 
 
 def describe(url: str) -> str:
-    """A database as messages name it: its file, or its URL without the password."""
+    """Returns the name of a database in messages: its file, or its URL without the password."""
     path = sqlite_path(url)
     if path is not None:
         return str(path)

@@ -1,4 +1,4 @@
-"""Joining databases: records by their content, selections by their time."""
+"""Merges databases: records by their content, selections by their time."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from flashtune.db.queries import Fetched
     from flashtune.db.table import TunedTable
 
-# Why a record may not become a selection; empty if it may.
+# Returns why a record may not become a selection; empty if it may.
 WhyRefused = Callable[["Record"], str]
 
 
 class Taken(enum.Enum):
-    """What became of another's selection."""
+    """Result of merging one selection of another database."""
 
     ADDED = enum.auto()
     REPLACED = enum.auto()
@@ -58,7 +58,7 @@ class Taken(enum.Enum):
 
 
 class MergeCounts(msgspec.Struct, frozen=True):
-    """What a merge did: new rows, and what was there already or stayed as it was."""
+    """Counts of a merge: new rows, and rows that were present or unchanged."""
 
     records_added: int
     records_known: int
@@ -69,7 +69,7 @@ class MergeCounts(msgspec.Struct, frozen=True):
 
 
 def merge(theirs: Connection, ours: Connection, source_url: str, why_refused: WhyRefused) -> MergeCounts:
-    """Copies what `ours` lacks; `source_url` is the other database's."""
+    """Copies the rows that `ours` lacks. `source_url` is the other database's URL."""
     added, known = _merge_records(theirs, ours, source_url)
     new, replaced, kept = _merge_selections(theirs, ours, source_url, why_refused)
     return MergeCounts(added, known, new, replaced, kept, _merge_checks(theirs, ours, source_url))
@@ -78,9 +78,9 @@ def merge(theirs: Connection, ours: Connection, source_url: str, why_refused: Wh
 def merge_tables(
     tables: Sequence[TunedTable], ours: Connection, progress: Callable[[int], None] = lambda records: None
 ) -> MergeCounts:
-    """Takes the records of tables and, by the rule of `merge`, their selections; receipts become self-checks.
+    """Merges the records and selections of tables as `merge` does. Receipts become self-checks.
 
-    `progress` is called with the number of further records taken.
+    `progress` is called with the number of further records merged.
     """
     written = now()
     news: Counter[bool] = Counter()
@@ -104,7 +104,7 @@ def merge_tables(
 def _take_groups(
     ours: Connection, target: str, groups: list[list[tuple[Record, int]]], written: str
 ) -> Iterator[Taken]:
-    """Takes each problem's selection, and what stands in for it, with their rows."""
+    """Merges each problem's selection and fallback, with their rows."""
     keys = [group[0][0].problem.key for group in groups]
     present = chosen_among(ours, SELECTIONS, target, keys)
     standing = chosen_among(ours, STAND_INS, target, keys)
@@ -124,7 +124,7 @@ def _take_groups(
         there, beside = present.get(selection.problem.key), standing.get(selection.problem.key)
         if there is None and beside is None:
             continue
-        # What is chosen already is not compared with itself.
+        # A selection is not compared with itself.
         same = there is not None and there.id == row
         yield Taken.KEPT if same else _take_selection(ours, selection, written, written)
         for record, record_id in others:
@@ -135,7 +135,7 @@ def _take_groups(
 def _fetched(
     connection: Connection, query: Select[*tuple[Any, ...]], url: str, table: Table = RECORDS
 ) -> Iterator[Fetched]:
-    """As `fetched`, with errors that name this database, though it is read amid writing another."""
+    """As `fetched`, with errors that name this database even during a write to the other."""
     with explained(url):
         yield from fetched(connection, query, table)
 
@@ -165,7 +165,7 @@ def _merge_selections(
 def _chosen(
     theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
 ) -> list[tuple[StoredRecord, str]]:
-    """What another database has chosen and may serve, and when it chose it."""
+    """Returns another database's selections that may be selected here, and their times of selection."""
     rows = list(_fetched(theirs, select_chosen(table), source_url, table))
     pinned = {row.id: stored_text(row.pinned_at) for row in rows if row is not None}
     taken, reasons = [], []
@@ -182,7 +182,7 @@ def _chosen(
 
 
 def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> Taken:
-    """Makes a record our selection, unless ours of the same (problem, target) stays."""
+    """Selects a record, unless our selection of the same (problem, target) stays."""
     present = chosen(ours, SELECTIONS, record)
     record_id, _ = insert_record(ours, record, created_at)
     if present is not None and not is_better_selection(record, present.record):

@@ -1,4 +1,4 @@
-"""Creates databases and brings old ones to the present schema; refuses what it must not touch."""
+"""Creates databases and migrates old ones to the present schema. Rejects databases of other programs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "alembic_version"
-# Any number will do that nobody else uses for an advisory lock on the same server.
+# Any number that no other program uses for an advisory lock on the same server.
 SERVER_LOCK = 0x666C6173
 
 
 class Upgraded(msgspec.Struct, frozen=True):
-    """A database's schema before (None where there was none) and after."""
+    """A database's schema before (None if there was none) and after."""
 
     before: str | None
     after: str
 
 
 def upgrade(url: str | None = None) -> Upgraded:
-    """Brings a database to the present schema; creates it where there is none.
+    """Migrates a database to the present schema; creates it if there is none.
 
     Raises:
-        StoreError: It is damaged, newer than this flashtune, not flashtune's, or unwritable.
+        StoreError: The database is damaged, newer than this flashtune, not flashtune's, or unwritable.
     """
     address = database_url(url)
     engine = make_engine(address)
@@ -47,7 +47,7 @@ def upgrade(url: str | None = None) -> Upgraded:
 
 
 def ready_engine(url: str) -> Engine:
-    """An engine on a database that has the present schema and can be written.
+    """Returns an engine on a database that has the present schema and can be written.
 
     Raises:
         StoreError: As `upgrade`.
@@ -55,7 +55,7 @@ def ready_engine(url: str) -> Engine:
     engine = make_engine(url)
     try:
         _upgraded(engine, url)
-        # Taking the write lock writes nothing, and fails where nothing could be written.
+        # Taking the write lock writes nothing, and fails if the database cannot be written.
         with writing(engine, url):
             pass
     except BaseException:
@@ -65,10 +65,10 @@ def ready_engine(url: str) -> Engine:
 
 
 def source_engine(url: str) -> Engine:
-    """A read-only engine on an existing database of the present schema, which is left untouched.
+    """Returns a read-only engine on an existing database of the present schema.
 
     Raises:
-        StoreError: There is none, or it is damaged, newer, older or not flashtune's.
+        StoreError: The database does not exist, or is damaged, newer, older or not flashtune's.
     """
     path = sqlite_path(url)
     if path is not None and not path.is_file():
@@ -102,7 +102,7 @@ def _upgraded(engine: Engine, url: str) -> Upgraded:
 
 
 def _revision(connection: Connection, url: str) -> str | None:
-    """The database's schema, None where it is empty."""
+    """Returns the database's schema version, None if it is empty."""
     if connection.dialect.name == "sqlite":
         foreign = connection.exec_driver_sql(FOREIGN).scalar()
         if foreign is not None:
@@ -122,7 +122,7 @@ def _revision(connection: Connection, url: str) -> str | None:
 
 
 def _set_wal(engine: Engine, url: str) -> None:
-    """Write-ahead logging is a property of the file: set once, and not within a transaction.
+    """Sets write-ahead logging, once per file and outside of a transaction.
 
     The switch ignores the busy timeout, hence the file lock around it.
     """
@@ -135,7 +135,7 @@ def _set_wal(engine: Engine, url: str) -> None:
 
 
 def _migrate(connection: Connection, url: str) -> None:
-    """Runs the migrations inside the caller's transaction: a failure leaves the old schema."""
+    """Runs the migrations in the caller's transaction. A failure leaves the old schema."""
     from alembic import command
     from alembic.config import Config as AlembicConfig
 

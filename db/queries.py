@@ -1,4 +1,4 @@
-"""Queries for the rows that serve a problem on a target, and rows as records.
+"""Queries for the selections of a problem on a target, and for records.
 
 Only a selection that cannot address every tensor has a fallback.
 """
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     Upsert = sqlite.Insert | postgresql.Insert
     Fetched = Row[*tuple[Any, ...],] | None
 
-# Rows fetched at a time, so that a large database never lies in memory whole.
+# Rows fetched at a time, so that a large database is never in memory as a whole.
 CHUNK = 500
 
 
 def now() -> str:
-    """The present as ISO 8601 text in UTC, which sorts by time."""
+    """Returns the present time as ISO 8601 text in UTC, which sorts by time."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def insert_record(connection: Connection, record: Record, created_at: str) -> tuple[int, bool]:
-    """The record's row, and whether it is new: what is already there is not stored twice.
+    """Returns the record's row, and whether it is new. An equal record is not stored twice.
 
     Raises:
         TableError: A field is outside its bounds.
@@ -55,7 +55,7 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
 
 
 def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
-    """As `insert_record` for each of some hundred records, in four statements and not two for each.
+    """Inserts some hundred records as `insert_record` does, with four statements in all.
 
     Raises:
         TableError: A field is outside its bounds.
@@ -71,12 +71,12 @@ def insert_records(connection: Connection, records: list[Record], created_at: st
         insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])
         connection.execute(insert, list(fresh.values()))
     ids = {row.content_hash: int(row.id) for row in connection.execute(query)}
-    # Of equal records the first is the new one.
+    # Of equal records the first one is new.
     return [(ids[content_hash], fresh.pop(content_hash, None) is not None) for content_hash in hashes]
 
 
 def _columns(record: Record, created_at: str) -> dict[str, object]:
-    """A record as a row.
+    """Returns a record as a row.
 
     Raises:
         TableError: A field is outside its bounds.
@@ -101,7 +101,7 @@ def _columns(record: Record, created_at: str) -> dict[str, object]:
 
 
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:
-    """Stores a self-check's verdict; whether anything was written."""
+    """Stores a self-check's verdict. Returns whether anything was written."""
     payload = encode_check(check)
     changed = {"passed": check.verdict.passed, "created_at": created_at, "payload": payload.decode()}
     key = {"digest": check.digest, "target": check.target, "versions_hash": fingerprint(check.versions)}
@@ -110,13 +110,13 @@ def write_check(connection: Connection, check: Check, created_at: str, *, replac
         statement = statement.on_conflict_do_update(index_elements=list(key), set_=changed)
     else:
         statement = statement.on_conflict_do_nothing(index_elements=list(key))
-    # Drivers differ in what they count, and agree on what they return.
+    # Drivers count rows differently, but return the same rows.
     return connection.execute(statement.returning(CHECKS.c.digest)).scalar() is not None
 
 
 def insert_into(connection: Connection, table: Table) -> Upsert:
-    """An insert that can say what to do on a conflict: SQLite and PostgreSQL share the syntax."""
-    # Each dialect's import takes 30 ms of CPU or more, and only one of them is needed.
+    """Returns an insert with an `ON CONFLICT` clause, which SQLite and PostgreSQL share."""
+    # Each dialect's import takes at least 30 ms of CPU, and only one is needed.
     if connection.dialect.name == "postgresql":
         from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
@@ -127,13 +127,13 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
 
 
 def select_records() -> Select[*tuple[Any, ...]]:
-    """What `readable` needs of each record."""
+    """Returns a query for the columns that `readable` needs of each record."""
     columns = RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target
     return select(*columns, bounded(RECORDS)).order_by(RECORDS.c.id)
 
 
 def bounded(table: Table) -> Label[str | None]:
-    """A table's payloads; NULL for one that is too large to be read into memory."""
+    """Returns a table's payloads, NULL for one that is too large to be read into memory."""
     payload = table.c.payload
     return case((func.length(payload) <= MAX_RECORD_BYTES, payload)).label("payload")
 
@@ -141,12 +141,12 @@ def bounded(table: Table) -> Label[str | None]:
 def fetched(
     connection: Connection, query: Select[*tuple[Any, ...]], table: Table = RECORDS
 ) -> Iterator[Fetched]:
-    """The rows of a query, some hundred at a time; None in place of one with a value that is too large.
+    """Returns the rows of a query, some hundred at a time, with None for a row with too large a value.
 
     Args:
         connection: The database.
         query: Selects rows of the table, joined with records or not.
-        table: The table. Its rows come in another order than the query's if such a value is among them.
+        table: The table. If such a value is among its rows, they are in another order than the query's.
     """
     key = _row_key(connection, table)
     try:
@@ -154,7 +154,7 @@ def fetched(
     except exc.DBAPIError as error:
         if not is_too_large(error.orig):
             raise
-        # The query sorts, filters or joins by such a value: each row of the table is tried.
+        # The query sorts, filters or joins by such a value, so each row of the table is tried.
         keys = dict.fromkeys(connection.scalars(select(key).select_from(table)))
     listed = iter(keys)
     while some := list(itertools.islice(listed, CHUNK)):
@@ -162,7 +162,7 @@ def fetched(
 
 
 def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
-    """The key by which rows of a table are found: in SQLite the number that each row has."""
+    """Returns the key by which rows of a table are found; in SQLite the row number."""
     if connection.dialect.name == "sqlite":
         return literal_column(f"{table.name}.rowid")
     return CHECKS.c.digest if table is CHECKS else RECORDS.c.id
@@ -183,11 +183,13 @@ def _fetched(
 
 
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
-    """What `readable` needs of each record that a table names, with the time of its choice.
+    """Returns a query for the records that a table names, with the time of their selection.
+
+    Rows are in the order of targets and problems.
 
     Args:
         table: `SELECTIONS` or `STAND_INS`.
-        target: Whose; of all targets where None. In the order of targets and problems.
+        target: A GPU's name, None for all.
     """
     query = (
         select(
@@ -205,7 +207,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
 
 
 def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
-    """The row that a table names for a record's (problem, target)."""
+    """Returns the row that a table names for a record's (problem, target)."""
     rows = fetched(connection, select_chosen(table).where(*_same(table, record)), table)
     return next(readable(rows, "this database"), None)
 
@@ -213,7 +215,7 @@ def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord
 def chosen_among(
     connection: Connection, table: Table, target: str, keys: list[str]
 ) -> dict[str, StoredRecord]:
-    """The rows that a table names for some problems of a target, by the problem's key."""
+    """Returns the rows that a table names for some problems of a target, by the problem's key."""
     query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
     rows = fetched(connection, query, table)
     return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
@@ -225,13 +227,13 @@ def take_unchosen(
     stand_ins: list[tuple[Record, int]],
     pinned_at: str,
 ) -> None:
-    """Makes rows the selections of problems that have none, and others what stands in for these.
+    """Stores selections and fallbacks for problems that have none.
 
     Args:
         connection: The database.
         selections: Records and their rows, at most one for each problem and target.
-        stand_ins: Records and rows for tensors that the selection of their problem cannot address.
-        pinned_at: The time of the choice.
+        stand_ins: Records and rows of the fallbacks of these problems.
+        pinned_at: The time of the selection.
     """
     for table, rows in ((SELECTIONS, selections), (STAND_INS, stand_ins)):
         values = [
@@ -245,7 +247,7 @@ def take_unchosen(
         ]
         if not values:
             continue
-        # A row may be there that this flashtune cannot read.
+        # The problem may have a row that this flashtune cannot read.
         insert = insert_into(connection, table)
         changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
         connection.execute(
@@ -254,10 +256,10 @@ def take_unchosen(
 
 
 def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
-    """Makes a row the selection of its record's (problem, target).
+    """Selects a row for its record's (problem, target).
 
-    An earlier selection stands in for it if it alone serves any tensors. Where the new one serves
-    them, nothing need stand in for it any more.
+    If the new selection serves any tensors, the fallback is deleted. Otherwise an earlier selection that does
+    becomes the fallback.
     """
     earlier = chosen(connection, SELECTIONS, record)
     _name(connection, SELECTIONS, record, record_id, pinned_at)
@@ -268,7 +270,7 @@ def take_selection(connection: Connection, record: Record, record_id: int, pinne
 
 
 def take_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> bool:
-    """Lets a row stand in for the selection of its problem; whether that needs it."""
+    """Stores a row as its problem's fallback. Returns False if the selection needs none."""
     selection = chosen(connection, SELECTIONS, record)
     if selection is None or serves_any_tensors(selection.record) or not serves_any_tensors(record):
         return False
@@ -277,7 +279,7 @@ def take_stand_in(connection: Connection, record: Record, record_id: int, pinned
 
 
 def offer_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
-    """The same, unless what stands in already is as good."""
+    """Calls `take_stand_in` unless the present fallback is as good."""
     present = chosen(connection, STAND_INS, record)
     if present is None or is_better_selection(record, present.record):
         take_stand_in(connection, record, record_id, pinned_at)

@@ -1,4 +1,4 @@
-"""Replaces a record by one of an equal kernel: another digest and template version, the same evidence."""
+"""Replaces a record by one of an equal kernel with another digest and template version."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def replace_record(connection: Connection, record_id: int, record: Record) -> None:
-    """Puts a record in place of a row. Selections then name it, and its kernel keeps the row's self-checks.
+    """Replaces the record of a row, in selections too, and copies self-checks to the new kernel.
 
-    A row that was deleted meanwhile is not put back.
+    A row that was deleted meanwhile is not inserted again.
 
     Raises:
         TableError: A field is outside its bounds.
@@ -41,9 +41,9 @@ def replace_record(connection: Connection, record_id: int, record: Record) -> No
 
 
 def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
-    """Self-checks of a digest hold for the record's kernel, which is the same machine code.
+    """Copies self-checks of a digest to the record's kernel, which is the same machine code.
 
-    Kernels of two digests were compared under the record's Triton and ptxas alone.
+    The two kernels were compared only under the record's Triton and ptxas.
     """
     assert record.kernel is not None
     query = select(CHECKS.c.payload, CHECKS.c.created_at).where(

@@ -1,7 +1,7 @@
-"""The tables. Scalars that queries need stand in columns; the record itself is JSON in one column.
+"""The tables. Values that queries need have columns of their own; the record is JSON in one column.
 
-The migrations create them, and the views that the light readers of earlier versions read. A test
-compares the two.
+The migrations create the tables, and views for the light readers of earlier versions. A test compares the
+tables with the migrations.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ RECORDS = Table(
     "records",
     METADATA,
     Column("id", Integer, nullable=False),
-    # Hash of `payload`: the same record is kept once, however often it is added or merged.
+    # Hash of `payload`: an equal record is stored once, however often it is added or merged.
     Column("content_hash", String(32), nullable=False),
     Column("created_at", String(32), nullable=False),
     Column("problem_key", String, nullable=False),
     Column("target", String, nullable=False),
     Column("family", String, nullable=False),
-    # The config in one readable line, and its hash; null for the baselines.
+    # The config as one readable line, and its hash. Null for the baselines.
     Column("config", String),
     Column("config_hash", String(32)),
     Column("kernel", String(32)),
@@ -68,7 +68,7 @@ SELECTIONS = Table(
     PrimaryKeyConstraint("problem_key", "target"),
 )
 
-# Beside a selection whose family cannot address every tensor, the record that serves the others.
+# Fallbacks of selections whose family cannot address every tensor.
 STAND_INS = Table(
     "stand_ins",
     METADATA,

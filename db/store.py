@@ -39,21 +39,21 @@ __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
 
 
 def open_store(url: str | None = None) -> Store:
-    """Opens a database for writing; creates it, or brings it to the present schema, where needed.
+    """Opens a database for writing. Creates it, or migrates it to the present schema, if needed.
 
     Args:
         url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
 
     Raises:
-        StoreError: It is damaged, newer than this flashtune, not flashtune's, or unwritable; it
-            is left as it was.
+        StoreError: The database is damaged, newer than this flashtune, not flashtune's, or unwritable. It is
+            left unchanged.
     """
     address = database_url(url)
     return Store(ready_engine(address), address)
 
 
 class Store:
-    """An open database. Safe under threads; several processes may each have their own.
+    """An open database. Safe under threads. Several processes may each open one.
 
     Attributes:
         url: The database's URL, as `open_store` takes it.
@@ -76,10 +76,10 @@ class Store:
         self._engine.dispose()
 
     def add(self, record: Record) -> int:
-        """Stores a record for good and returns its id; the same record has one id, however often it comes.
+        """Stores a record permanently and returns its id. Equal records have one id.
 
         Raises:
-            TableError: A field is outside its bounds, so that it could not be read again.
+            TableError: A field is outside its bounds, so the record could not be read again.
             StoreError: The database cannot be written.
         """
         with writing(self._engine, self.url) as connection:
@@ -89,9 +89,9 @@ class Store:
     def records(
         self, problem: Problem | None = None, target: str | None = None, family: str | None = None
     ) -> list[StoredRecord]:
-        """All records, or those of a problem, a target, a family; oldest first.
+        """Returns all records, or those of a problem, a target and a family, oldest first.
 
-        Rows that this flashtune cannot read are left out, and one `UnreadableRecord` warning says so.
+        Rows that this flashtune cannot read are left out, with one `UnreadableRecord` warning.
         """
         query = select_records()
         if problem is not None:
@@ -104,19 +104,20 @@ class Store:
             return list(readable(fetched(connection, query), describe(self.url)))
 
     def pin(self, record_id: int) -> None:
-        """Makes a record the selection of its (problem, target), in place of an earlier one.
+        """Selects a record for its (problem, target), in place of an earlier selection.
 
-        An earlier one stands in for it where the new one's family cannot address every tensor.
+        The earlier selection becomes the fallback if the new one's family cannot address every tensor and the
+        earlier one can.
 
         Raises:
-            StoreError: There is no such record, or it may not serve: it failed, or was measured and
+            StoreError: There is no such record, or it may not be selected: it failed, or was measured and
                 never verified.
         """
         with writing(self._engine, self.url) as connection:
             take_selection(connection, self._selectable(connection, record_id), record_id, now())
 
     def stand_in(self, record_id: int) -> bool:
-        """Lets a record serve the tensors that the selection of its (problem, target) cannot address.
+        """Makes a record the fallback for tensors that the selection of its (problem, target) cannot address.
 
         Returns:
             False where there is no such selection, or this record cannot address them either.
@@ -138,11 +139,11 @@ class Store:
         return found[0].record
 
     def selections(self, target: str | None = None) -> list[StoredRecord]:
-        """The selected records, of one target or all, ordered by target and problem."""
+        """Returns the selected records, of one target or all, ordered by target and problem."""
         return self._chosen(SELECTIONS, target)
 
     def stand_ins(self, target: str | None = None) -> list[StoredRecord]:
-        """What stands in for selections whose family cannot address every tensor, ordered alike."""
+        """Returns the fallbacks of selections that cannot address every tensor, in the same order."""
         return self._chosen(STAND_INS, target)
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
@@ -152,25 +153,26 @@ class Store:
             )
 
     def remember_check(self, check: Check) -> None:
-        """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions."""
+        """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions."""
         with writing(self._engine, self.url) as connection:
             write_check(connection, check, now(), replace=True)
 
     def preview(self, meant: Forgettable) -> tuple[list[Group], list[TakenBack]]:
-        """What `forget` would delete: records in groups, and the problems whose selection is among them."""
+        """Returns what `forget` would delete: groups of records, and problems that lose their selection."""
         with reading(self._engine, self.url) as connection:
             lost = [TakenBack(*key) for key in affected(connection, meant)]
             return groups(connection, meant), lost
 
     def forget(self, meant: Forgettable, choose: Choose) -> list[TakenBack]:
-        """Deletes records, and takes back selections that name them: all of it, or nothing on an error.
+        """Deletes records and selections that name them: all or, on an error, nothing.
 
         Args:
-            meant: Which records.
-            choose: Picks the record to select of a problem that lost its selection, among what is left.
+            meant: Filter of the records.
+            choose: Returns the record to select for a problem that lost its selection, among the remaining
+                ones.
 
         Returns:
-            What was taken back, and what is selected in its place.
+            The problems that lost their selection, and the new selection.
 
         Raises:
             StoreError: The database cannot be written.
@@ -179,9 +181,9 @@ class Store:
             return forget(connection, meant, choose, now())
 
     def replace_records(self, changes: Mapping[int, Record]) -> None:
-        """Replaces records by their ids, all of them or none; selections then name the new ones.
+        """Replaces records by their ids, all or none. Selections then name the new ones.
 
-        Self-checks of a replaced record's kernel are kept under the new kernel's digest too.
+        Self-checks of a replaced record's kernel are also stored under the new kernel's digest.
 
         Raises:
             TableError: A field is outside its bounds.
@@ -194,13 +196,13 @@ class Store:
     def merge_tables(
         self, *tables: TunedTable, progress: Callable[[int], None] = lambda records: None
     ) -> MergeCounts:
-        """Brings the records and selections of tuned tables into the database, all of them or none.
+        """Merges the records and selections of tuned tables into the database, all or none.
 
-        Selections that both have are settled as by `merge_from`. `progress` is called with the
-        number of further records taken.
+        Conflicting selections are resolved as by `merge_from`. `progress` is called with the number of
+        further records merged.
 
         Raises:
-            TableError: A table holds what may not serve.
+            TableError: A table holds a record that may not be selected.
             StoreError: The database cannot be written.
         """
         for table in tables:
@@ -209,14 +211,14 @@ class Store:
             return merge_tables(tables, connection, progress)
 
     def merge_from(self, url: str, why_refused: WhyRefused = lambda record: "") -> MergeCounts:
-        """Brings everything of another database into this one: all of it, or nothing on an error.
+        """Merges another database into this one: everything or, on an error, nothing.
 
-        The same record is kept once. Where both have a selection for a (problem, target), the
-        faster measured one stays if the same versions made both, else this database's.
+        An equal record is stored once. If both have a selection for a (problem, target), this database's
+        stays. Exception: the same versions made both, and the other was measured to be faster.
 
         Args:
             url: The other database.
-            why_refused: Says why a selection of the other database may not become one here, empty if it
+            why_refused: Returns why a selection of the other database may not become one here, empty if it
                 may. One warning counts those that may not.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Records as rows hold them, however the rows were read."""
+"""Records of rows, independent of the library that read the rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtune.db.limits import MAX_VALUE_BYTES
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
-    """A record and where it lies: its row, and when it was written (ISO 8601, UTC)."""
+    """A record, its row, and the time of its insertion (ISO 8601, UTC)."""
 
     id: int
     created_at: str
@@ -24,16 +24,16 @@ class StoredRecord(msgspec.Struct, frozen=True):
 
 
 def stored_text(value: object) -> str:
-    """A text column of a row, for printing and storing: bytes that are not UTF-8 become question marks."""
+    """Returns a text column for printing and storing, with question marks for bytes that are not UTF-8."""
     return str(value).encode(errors="replace").decode()
 
 
 def readable(rows: Iterable[Any], where: str) -> Iterator[StoredRecord]:
-    """The records among rows; one warning says how many held none that can be read here.
+    """Returns the records of rows. One warning counts the rows without a readable record.
 
-    A database is shared by versions of flashtune, and one may know a family that another does not.
-    Rows have the attributes `id`, `created_at`, `problem_key`, `target` and `payload`. A row with a value
-    that is too large is None.
+    Versions of flashtune share a database, and one may have a family that another lacks. Rows have the
+    attributes `id`, `created_at`, `problem_key`, `target` and `payload`. A row with a value that is too large
+    is None.
     """
     skipped = 0
     reason = ""

@@ -1,6 +1,6 @@
-"""Tuned tables: the selections of one target as JSON that people review and git merges.
+"""Tuned tables: the selections of one target as JSON for review and for git merges.
 
-One field of a record stands on each line, so that a diff shows what changed of which problem.
+Each line holds one field of a record, so a diff shows the changed fields of a problem.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMA = 2
 READABLE = (1, SCHEMA)
 MAX_TABLE_BYTES = 64 * 1024 * 1024
 MAX_RECEIPTS = 100_000
-# Where the tables that ship lie: `tuned/<target>.json` in this package.
+# The shipped tables are `tuned/<target>.json` in this package.
 PACKAGE = "flashtune.db"
 FOLDER = "tuned"
 
@@ -39,8 +39,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     Attributes:
         problem: The problem's key.
         kernel: Digest of the kernel.
-        versions: The versions that it was timed under.
-        measurement: The time, with those of peers in the same run.
+        versions: The versions of the measurement.
+        measurement: The time, with those of baselines in the same run.
     """
 
     problem: ShortText
@@ -50,16 +50,16 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The selected records of one target, one for a problem, or two.
+    """The selected records of one target: for each problem the selection and perhaps a fallback.
 
-    A second one serves the tensors that the first one's family cannot address.
+    The fallback serves the tensors that the selection's family cannot address.
 
     Attributes:
         schema: The layout's number.
         target: Name of the GPU.
         records: In any order; tables are written in the order of the problems.
-        receipts: Passes on the GPU of the records' kernels under further versions, and of their siblings with
-            (or without) the log-sum-exp. A kernel has one for each set of makers.
+        receipts: Passes on the GPU of the records' kernels under further versions, and of the same kernels
+            with (or without) the log-sum-exp. A kernel has one receipt for each set of versions.
         times: Times of the records' kernels under further versions.
     """
 
@@ -71,7 +71,7 @@ class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The one field that tables of every schema share."""
+    """The field that tables of every schema share."""
 
     schema: int
 
@@ -85,11 +85,11 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_table(path: str | Path) -> TunedTable:
-    """The table of a file.
+    """Returns the table of a file.
 
     Raises:
-        TableError: There is no such file, it is over 64 MiB, of another schema, or holds anything
-            but records that may serve its target.
+        TableError: The file does not exist, is over 64 MiB, has another schema, or holds anything but records
+            that its target may select.
     """
     where = str(path)
     try:
@@ -100,7 +100,7 @@ def load_table(path: str | Path) -> TunedTable:
 
 
 def parse_table(raw: bytes, where: str) -> TunedTable:
-    """The table of a file's bytes; `where` names it in errors.
+    """Returns the table in a file's bytes. `where` names it in errors.
 
     Raises:
         TableError: As `load_table`.
@@ -126,10 +126,11 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
 
 
 def dump_table(table: TunedTable) -> bytes:
-    """The table as a file's bytes: the same table is the same bytes, whatever the order of its records.
+    """Returns the table as a file's bytes, the same for every order of its records.
 
     Raises:
-        TableError: Two records serve the same tensors of one problem, or one may not serve or be stored.
+        TableError: Two records serve the same tensors of one problem, or a record may not be selected or
+            stored.
     """
     check_table(table, "the table")
     lists = {
@@ -143,7 +144,7 @@ def dump_table(table: TunedTable) -> bytes:
 
 
 def _lines(items: Iterable[Check | Timing]) -> list[str]:
-    """One item a line, in an order of their own."""
+    """Returns one item a line, sorted."""
     return sorted(f"    {msgspec.json.encode(item).decode()}" for item in items)
 
 
@@ -152,7 +153,7 @@ def _list(items: list[str]) -> str:
 
 
 def table_hash(table: TunedTable) -> str:
-    """A hash over the table's content, 32 hex digits: neither layout nor order of records change it."""
+    """Returns a hash over the table's content, 32 hex digits, for any layout and order of records."""
     head = f"{table.schema} {_text(table.target)}".encode()
     evidence = (line.encode() for line in (*_lines(table.receipts), *_lines(table.times)))
     return fingerprint(b"\n".join((head, *(encode_record(record) for record in _ordered(table)), *evidence)))
@@ -160,7 +161,7 @@ def table_hash(table: TunedTable) -> str:
 
 @functools.cache
 def shipped_table(target: str) -> TunedTable | None:
-    """The table that ships for a GPU, None if none does. The package does not change while it runs: kept.
+    """Returns the table that ships for a GPU, None if none does. Cached.
 
     Raises:
         TableError: The installed table is damaged.
@@ -181,11 +182,11 @@ def _record(raw: bytes, position: int, where: str) -> Record:
 
 
 def check_table(table: TunedTable, where: str) -> None:
-    """Refuses what dispatch could not use; `where` names the table in errors.
+    """Rejects a table that dispatch could not use. `where` names the table in errors.
 
     Raises:
-        TableError: A record is of another target or may not serve, two serve the same tensors of one
-            problem, a receipt is no pass on the table's GPU or there twice, or a time belongs to no record.
+        TableError: A record has another target or may not be selected, two serve the same tensors of one
+            problem, a receipt is repeated or not a pass on the table's GPU, or a time belongs to no record.
     """
     seen: set[tuple[str, bool]] = set()
     for position, record in enumerate(table.records, start=1):
@@ -215,9 +216,9 @@ def check_table(table: TunedTable, where: str) -> None:
 
 
 def _ordered(table: TunedTable) -> list[Record]:
-    """By what the problem computes, then by its size: neighbours in the file are neighbours in shape.
+    """Sorts by computation, then by size: neighbours in the file have similar shapes.
 
-    A selection comes before what stands in for it.
+    A selection precedes its fallback.
     """
     return sorted(table.records, key=_order)
 
@@ -237,7 +238,7 @@ def _order(record: Record) -> tuple[str | int | bool, ...]:
 
 
 def _block(record: Record) -> str:
-    """One record, one field a line."""
+    """Returns one record, one field a line."""
     raw = encode_record(record)
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     lines = (f"      {_text(name)}: {bytes(value).decode()}" for name, value in fields.items())

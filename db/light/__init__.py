@@ -1,1 +1,1 @@
-"""Reading and noting self-checks with the standard library and msgspec alone, as a first call does."""
+"""Reads and writes self-checks with the standard library and msgspec alone, for a short first call."""

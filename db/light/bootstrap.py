@@ -1,7 +1,7 @@
-"""An empty database of the present schema, made without SQLAlchemy and Alembic.
+"""Creates an empty database of the present schema without SQLAlchemy and Alembic.
 
-A program's first call may be the one that creates the database, and must not wait for their import.
-`schema.sql` is what the migrations come to; a test holds the two together.
+A program's first call may create the database, and must not spend time on these imports. A test checks that
+`schema.sql` equals the result of the migrations.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from flashtune.db.errors import ELSEWHERE
 from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import describe
 
-# Every schema that there ever was, oldest first: the names of the migrations.
+# The names of all migrations, oldest first.
 REVISIONS = ("0001", "0002", "0003", "0004")
 HEAD = REVISIONS[-1]
 SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0
-# Write-ahead logging is a property of the file: set once, and not within a transaction.
+# Write-ahead logging is a property of the file. It is set once, outside of a transaction.
 LOG_AHEAD = "PRAGMA journal_mode = WAL"
 
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Of all processes of this host, one at a time creates or migrates an SQLite database.
+    """Holds the lock for creating or migrating an SQLite database, one process of this host at a time.
 
     Raises:
-        StoreError: Another process takes a minute, or the folder cannot be written.
+        StoreError: Another process held the lock for a minute, or the folder cannot be written.
     """
     with ExitStack() as held:
         try:
@@ -53,11 +53,11 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def create_database(path: Path) -> None:
-    """Leaves a database of the present schema where there is none, or an empty one.
+    """Creates a database of the present schema if there is none, or an empty one.
 
     Raises:
         StoreError: As `alone`.
-        sqlite3.Error: The file cannot be written, or is no SQLite database.
+        sqlite3.Error: The file cannot be written, or is not an SQLite database.
         OSError: The folder cannot be written.
     """
     with alone(path):
@@ -67,14 +67,15 @@ def create_database(path: Path) -> None:
                     connection.execute(LOG_AHEAD)
                     _make_tables(connection)
             return
-        # Nobody sees a database that is half made, and no reader is in the way of the switch to WAL.
+        # No process sees an incomplete database, and no reader blocks the switch to WAL.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
             with _open(draft) as connection:
-                # It reaches the disk in one step: each by itself, on a busy disk, delays a first call.
+                # Skip the syncs: each one delays a first call on a busy disk. The file is synced once, at the
+                # end.
                 connection.execute("PRAGMA synchronous = OFF")
                 _make_tables(connection)
-                # Last, since a log that a full disk does not let into the file would be left behind.
+                # Last: if a full disk refuses the log's content, the log would remain.
                 connection.execute(LOG_AHEAD)
             with draft.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -86,7 +87,7 @@ def _open(path: Path) -> closing[sqlite3.Connection]:
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
-    """All tables and views or none: closing takes back what was not committed."""
+    """Creates all tables and views or none: closing the connection rolls back."""
     connection.execute("BEGIN IMMEDIATE")
     for statement in _statements():
         connection.execute(statement)
@@ -95,10 +96,10 @@ def _make_tables(connection: sqlite3.Connection) -> None:
 
 
 def known_revision(connection: sqlite3.Connection, url: str) -> str:
-    """Returns the schema of an SQLite database that holds tables.
+    """Returns the schema version of an SQLite database that holds tables.
 
     Raises:
-        StoreError: It is no database of flashtune's, or a newer flashtune made it.
+        StoreError: The database is not flashtune's, or a newer flashtune made it.
     """
     foreign = connection.execute(FOREIGN).fetchone()
     if foreign is not None:
@@ -116,14 +117,14 @@ def known_revision(connection: sqlite3.Connection, url: str) -> str:
 
 
 def older_schema(url: str) -> StoreError:
-    """Returns the error of a database that must be brought to the present schema before it is read."""
+    """Returns the error for a database that must be migrated before it is read."""
     return StoreError(
         f"{describe(url)} has an older schema: run `flashtune db upgrade --db {describe(url)}` first"
     )
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """Whether an SQLite database holds no table."""
+    """Returns whether an SQLite database holds no table."""
     tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'")
     return bool(tables.fetchone()[0] == 0)
 

@@ -1,9 +1,9 @@
-"""What the runtime reads of the database: selections and remembered self-checks, never writing.
+"""Read-only access of the runtime to selections and stored self-checks.
 
-SQLite is read through the standard library, so that a program that imports flashtune does not import
-SQLAlchemy. Tables are read, and no views: a view is code of the file's author. Each question opens the file
-anew, once per problem and process, in a third of a millisecond. Nothing is shared between threads or with
-forked children, and a database that appears, grows or is replaced while the program runs is seen.
+SQLite is read through the standard library, so a program that imports flashtune does not import SQLAlchemy.
+Only tables are read: a view is code of the file's author. Each query opens the file again, once per problem
+and process, in a third of a millisecond. So threads and forked children share nothing, and a database that
+appears, grows or is replaced at run time is seen.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from flashtune.db.codec import Check
     from flashtune.db.light.remote import Query, Rows, Values
 
-# How long a lock is waited for, and how long one question may take in all.
+# Longest wait for a lock, and longest duration of one query.
 BUSY_SECONDS = 4.0
 READ_SECONDS = 4.0
 
 SELECTIONS = "selections"
 STAND_INS = "stand_ins"
 CHECKS = "checks"
-# The size is asked first: a value that is larger than any record is not read into memory.
+# The size is queried first: a value larger than any record is not read into memory.
 RECORD = """
 SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
@@ -57,13 +57,13 @@ SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
 FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
 """
 ROWS = "SELECT rowid FROM {table}"
-# Takes the place of a table's name in a question.
+# Replaces a table's name in a query.
 ONE_ROW = "(SELECT * FROM {table} WHERE rowid = :row)"
 IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
 
 
 def open_reader(url: str | None = None) -> Reader | None:
-    """A reader of a database, or None where there is no such file (yet).
+    """Returns a reader of a database, or None if the file does not exist (yet).
 
     Args:
         url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
@@ -80,19 +80,19 @@ def open_reader(url: str | None = None) -> Reader | None:
 
 
 class Reader:
-    """Answers the runtime's questions. Safe under threads, processes and forks."""
+    """Answers the runtime's queries. Safe under threads, processes and forks."""
 
     def __init__(self, query: Query, where: str) -> None:
         self._query = query
         self._where = where
 
     def selection(self, problem_key: str, target: str) -> Record | None:
-        """The record selected for a problem on a target.
+        """Returns the record selected for a problem on a target.
 
-        None also where the row cannot be read here; an `UnreadableRecord` warning then says so.
+        Returns None also if the row cannot be read here, with an `UnreadableRecord` warning.
 
         Raises:
-            StoreError: The database is damaged, locked or out of reach.
+            StoreError: The database is damaged, locked or cannot be reached.
         """
         rows = self._query(
             SELECTIONS, RECORD, {"problem_key": problem_key, "target": target, "most": MAX_RECORD_BYTES}
@@ -100,24 +100,24 @@ class Reader:
         return next(self._readable(rows), None)
 
     def selections(self, target: str) -> tuple[Record, ...]:
-        """All selected records of a target, in the order of their problems' keys."""
+        """Returns all selected records of a target, in the order of their problems' keys."""
         return tuple(
             self._readable(self._query(SELECTIONS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
         )
 
     def stand_ins(self, target: str) -> tuple[Record, ...]:
-        """What stands in for selections of a target that cannot address every tensor, in the same order."""
+        """Returns fallbacks of a target's selections that cannot address every tensor, in the same order."""
         return tuple(
             self._readable(self._query(STAND_INS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
         )
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
-        """Whether a kernel passed its self-check here under these versions; None if it had none."""
+        """Returns whether a kernel passed its self-check here under these versions; None if it had none."""
         rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
         return rows[0][0] == 1 if rows else None
 
     def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
-        """All that is remembered of a kernel's self-check, None if it had none.
+        """Returns the stored self-check of a kernel, None if it had none.
 
         Raises:
             TableError: The row holds no self-check.
@@ -151,7 +151,8 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
             foreign = connection.execute(FOREIGN).fetchone()
             if foreign is not None:
                 raise foreign_object(str(foreign[0]), describe(url))
-            # Another process may still be creating the database, or an older flashtune made it.
+            # The table may be missing: another process is creating the database, or an older flashtune made
+            # it.
             if not connection.execute(IS_THERE, (table,)).fetchone()[0]:
                 return []
             try:
@@ -169,7 +170,7 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
 def _query_rows(
     connection: sqlite3.Connection, table: str, question: str, values: Values, where: str
 ) -> Rows:
-    """Asks each row by itself, and leaves out those with a value that is too large."""
+    """Queries each row alone, and leaves out rows with a value that is too large."""
     one = question.format(table=ONE_ROW.format(table=table))
     found, skipped = [], 0
     for (row,) in connection.execute(ROWS.format(table=table)).fetchall():

@@ -1,4 +1,4 @@
-"""The reader's questions put to a database server, through SQLAlchemy."""
+"""Sends the reader's queries to a database server, through SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flashtune.db.engine import make_engine, reading
 
 Rows = list[tuple[Any, ...]]
 Values = dict[str, str | int]
-# Takes a table's name, a SELECT statement and its values.
+# Arguments: a table's name, a SELECT statement and its values.
 Query = Callable[[str, str, Values], Rows]
 
 
 def server_query(url: str) -> Query:
-    """What asks a server the same SQL that a file is asked.
+    """Returns a function that sends a server the reader's SQL.
 
     Raises:
-        StoreError: The URL names no database that flashtune uses, or its driver is missing.
+        StoreError: The URL names no supported database, or its driver is missing.
     """
     engine = make_engine(url)
 

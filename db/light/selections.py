@@ -30,7 +30,7 @@ TABLES = ("selections", "stand_ins")
 
 
 class _Row(NamedTuple):
-    """A row that the query gives."""
+    """A row of the query."""
 
     id: int
     created_at: str
@@ -58,7 +58,7 @@ def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
             sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
         ) as connection:
             deadline = restrict(connection, statement_seconds(path))
-            # One view of both tables.
+            # Both tables are read in one view.
             connection.execute("BEGIN")
             if is_empty(connection) or known_revision(connection, url) != HEAD:
                 raise older_schema(url)

@@ -1,4 +1,4 @@
-"""Remembers a self-check without SQLAlchemy, whose import would cost a first call more than the check."""
+"""Stores a self-check without SQLAlchemy. Its import would take longer than the check."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from flashtune.db.codec import Check
 
-# How long another process's write is waited for.
+# Longest wait for another process's write.
 BUSY_SECONDS = 30.0
-# How long SQLite may compute for one write.
+# Longest computing time of SQLite for one write.
 WRITE_SECONDS = 4.0
-# Every schema has the table as it is.
+# The table is the same in every schema.
 REMEMBER = (
     "INSERT INTO checks (digest, target, versions_hash, passed, created_at, payload) "
     "VALUES (:digest, :target, :versions_hash, :passed, :created_at, :payload) "
@@ -34,9 +34,9 @@ REMEMBER = (
 
 
 def remember_check(check: Check, url: str | None = None) -> None:
-    """Stores a self-check's verdict, in place of an earlier one of the same kernel, GPU and versions.
+    """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions.
 
-    Creates the database where there is none; one of an older schema keeps it.
+    Creates the database if there is none. An older schema is not migrated.
 
     Args:
         check: The verdict.

@@ -1,1 +1,1 @@
-"""The database's schemas as migrations, run from code (`flashtune.db.migrate`)."""
+"""Migrations of the database's schema, run by `flashtune.db.migrate`."""

@@ -1,4 +1,4 @@
-"""Alembic enters here; the caller hands over its connection, inside a transaction of its own."""
+"""Alembic's entry point. The caller passes its connection, inside a transaction."""
 
 from __future__ import annotations
 

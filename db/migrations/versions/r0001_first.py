@@ -54,7 +54,7 @@ def upgrade() -> None:
         sa.Column("payload", sa.Text, nullable=False),
         sa.PrimaryKeyConstraint("digest", "target", "versions_hash", name="pk_checks"),
     )
-    # What the runtime's reader reads: it stays as it is, whatever becomes of the tables.
+    # Read by the runtime's reader. It must stay unchanged, even if the tables change.
     op.execute(
         "CREATE VIEW selected_records AS "
         "SELECT selections.problem_key, selections.target, selections.pinned_at, "

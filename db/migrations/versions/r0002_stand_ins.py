@@ -1,4 +1,4 @@
-"""Records that stand in for selections whose family cannot address every tensor."""
+"""Fallbacks of selections whose family cannot address every tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Adds the table, and the view that the runtime's reader reads."""
+    """Adds the table, and the view for the runtime's reader."""
     op.create_table(
         "stand_ins",
         sa.Column("problem_key", sa.String, nullable=False),

@@ -1,4 +1,4 @@
-"""All that is remembered of a self-check, for the runtime's reader."""
+"""Full contents of self-checks for the runtime's reader."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Adds the view; the one that tells only whether a check passed stays as it is."""
+    """Adds the view. The view that says only whether a check passed stays unchanged."""
     op.execute("CREATE VIEW check_payloads AS SELECT digest, target, versions_hash, payload FROM checks")

@@ -1,4 +1,4 @@
-"""Removes outcomes of candidates that the machine caused: full disks, missing tools, too little memory.
+"""Removes outcomes that the machine caused: full disks, missing tools, too little memory.
 
 Earlier versions stored them, and then never tried these candidates again.
 """
@@ -11,9 +11,9 @@ from alembic import op
 revision = "0004"
 down_revision = "0003"
 
-# What messages of such outcomes contain. A message is the last field of a record's JSON.
+# Parts of the messages of such outcomes. A message is the last field of a record's JSON.
 CAUSES = (
-    # The name of an exception of the operating system, and its number.
+    # Name and number of an operating system's exception.
     "Error: [Errno ",
     '"message":"MemoryError',
     "No space left on device",
