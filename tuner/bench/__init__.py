@@ -1,1 +1,1 @@
-"""Kernels timed beside SDPA's backends and other peers."""
+"""Times kernels in the same run as SDPA's backends and other baselines."""

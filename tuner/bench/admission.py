@@ -1,4 +1,4 @@
-"""Who is timed: contestants whose results are right, each as a graph that is replayed."""
+"""Selects the contestants to time: those with correct results. Each becomes a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Judge = Callable[[object], float]
 
 
 class Admitted(NamedTuple):
-    """A contestant whose result is right, its error, and its run as a graph."""
+    """A contestant with a correct result: its error, and its run as a graph."""
 
     contestant: Contestant
     error: float
@@ -28,12 +28,12 @@ class Admitted(NamedTuple):
 
 
 def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]) -> list[Admitted | LeftOut]:
-    """Lets in whoever computes the problem rightly, in the order given.
+    """Returns the contestants that compute the problem correctly, in the order given, and those left out.
 
     Args:
-        binders: What binds each contestant to the inputs, by its name.
-        judge: The error of a result over what is allowed.
-        capture: Makes a graph of a run, and returns what replays it.
+        binders: Functions that bind each contestant to the inputs, by its name.
+        judge: Returns the error of a result as a multiple of the tolerance.
+        capture: Captures a run as a graph, and returns its replay function.
     """
     entries: list[Admitted | LeftOut] = []
     for name, bind in binders.items():
@@ -53,7 +53,7 @@ def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]
 
 
 def capture(run: Call) -> Run:
-    """One run as a graph, so that no host time is in a sample."""
+    """Captures one run as a graph, so that samples contain no host time."""
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -66,10 +66,10 @@ def capture(run: Call) -> Run:
 
 
 def capture_here(run: Call) -> Run:
-    """The same on the current stream, which is not the default one.
+    """Captures one run on the current stream, which is not the default one.
 
-    Autograd runs a backward pass on the stream of its forward pass: what was recorded on one stream
-    cannot be captured on another.
+    Autograd runs a backward pass on the stream of its forward pass. A pass recorded on one stream cannot be
+    captured on another.
     """
     stream = torch.cuda.current_stream()
     run()

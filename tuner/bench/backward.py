@@ -1,7 +1,7 @@
-"""Backward passes side by side: each implementation's own, of the same inputs.
+"""Times the backward passes of all implementations on the same inputs.
 
-Each forward pass runs once, before anything is timed. What is timed is what autograd then runs: ours is
-`flashtune.attention`, called as a program calls it.
+Each forward pass runs once, before timing. The timed work is the backward pass that autograd runs. Ours is
+that of `flashtune.attention`, called as programs call it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEED = 0
 
 @contextlib.contextmanager
 def recording(device: torch.device) -> Iterator[None]:
-    """Autograd records, on a stream on which its backward passes can be captured too."""
+    """Lets autograd record on a stream on which its backward passes can be captured."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.enable_grad():
@@ -46,7 +46,7 @@ def recording(device: torch.device) -> Iterator[None]:
 
 
 def selected(problem: Problem, target: Target) -> tuple[str, str]:
-    """Family of the kernels that dispatch selects, and what to say of them."""
+    """Returns the family and a description of the kernels that dispatch selects."""
     tables = tuned_records(target.name)
     found = select(problem, target, tables, contiguous_specialization(problem), generated=True)
     record = found.record
@@ -57,13 +57,13 @@ def selected(problem: Problem, target: Target) -> tuple[str, str]:
 def gradient_binders(
     problem: Problem, tensors: Tensors, detail: str, peers: Sequence[str]
 ) -> dict[str, Bind]:
-    """What binds each contestant to the inputs, by its name.
+    """Returns functions that bind each contestant to the inputs, by its name.
 
     Args:
         problem: The backward problem.
         tensors: Its inputs.
-        detail: What to say of our kernels.
-        peers: Who takes part beside us.
+        detail: Description of our kernels.
+        peers: The baselines.
     """
     given = differentiable(tensors)
     binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, given, detail)}
@@ -89,7 +89,7 @@ def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     if name == FLASH_ATTN_4:
         raise RefusalError("its backward pass is not timed: it takes gradients of its own layout")
     if name == FLEX:
-        # A compiled backward pass would give its saved tensors away, and could run once only.
+        # Otherwise a compiled backward pass would donate its saved tensors, and could run only once.
         import torch._functorch.config as compiling
 
         compiling.donated_buffer = False
@@ -100,7 +100,7 @@ def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
-    """Holds gradients against float64: all rows of some heads, the same for all contestants."""
+    """Compares gradients with float64: all rows of some heads, the same for all contestants."""
     assert tensors.backward is not None
     generator = torch.Generator(tensors.q.device).manual_seed(SEED)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
@@ -120,13 +120,13 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
 
 
 def error_of(result: object, problem: Problem, chosen: Chosen, expected: Expected) -> float:
-    """The largest row error of gradients over what is allowed; infinite where anything is not finite.
+    """Returns the largest row error of gradients as a multiple of the tolerance, infinite if not finite.
 
     Args:
-        result: The gradients of q, k and v, each like what it is a gradient of.
+        result: The gradients of q, k and v, each of its tensor's shape.
         problem: The backward problem.
-        chosen: The heads that are compared.
-        expected: The reference of these.
+        chosen: The compared heads.
+        expected: Their reference.
     """
     assert isinstance(result, tuple)
     dq, dk, dv = result[:3]

@@ -1,8 +1,8 @@
-"""Side by side in one run: the selected generated kernel, SDPA's backends and other peers.
+"""Times the selected generated kernel, SDPA's backends and other baselines in one run.
 
-Only right results are timed: each contestant's output, or gradients, are first held against the float64
-reference by the gate that candidates of a search must pass. Figures are of graph replays, so no host time is
-in them; all contestants of a problem take turns, each after the same flush of the L2.
+Only correct results are timed. Each contestant's output or gradients are first compared with the float64
+reference, under the tolerance that candidates of a search must meet. Times are those of graph replays,
+without host time. Samples of a problem's contestants are interleaved, each after the same flush of the L2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashtune.verification.reference.forward import Expected, Sample, expect, s
 from flashtune.verification.tolerance import worst_ratio
 
 ROUNDS = 21
-# Host time is that of queueing: the device is kept busy for longer than a batch of calls takes.
+# Host time is the time to queue calls: the device is kept busy for longer than a batch takes.
 HOST_ROUNDS = 5
 HOST_CALLS = 10
 HOST_PAUSE_CYCLES = 10_000_000
@@ -46,15 +46,15 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
     """Times the contestants at one problem.
 
     Args:
-        problem: What to compute.
-        index: Which GPU.
-        peers: Who takes part beside the selected kernel, as `bench_peers` names them.
+        problem: The problem to compute.
+        index: Index of the GPU.
+        peers: Baselines, as `bench_peers` names them.
         rounds: Samples of each contestant.
 
     Raises:
         TargetError: There is no such GPU.
         ProblemError: No family computes the problem on this GPU.
-        UsageError: There is nothing to compute.
+        UsageError: The problem is empty, or cannot be benchmarked.
     """
     require_gpu()
     require_work(problem)
@@ -87,7 +87,7 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
 
 
 def require_gpu() -> None:
-    """Checks that there is something to time on.
+    """Checks that a GPU is visible.
 
     Raises:
         TargetError: No GPU is visible.
@@ -100,12 +100,12 @@ def require_gpu() -> None:
 
 
 def require_work(problem: Problem) -> None:
-    """Checks that there is something to time.
+    """Checks that the problem can be timed.
 
     Raises:
-        UsageError: The problem is empty, or asks for what is not benched.
+        UsageError: The problem is empty, or has a feature that is not benchmarked.
     """
-    # The peers add up gradients in whatever order they do: they are compared with all the same.
+    # Baselines sum gradients in any order. They are compared all the same.
     benched = {Feature.DETERMINISTIC} if problem.is_backward else {Feature.BIAS}
     further = problem.features - benched
     if further:
@@ -118,7 +118,7 @@ def require_work(problem: Problem) -> None:
 def _admit_outputs(
     problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
 ) -> tuple[str, list[Admitted | LeftOut]]:
-    """The family of the selected kernel, and who takes part in a forward problem."""
+    """Returns the selected kernel's family, and the contestants of a forward problem."""
     del target  # the call knows it
     family_name, detail = _selected(problem, tensors)
     binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, tensors, detail)}
@@ -129,14 +129,14 @@ def _admit_outputs(
 def _admit_gradients(
     problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
 ) -> tuple[str, list[Admitted | LeftOut]]:
-    """The same of a backward problem."""
+    """Returns the selected kernels' family, and the contestants of a backward problem."""
     family_name, detail = backward.selected(problem, target)
     binders = backward.gradient_binders(problem, tensors, detail, peers)
     return family_name, admit(binders, backward.gradient_judge(problem, tensors), capture_here)
 
 
 def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
-    """Family of the kernel that dispatch selects, no baseline in its place, and what to say of it."""
+    """Returns the family and description of the kernel that dispatch selects, never a baseline."""
     told = flashtune.explain(tensors.q, tensors.k, tensors.v, **_options(problem, tensors))
     assert told.selection is not None
     record = told.selection.record
@@ -153,12 +153,12 @@ def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
 
 
 def _options(problem: Problem, tensors: Tensors) -> dict[str, Any]:
-    """What a program would pass beside the inputs; the generated kernel serves, whatever is faster."""
+    """Returns the options of a program's call that force the generated kernel, even if it is slower."""
     return {"causal": problem.causal.value, "prefer": "generated", **side_options(tensors)}
 
 
 def side_options(tensors: Tensors) -> dict[str, Any]:
-    """The scales of quantised inputs and the bias or mask, as arguments; a call without them names none."""
+    """Returns scales of quantised inputs and the bias or mask as arguments; none if there are none."""
     bias = tensors.side.bias
     if bias is not None:
         return {"attn_mask" if bias.dtype is torch.bool else "attn_bias": bias}
@@ -167,7 +167,7 @@ def side_options(tensors: Tensors) -> dict[str, Any]:
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:
-    """Holds an output against the reference at sampled rows, the same for all contestants."""
+    """Compares an output with the reference at sampled rows, the same for all contestants."""
     chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
     inputs = (tensors.q, tensors.k, tensors.v)
     expected = expect(problem, *inputs, tensors.scale, chosen, tensors.side)
@@ -175,11 +175,11 @@ def _judge(problem: Problem, tensors: Tensors) -> Judge:
 
 
 def error_of(result: object, chosen: Sample, expected: Expected) -> float:
-    """The largest row error of a result over what is allowed; infinite where anything is not finite.
+    """Returns the largest row error of a result as a multiple of the tolerance, infinite if not finite.
 
     Args:
         result: The output [batch, heads, seqlen_q, value_head_dim], or a tuple that starts with it.
-        chosen: The rows that are compared.
+        chosen: The compared rows.
         expected: The reference at these rows.
     """
     out = result[0] if isinstance(result, tuple) else result
@@ -191,7 +191,7 @@ def error_of(result: object, chosen: Sample, expected: Expected) -> float:
 
 
 def host_times(contestants: Sequence[Contestant], device: torch.device) -> list[float]:
-    """Median host time of queueing each contestant's call, in microseconds, taken in turn."""
+    """Returns the median host time of queueing each contestant's call, in microseconds, interleaved."""
     samples: list[list[float]] = [[] for _ in contestants]
     for _ in range(HOST_ROUNDS):
         for contestant, times in zip(contestants, samples, strict=True):
@@ -202,7 +202,7 @@ def host_times(contestants: Sequence[Contestant], device: torch.device) -> list[
 
 
 def _host_time(call: Call, device: torch.device) -> float:
-    """Host time of one call in microseconds, over a batch that only queues."""
+    """Returns the host time of one call in microseconds, from a batch that is only queued."""
     call()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(HOST_PAUSE_CYCLES)

@@ -1,4 +1,4 @@
-"""What the GPU gives to a plain matrix product and a plain copy, measured beside attention: its ceilings."""
+"""Speeds of a plain matrix product and a plain copy in the same run: upper bounds for attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from flashtune.core.problem import Dtype
 from flashtune.tuner.bench.results import Ceiling, Copy
 from flashtune.tuner.execution.timing import Run, measure_interleaved
 
-# Large enough that waves, borders and launches do not show.
+# Large enough to make wave quantization, edges and launches negligible.
 SIDE = 8192
-# Far beyond any last-level cache.
+# Much larger than any last-level cache.
 COPIED_BYTES = 2**29
-# The clock is timed over a millisecond: long to an event, short to the clock's own control.
+# Cycles of one clock measurement: about a millisecond. Long enough for events, short for clock control.
 CLOCK_CYCLES = 2_000_000
 
 
 def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceiling:
-    """Times a square product of an element type, on random values: power, and so the clock, hangs on them.
+    """Times a square product of an element type.
+
+    Values are random, since power and thus the clock depend on them.
 
     Args:
         dtype: Element type of both factors; accumulation is torch's own for it.
@@ -41,9 +43,9 @@ def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceili
 def _product(dtype: torch.dtype, device: torch.device) -> Run:
     left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     if dtype.itemsize == 1:
-        # 8-bit factors come with scales, and the second one column by column.
+        # 8-bit factors need scales, and a column-major second factor.
         one = torch.ones((), device=device)
-        # Torch has no public name for it.
+        # torch has no public name for it.
         multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         return functools.partial(
             multiply, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -67,9 +69,9 @@ def measure_copy(device: torch.device, *, rounds: int) -> Copy:
 
 
 def clock_mhz(device: torch.device) -> float:
-    """The multiprocessors' clock just now: how long a fixed number of its cycles takes.
+    """Returns the current clock of the SMs, from the duration of a fixed number of cycles.
 
-    Queued behind work, it tells the clock that the work has left behind.
+    After other work in the same queue, this is the clock that the work reached.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""Runs `flashtune bench` over many problems, after compiling their kernels in parallel."""
+"""Runs `flashtune bench` over several problems, after it compiles their kernels in parallel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.tables.warm import compile_needs, needs_of
 
-# Starting compiler processes takes seconds: worth it for more than a few kernels.
+# Starting compiler processes takes seconds, which pays off only for more than a few kernels.
 COMPILED_HERE = 3
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
-    """What to time.
+    """The problems and options of a run.
 
     Attributes:
         problems: At least one, none empty.
-        device: Which GPU.
-        peers: Who takes part beside the selected kernels.
+        device: Index of the GPU.
+        peers: Baselines of the selected kernels.
         rounds: Samples of each contestant.
-        command: The command line, for who reads the results.
+        command: The command line, for the report.
     """
 
     problems: tuple[Problem, ...]
@@ -44,13 +44,13 @@ class BenchRequest(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run and what follows from it.
+    """A run and its summaries.
 
     Attributes:
-        run: What was measured.
-        ratios: Our speed over the peers'.
-        against: Our standing among figures measured elsewhere, where some were given.
-        of_copy: How fast decoding reads, beside a plain copy of device memory.
+        run: The measurements.
+        ratios: Our speed over each baseline's.
+        against: Comparison with figures measured elsewhere, if any were given.
+        of_copy: Read speed in decoding, compared with a plain copy of device memory.
     """
 
     run: BenchRun
@@ -60,20 +60,20 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def report_of(run: BenchRun, file: PeerFile | None) -> Report:
-    """What follows from a run, and from figures measured elsewhere."""
+    """Returns the summaries of a run, with figures measured elsewhere if given."""
     standing = against(run.benches, file) if file else None
     return Report(run, ratios(run.benches), standing, of_copy(run))
 
 
 def read_report(data: bytes, name: str) -> BenchRun:
-    """The run of a saved report; what follows from it is worked out anew.
+    """Returns the run of a saved report. Its summaries are computed again.
 
     Args:
-        data: What was saved.
-        name: How the user calls it.
+        data: The saved bytes.
+        name: The file's name for messages.
 
     Raises:
-        UsageError: It is not what this version saves, or holds no results.
+        UsageError: This version does not save such data, or it holds no results.
     """
     try:
         run = msgspec.json.decode(data, type=Report).run
@@ -87,14 +87,14 @@ def read_report(data: bytes, name: str) -> BenchRun:
 
 
 def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
-    """Times all problems, one after the other.
+    """Times all problems in order.
 
     Args:
-        request: What to time.
-        watch: Told after each problem what is known by then.
+        request: The problems and options.
+        watch: Called after each problem with the results so far.
 
     Raises:
-        FlashtuneError: As `run_bench`; nothing was timed where a problem is empty or there is no GPU.
+        FlashtuneError: As `run_bench`. Nothing was timed if a problem is empty or there is no GPU.
     """
     require_gpu()
     for problem in request.problems:
@@ -115,7 +115,7 @@ def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> Ben
 
 
 def environment(device: torch.device) -> Environment:
-    """What the peers are on this machine."""
+    """Returns the versions of the baselines on this machine."""
     return Environment(
         gpu=torch.cuda.get_device_name(device),
         cuda=torch.version.cuda or "",
@@ -125,16 +125,16 @@ def environment(device: torch.device) -> Environment:
 
 
 def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled, ...]:
-    """Leaves the kernels that dispatch would select in Triton's cache, compiled on all cores.
+    """Compiles the kernels that dispatch would select on all cores, into Triton's cache.
 
-    Whatever goes wrong here is told where the kernel is called.
+    Errors here are reported again at the kernel's call.
 
     Args:
-        problems: What will be computed, on contiguous tensors.
+        problems: The problems, on contiguous tensors.
         target: The GPU.
 
     Returns:
-        What compiling each distinct kernel gave.
+        The result of compiling each distinct kernel.
     """
     calls = [(problem, contiguous_specialization(problem)) for problem in problems]
     return tuple(compile_needs(needs_of(calls, target, tuned_records(target.name)), target).values())

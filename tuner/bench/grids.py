@@ -1,4 +1,4 @@
-"""Grids of shapes that attention papers report, and the figures that others measured at them."""
+"""Grids of shapes from attention papers, and figures measured elsewhere at these shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtune.tuner.workloads.shapes import parse_shape
 MODEL_WIDTH = 2048
 TOKENS = 16_384
 PAPER_HEAD_DIMS = (64, 128, 256)
-# Each entry is a shape as for --shape; lengths vary fastest.
+# Each entry is a shape as for --shape. Lengths vary fastest.
 GRIDS: dict[str, tuple[str, ...]] = {
     "paper": tuple(
         f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"
@@ -47,10 +47,10 @@ Tflops = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured elsewhere at one case, in the unit that the case names, TFLOP/s by default.
+    """Speeds measured elsewhere at one case, in the unit that the case names, TFLOP/s by default.
 
     Attributes:
-        case: As `case_of` names it; others are passed over.
+        case: Name as of `case_of`. Others are ignored.
         cudnn: SDPA's cuDNN backend.
         fa2: SDPA's flash backend.
         flex: Compiled FlexAttention.
@@ -64,7 +64,7 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fa4: Tflops | None = None
 
     def best(self) -> tuple[str, float]:
-        """The fastest of them, cuDNN among them, and its speed."""
+        """Returns the name and speed of the fastest, cuDNN included."""
         named = (("cudnn", self.cudnn), ("fa2", self.fa2), ("flex", self.flex), ("fa4", self.fa4))
         return max(((name, speed) for name, speed in named if speed is not None), key=lambda pair: pair[1])
 
@@ -73,10 +73,10 @@ class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Figures of others.
 
     Attributes:
-        source: Where they come from.
+        source: Origin of the figures.
         cases: One for each case.
-        absolute: Whether speeds are compared as they are. By default each is taken over cuDNN's of its
-            own run, since no two machines run alike; that takes a cuDNN that computes the case here.
+        absolute: Whether absolute speeds are compared. By default each speed is divided by cuDNN's of the
+            same run, since machines differ. This needs a cuDNN that computes the case here.
     """
 
     source: ShortText
@@ -90,12 +90,12 @@ def grid_problems(name: str) -> tuple[Problem, ...]:
 
 
 def case_of(problem: Problem) -> str:
-    """What files of figures call a problem.
+    """Returns a problem's name in files of figures.
 
-    Points of the `paper` grid have short names, such as `fwd d128 causal s4096` and, of gradients,
-    `bwd d128 causal s4096`, and of the `decode` grid
-    such as `decode b16 hq32 hkv8 s8192 d128 [GB/s]`. Others say all but the batch, which decoding alone hangs
-    on: `fwd e4m3 d128 h64x8 full s4096`.
+    Points of the `paper` grid have short names, such as `fwd d128 causal s4096`, or `bwd d128 causal s4096`
+    for gradients. Points of the `decode` grid have names such as `decode b16 hq32 hkv8 s8192 d128 [GB/s]`.
+    Other names contain everything but the batch, such as `fwd e4m3 d128 h64x8 full s4096`. Only decoding
+    depends on the batch.
     """
     decode = decode_case(problem)
     if decode is not None:
@@ -124,14 +124,14 @@ def _is_of_paper(problem: Problem) -> bool:
 
 
 def read_figures(data: bytes, name: str) -> PeerFile:
-    """Figures of others: a list of cases, or an object with their `source` and `cases`.
+    """Returns figures of others: a list of cases, or an object with their `source` and `cases`.
 
     Args:
         data: The file's content.
-        name: How the user calls it.
+        name: The file's name for messages.
 
     Raises:
-        UsageError: It is neither, names a case twice, or has values out of bounds.
+        UsageError: The data is neither, names a case twice, or has values out of bounds.
     """
     try:
         found = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])

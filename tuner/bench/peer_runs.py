@@ -1,4 +1,4 @@
-"""The peers of `flashtune bench`: what else a program could call, bound to one problem's inputs."""
+"""The baselines of `flashtune bench`, bound to one problem's inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLEX = "flex"
 FLASH_ATTN_4 = "flash-attn-4"
 CUDNN = "sdpa-cudnn"
 PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, STANDARD)
-# What the peers compute; none of them takes another type as it is.
+# The types that the baselines compute without conversion.
 PEER_DTYPES = {
     **dict.fromkeys((*BACKENDS, FLEX, STANDARD), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
     FLASH_ATTN_4: (Dtype.BF16, Dtype.FP16),
@@ -47,12 +47,12 @@ class Contestant(msgspec.Struct, frozen=True):
     """One implementation bound to the inputs.
 
     Attributes:
-        name: `flashtune`, or the peer's name.
-        detail: What a reader should know of it.
-        run: What is captured and replayed: everything resolved before. Returns the output
-            [batch, heads, seqlen_q, value_head_dim], or a tuple that starts with it.
-        call: What a program would write, whose host time is taken.
-        setting: What a program would have set up around its calls.
+        name: `flashtune`, or the baseline's name.
+        detail: Description for the report.
+        run: The function that is captured and replayed, with all choices resolved. Returns the output [batch,
+            heads, seqlen_q, value_head_dim], or a tuple that starts with it.
+        call: The call as in a program, for the host time.
+        setting: Context that a program would set up around its calls.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Contestant(msgspec.Struct, frozen=True):
 
 
 class RefusalError(Exception):
-    """A peer that does not compute this problem, in words."""
+    """A baseline does not compute this problem, with the reason."""
 
 
 def installed_peers() -> tuple[str, ...]:
-    """The peers that can be called here."""
+    """Returns the baselines that are installed."""
     return tuple(name for name in PEERS if name != FLASH_ATTN_4 or flash_attn_4_version())
 
 
 def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The named peers, none twice.
+    """Returns the named baselines without duplicates.
 
     Raises:
         UsageError: One is not installed.
@@ -84,7 +84,7 @@ def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def flash_attn_4_version() -> str:
-    """The installed flash-attn-4's version, empty without one."""
+    """Returns the installed flash-attn-4's version, empty if it is not installed."""
     try:
         return metadata.version(FLASH_ATTN_4)
     except metadata.PackageNotFoundError:
@@ -92,16 +92,16 @@ def flash_attn_4_version() -> str:
 
 
 def cudnn_version() -> str:
-    """The version of the cuDNN that torch calls, such as `9.19.0`; empty without one."""
+    """Returns the version of torch's cuDNN, such as `9.19.0`; empty if there is none."""
     number = torch.backends.cudnn.version()
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
 
 
 def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
-    """A peer on these tensors; it may still refuse them when it is first called.
+    """Binds a baseline to these tensors. Its first call may still fail.
 
     Raises:
-        RefusalError: It does not compute this problem.
+        RefusalError: The baseline does not compute this problem.
     """
     if problem.features and not (is_masked(problem) and name in (*BACKENDS, STANDARD)):
         raise RefusalError(f"it is not timed with {', '.join(sorted(problem.features))}")
@@ -118,15 +118,15 @@ def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     if run is None or call is None:
         raise RefusalError("it would need an explicit mask, which is too large")
     detail = f"cuDNN {cudnn_version()}" if name == CUDNN else ""
-    # Choosing the backend costs more than the call itself, and programs choose it once.
+    # Setting the backend costs more than the call, and programs set it once.
     return Contestant(name, detail, run, call, functools.partial(sdpa_kernel, backend))
 
 
 def _flex(problem: Problem, tensors: Tensors) -> Contestant:
-    """FlexAttention as its users call it: compiled for this very shape, its mask made once.
+    """Binds FlexAttention as its users call it: compiled for this shape, with a mask made once.
 
-    Compilations of earlier shapes are dropped first: torch counts them all against one limit, past
-    which it would go on without compiling.
+    Compilations of earlier shapes are dropped first: torch counts all of them against one limit, and does not
+    compile beyond it.
     """
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -154,7 +154,7 @@ def _flex(problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
-    """flash-attn-4 on inputs of its own layout, [batch, seqlen, heads, head_dim], contiguous."""
+    """Binds flash-attn-4 to contiguous inputs of its own layout, [batch, seqlen, heads, head_dim]."""
     if problem.causal is Causal.TOP_LEFT and problem.seqlen_q != problem.seqlen_kv:
         raise RefusalError("it aligns its causal mask bottom-right")
     attend: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_func

@@ -1,4 +1,4 @@
-"""In what a problem's speed is told: TFLOP/s, or GB/s of its cache where there is little but to read it."""
+"""Units of a problem's speed: TFLOP/s, or GB/s of the cache if reading it dominates."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ class Unit(enum.StrEnum):
 
 
 def is_decode(problem: Problem) -> bool:
-    """Whether there is one query for each head of a sequence, so that most bytes are keys and values."""
+    """Returns whether each head of a sequence has one query, so that most bytes are keys and values."""
     return problem.seqlen_q == 1 and not problem.is_backward
 
 
 def unit_of(problem: Problem) -> Unit:
-    """What a problem's speed is told in."""
+    """Returns the unit of a problem's speed."""
     return Unit.GBPS if is_decode(problem) else Unit.TFLOPS
 
 
 def speed_of(problem: Problem, row: Row) -> float:
-    """A row's speed in the problem's unit."""
+    """Returns a row's speed in the problem's unit."""
     return kv_bytes(problem) / row.ms / 1e6 if is_decode(problem) else row.tflops
 
 
 def kv_bytes(problem: Problem) -> int:
-    """Bytes of the keys and values that the mask keeps, each read once for its KV head."""
+    """Returns the bytes of visible keys and values, each read once for its KV head."""
     keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight)
     width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
     return keys * width * problem.kv_itemsize
 
 
 def decode_case(problem: Problem) -> str | None:
-    """What files of figures call plain decoding: `decode b16 hq32 hkv8 s8192 d128 [GB/s]`; None for other."""
+    """Returns the name of plain decoding in files of figures, None for other problems.
+
+    An example is `decode b16 hq32 hkv8 s8192 d128 [GB/s]`.
+    """
     usual = problem.dtype is Dtype.BF16 and problem.head_dim == problem.value_head_dim
     if not is_decode(problem) or not usual or problem.features:
         return None

@@ -1,4 +1,4 @@
-"""What `flashtune bench` finds, as it is shown, saved and loaded again."""
+"""Results of `flashtune bench`, as they are shown, saved and loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One contestant's figures.
 
     Attributes:
-        name: `flashtune`, or the peer's name.
-        detail: Which kernel, for ours; which release, for a peer that comes by itself.
+        name: `flashtune`, or the baseline's name.
+        detail: Our kernel's name, or the release of a baseline with its own package.
         ms: Median GPU time of a CUDA-graph replay with a cold L2.
         p20: 20th percentile, in ms.
         p80: 80th percentile, in ms.
         tflops: TFLOP/s by `Problem.nominal_flops`.
         host_us: Median host time of queueing one call, in microseconds.
-        error: Largest row error over what the gate allows (1.0 is the limit).
+        error: Largest row error as a multiple of the tolerance (1.0 is the limit).
     """
 
     name: ShortText
@@ -43,8 +43,8 @@ class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: As in `Row`.
-        error: As in `Row`, where its output is wrong; None where it is not finite, or there is none.
-        message: Why there is no output, or no graph of it; empty where the output is wrong.
+        error: As in `Row`, if its output is wrong. None if the output is not finite or missing.
+        message: Why there is no output or no graph. Empty if the output is wrong.
     """
 
     name: ShortText
@@ -53,18 +53,18 @@ class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All contestants at one problem on one GPU, timed in turn.
+    """All contestants at one problem on one GPU, with interleaved timing.
 
     Attributes:
-        problem: What they compute.
+        problem: The problem.
         target: The GPU.
-        rows: Those whose outputs are right.
+        rows: Contestants with correct outputs.
         left_out: The others.
         rounds: Samples of each.
-        throttled: Whether the clock was held down while sampling.
-        clock_mhz: The multiprocessors' clock right after the last sample.
-        seconds: Wall clock of this problem, compiling and proving included.
-        versions: What made our row.
+        throttled: Whether the clock was throttled during sampling.
+        clock_mhz: The SMs' clock right after the last sample.
+        seconds: Wall clock time of this problem, with compilation and verification.
+        versions: Versions of our row.
     """
 
     problem: Problem
@@ -78,19 +78,19 @@ class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Versions
 
     def row(self, name: str) -> Row | None:
-        """A contestant's row, where it has one."""
+        """Returns a contestant's row, None if it has none."""
         return next((row for row in self.rows if row.name == name), None)
 
 
 class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a large matrix product reaches on this GPU.
+    """Speed of a large matrix product on this GPU.
 
     Attributes:
         dtype: Element type of its factors.
         side: Rows and columns of its square factors.
         ms: Median time with a cold L2.
         tflops: Its TFLOP/s.
-        clock_mhz: The multiprocessors' clock right after it.
+        clock_mhz: The SMs' clock right after it.
     """
 
     dtype: Dtype
@@ -101,10 +101,10 @@ class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plain copy of device memory reaches on this GPU: the ceiling of what reads memory alone.
+    """Speed of a plain copy of device memory on this GPU: the upper bound for reading memory.
 
     Attributes:
-        bytes: What is read and written.
+        bytes: Bytes read and written.
         ms: Median time.
         gbps: Its GB/s, reads and writes together.
     """
@@ -115,7 +115,7 @@ class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the peers are, beside what `Versions` says; empty where there is none."""
+    """Versions of the baselines in addition to `Versions`; empty if not installed."""
 
     gpu: ShortText
     cuda: ShortText
@@ -128,10 +128,10 @@ class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         command: The command line.
-        environment: Where it ran.
+        environment: Versions of the baselines.
         ceilings: One for each element type.
         benches: One for each problem, in the order in which they ran.
-        copy: What a copy of device memory reaches; None in reports that were saved without it.
+        copy: Speed of a copy of device memory. None in reports that were saved without it.
     """
 
     command: Annotated[str, msgspec.Meta(max_length=10_000)]

@@ -1,4 +1,4 @@
-"""What many benches say together: speed over each peer, and standing among figures measured elsewhere."""
+"""Summaries of several benches: speed over each baseline, and over figures measured elsewhere."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ANY_PEER = "best peer"
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ratio at one problem; above 1 we are faster."""
+    """Our relative speed at one problem. Above 1 we are faster."""
 
     problem: str
     ratio: float
 
 
 class Ratios(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our speed over a peer's, over all problems at which both have a row.
+    """Our speed over a baseline's, over all problems at which both have a row.
 
     Attributes:
-        peer: The peer's name, or `best peer`: whichever is fastest at each problem.
+        peer: The baseline's name, or `best peer` for the fastest baseline at each problem.
         points: One for each problem.
-        geometric_mean: Of all of them.
-        worst: The smallest of them.
+        geometric_mean: Mean of all points.
+        worst: The smallest point.
     """
 
     peer: str
@@ -39,13 +39,13 @@ class Ratios(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where we stand at one case among peers that were measured elsewhere.
+    """Our speed at one case compared with baselines measured elsewhere.
 
     Attributes:
         case: The case's name in the file.
-        seqlen: Its keys.
+        seqlen: Number of its keys.
         ours: Our speed in this run, over cuDNN's in this run unless the file's figures are absolute.
-        best: The fastest peer of the file.
+        best: The fastest baseline of the file.
         theirs: Its speed in the file, in the same unit.
     """
 
@@ -57,19 +57,20 @@ class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ratio(self) -> float:
-        """Our speed over the best peer's."""
+        """Returns our speed over the best baseline's."""
         return self.ours / self.theirs
 
 
 class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our standing among figures measured elsewhere.
+    """Comparison with figures measured elsewhere.
 
     Attributes:
-        source: Where they come from.
-        absolute: Whether speeds are in the unit of their case; else each is over cuDNN's of its own run.
-        points: One for each problem of this run that the file knows.
-        geometric_mean: Of the points' ratios.
-        worst: The point of the smallest ratio.
+        source: Origin of the figures.
+        absolute: Whether speeds are in the unit of their case. If not, each is divided by cuDNN's of its own
+            run.
+        points: One for each problem of this run that the file contains.
+        geometric_mean: Mean of the points' ratios.
+        worst: The point with the smallest ratio.
     """
 
     source: str
@@ -79,13 +80,13 @@ class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worst: AgainstPoint
 
     def worst_by_length(self) -> tuple[AgainstPoint, ...]:
-        """The point of the smallest ratio for each sequence length, shortest first."""
+        """Returns the point with the smallest ratio for each sequence length, shortest first."""
         lengths = sorted({point.seqlen for point in self.points})
         return tuple(_worst([point for point in self.points if point.seqlen == length]) for length in lengths)
 
 
 def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
-    """Our speed over the best peer's, and over each peer's; none where we have no row."""
+    """Returns our speed over the best baseline's and over each baseline's; none without our row."""
     found: dict[str, list[Point]] = {ANY_PEER: []}
     for bench in benches:
         ours = bench.row(OURS)
@@ -107,7 +108,7 @@ def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
 
 
 def against(benches: Sequence[Bench], file: PeerFile) -> Against | None:
-    """Where the benches stand among a file's figures; None where they share no case."""
+    """Compares the benches with a file's figures; None if they share no case."""
     known = {figures.case: figures for figures in file.cases}
     points = []
     for bench in benches:
@@ -122,7 +123,7 @@ def against(benches: Sequence[Bench], file: PeerFile) -> Against | None:
 
 
 def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | None:
-    """One case; None where a row that it takes is missing."""
+    """Returns one case, None if a required row is missing."""
     ours, cudnn = bench.row(OURS), bench.row(CUDNN)
     best, speed = figures.best()
     keys = bench.problem.seqlen_kv
@@ -136,12 +137,13 @@ def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | Non
 
 
 class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast one query for each head reads its keys and values.
+    """Read speed of keys and values with one query for each head.
 
     Attributes:
         case: The problem's case.
         gbps: GB/s of keys and values.
-        share: Of what a plain copy of device memory reaches in the same run, reads and writes together.
+        share: The speed over that of a plain copy of device memory in the same run, reads and writes
+            together.
     """
 
     case: str
@@ -150,7 +152,7 @@ class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def of_copy(run: BenchRun) -> tuple[OfCopy, ...]:
-    """Our reading speeds in decoding; none where no copy was timed."""
+    """Returns our read speeds in decoding; none if no copy was timed."""
     found = []
     for bench in run.benches:
         ours = bench.row(OURS)

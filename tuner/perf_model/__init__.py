@@ -1,1 +1,1 @@
-"""Predicted times: roofline, balance of waves, and their calibration."""
+"""Predicted times: roofline, wave quantization, and calibration."""

@@ -1,7 +1,7 @@
-"""How predictions are corrected: a ridge regression of what measured times are over predicted ones.
+"""Calibration of predictions: a ridge regression of measured over predicted times.
 
-Its constants lie in `fitted.json`, made from truth tables by `benchmarks/prediction.py`. They hold for
-the architecture that they were measured on.
+Its constants are in `fitted.json`, which `benchmarks/prediction.py` makes from tabular benchmarks. They hold
+for the measured architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtune.tuner.perf_model.roofline import predict_ms
 from flashtune.tuner.perf_model.roofline_backward import predict_backward_ms
 
 FILE = "fitted.json"
-# Weighs the size of weights against the errors that are left: the larger, the smaller the weights.
+# Weight of the penalty on large weights, compared with the residuals.
 RIDGE = 10.0
 DIGITS = 5
 
@@ -36,8 +36,8 @@ class FamilyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The constants of one family.
 
     Attributes:
-        level: What predictions are off by for every config, as a logarithm.
-        weights: What each feature adds to the logarithm of the time.
+        level: Logarithm of the error that all configs share.
+        weights: Change of the logarithm of the time for each feature.
     """
 
     level: float
@@ -45,11 +45,11 @@ class FamilyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Constants by family, and what they were made from.
+    """Constants by family, and their origin.
 
     Attributes:
         arch: The architecture that they hold for.
-        problems: Keys of the problems whose truth tables they were made from.
+        problems: Keys of the fitted problems.
         families: The families' constants.
     """
 
@@ -64,7 +64,7 @@ NOTHING = Fit("", (), {})
 def expected_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target, fit: Fit
 ) -> float:
-    """The predicted time of one launch, in ms, corrected by what was measured of the family's kernels.
+    """Returns the predicted time of one launch, in ms, corrected by the family's calibration.
 
     Raises:
         UsageError: The family's configs have no tiles.
@@ -80,7 +80,7 @@ def expected_ms(
 def formula_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
-    """The predicted time of one launch of either pass, in ms, by its formula alone.
+    """Returns the predicted time of one launch of either pass, in ms, without calibration.
 
     Raises:
         UsageError: The family's configs have no tiles.
@@ -91,7 +91,7 @@ def formula_ms(
 
 @functools.cache
 def shipped_fit() -> Fit:
-    """The constants that ship.
+    """Returns the shipped constants.
 
     Raises:
         TableError: The file is damaged.
@@ -106,7 +106,7 @@ def shipped_fit() -> Fit:
 
 
 def fit_tables(tables: Sequence[TruthTable]) -> Fit:
-    """The constants that tables of one GPU give; no problem counts for more than another."""
+    """Returns constants fitted to one GPU's tables. All problems have equal weight."""
     if not tables:
         return NOTHING
     families = {table.family for table in tables}
@@ -119,7 +119,7 @@ def fit_tables(tables: Sequence[TruthTable]) -> Fit:
 
 
 class _Samples(msgspec.Struct, frozen=True):
-    """The working configs of a table: their features, and measured over predicted times as logarithms."""
+    """The working configs of a table: features, and logarithms of measured over predicted times."""
 
     features: tuple[Mapping[str, float], ...]
     off: tuple[float, ...]
@@ -140,7 +140,7 @@ def _samples(table: TruthTable) -> _Samples:
 
 
 def _fit_family(tables: Sequence[_Samples]) -> FamilyFit:
-    """Weights from what differs within tables, so that a problem's own level says nothing."""
+    """Fits weights to differences within tables, so that a problem's own level has no effect."""
     names = sorted({name for table in tables for entry in table.features for name in entry})
     grids = [
         np.array([[entry.get(name, 0.0) for name in names] for entry in table.features]) for table in tables

@@ -1,4 +1,4 @@
-"""What a config is by measures that hold for every shape: the terms by which predictions are corrected."""
+"""Features of a config that hold for every shape: the terms of the calibration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashtune.tuner.perf_model.roofline_backward import passes
 from flashtune.tuner.perf_model.wave_balance import Persistent, imbalance
 
 WARP = 32
-# The fields that sizes stand for, and those that predictions account for in full.
+# Fields that the size features replace, and fields that predictions model fully.
 SIZES = frozenset({"block_m", "block_n", "num_warps", "max_registers"})
-# Registers of a thread before anything is compiled: what its share of accumulators and scores takes, and
-# the rest; the addresses of pointer loads come on top. Set on 600 kernels of an H200.
+# Estimate of a thread's registers before compilation: its share of accumulators and scores, and a constant.
+# Pointer loads add addresses. Fitted to 600 kernels of an H200.
 ACCUMULATOR_REGISTERS = 1.3
 SCORE_REGISTERS = 1.95
 OTHER_REGISTERS = 2
@@ -28,9 +28,9 @@ MOST_REGISTERS = 255
 
 
 def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target) -> Resources:
-    """What a kernel may take that was not compiled.
+    """Returns estimated resources of a kernel that was not compiled.
 
-    Programs that stay are made to fill a multiprocessor: nothing is to be said of their registers.
+    Persistent kernels get no estimate of registers, since their configs are chosen to fill an SM.
     """
     if isinstance(config, Persistent) or not isinstance(config, Tiled):
         return Resources(sram_bytes=sram_bytes)
@@ -48,7 +48,7 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
 
 
 def _of_backward(problem: Problem, config: Config, target: Target) -> int:
-    """Registers of a thread of the kernel that takes most: it holds weights and their gradients at once."""
+    """Returns the most registers of a thread: a backward kernel holds probabilities and their gradients."""
     needs = []
     for walk in passes(problem, config):
         tile = walk.tile
@@ -63,10 +63,9 @@ def _of_backward(problem: Problem, config: Config, target: Target) -> int:
 def features(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> dict[str, float]:
-    """The measures of a config by name; those that are not named are 0.
+    """Returns the features of a config by name. Missing names are 0.
 
-    Sizes are logarithms, since times are products of what they do; each value of any other field counts by
-    itself.
+    Sizes are logarithms, since their effects multiply. Each value of any other field is a feature.
     """
     assert isinstance(config, Tiled)
     resident = occupancy(resources, family.options(config), target)

@@ -1,7 +1,7 @@
-"""Truth tables: what every config of a space came to on one GPU, for judging searches without one.
+"""Tabular benchmarks: results of every config of a space on one GPU, for searches without one.
 
-A table holds one family's configs for one problem: the whole space, or a part of it that was drawn
-uniformly. It is a file of compressed JSON, decoded as strictly as a shipped table.
+A table holds one family's configs for one problem: the whole space, or a uniform sample. It is a file of
+compressed JSON, decoded as strictly as a shipped table.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flashtune.tuner.binary.sass import Loop
 from flashtune.tuner.candidates import Candidate, Scope, demand
 
 SUFFIX = ".json.xz"
-# A table has some hundred kilobytes of JSON; whatever unpacks to more is none.
+# A table has some hundred kilobytes of JSON. Larger data is rejected.
 MAX_BYTES = 64 * 2**20
-# Digits of times that are kept, of milliseconds: a tenth of what the GPU's timer tells apart.
+# Digits of stored times, in milliseconds: a tenth of the resolution of the GPU's timer.
 DIGITS = 5
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Time of a kernel, in ms: median, 20th and 80th percentile, and of how many samples."""
+    """Time of a kernel, in ms: median, 20th and 80th percentile, and the number of samples."""
 
     ms: Milliseconds
     p20: Milliseconds
@@ -40,17 +40,17 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one config.
+    """The result of one config.
 
     Attributes:
         values: The config's fields, in the table's order.
-        outcome: How it ended.
-        message: Why it is not `ok`.
-        resources: What the compiler says of it, where it compiled.
-        loop: The inner loop of its machine code, where that was found.
-        batch: With which others it was timed in turn; batches drift apart.
+        outcome: The outcome.
+        message: The reason if it is not `ok`.
+        resources: The compiler's report, if it compiled.
+        loop: The inner loop of its machine code, if it was found.
+        batch: Number of the batch in which it was timed. Batches drift apart.
         first: Its time in that batch.
-        final: Its time among the best of all batches, where it was one of them.
+        final: Its time in the final measurement, if it was part of it.
     """
 
     values: tuple[int | bool | str, ...]
@@ -64,23 +64,23 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What configs of one family came to for one problem on one GPU.
+    """Results of one family's configs for one problem on one GPU.
 
     Attributes:
-        problem: What was computed.
+        problem: The problem.
         target: The GPU.
-        family: Whose configs they are.
-        versions: What made them.
-        space: Points of the family's space for this problem.
-        fitting: Those that fit the target by the SRAM model; rows are drawn from these.
-        drawn: How many of them were to be measured: the first in the order of a seeded hash.
+        family: The configs' family.
+        versions: Versions of the measurement.
+        space: Number of points of the family's space for this problem.
+        fitting: Number of these that fit the target by the SRAM model. Rows are drawn from these.
+        drawn: Number of configs to measure: the first in the order of a seeded hash.
         seed: The seed of that order.
-        seconds: Wall clock of making the table.
-        jobs: Compiler processes beside the one that measured.
-        anchors: Time of the family's default in each batch, in ms: what batches drift by.
-        peers: Other implementations, timed in turn with the best of all batches.
+        seconds: Wall clock time of the run.
+        jobs: Compiler processes in addition to the measuring one.
+        anchors: Time of the family's default in each batch, in ms, which shows the drift.
+        peers: Other implementations, interleaved in the final measurement.
         fields: Names of the configs' fields.
-        rows: What was measured, in order of completion; fewer than `drawn` where it was cut short.
+        rows: Results in order of completion, fewer than `drawn` if the run was interrupted.
     """
 
     problem: Problem
@@ -100,19 +100,19 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def is_cut(self) -> bool:
-        """Whether the run ended before all that were drawn."""
+        """Returns whether the run ended before all drawn configs were measured."""
         return len(self.rows) < self.drawn
 
     @property
     def is_whole(self) -> bool:
-        """Whether every config that fits is here."""
+        """Returns whether the table holds every config that fits."""
         return len(self.rows) == self.fitting
 
     def candidate(self, row: Row) -> Candidate:
-        """The candidate of a row.
+        """Returns the candidate of a row.
 
         Raises:
-            TableError: Its values make no config of the family.
+            TableError: Its values are not a config of the family.
         """
         if self.family not in family_names():
             raise TableError(f"a truth table is of an unknown family {self.family[:40]!r}")
@@ -126,16 +126,17 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return Candidate(self.family, config)
 
     def first_times(self) -> tuple[float | None, ...]:
-        """Each row's time in its batch, in ms, as if the default took as long in every batch."""
+        """Returns each row's time in its batch, in ms, scaled to an equal time of the default in all batches."""
         usual = statistics.median(self.anchors) if self.anchors else 1.0
         return tuple(
             row.first.ms * usual / self.anchors[row.batch] if row.first else None for row in self.rows
         )
 
     def times(self) -> tuple[float | None, ...]:
-        """The best knowledge of each row's time, in ms: of the finals, or as the finals would have it.
+        """Returns the best estimate of each row's time, in ms: measured in the finals, or scaled to them.
 
-        Where only the fastest run in turn the GPU is hotter, and its clock lower, than in mixed batches.
+        If only the fastest kernels are interleaved, the GPU is hotter and its clock lower than in mixed
+        batches.
         """
         first = self.first_times()
         ratios = [row.final.ms / ms for row, ms in zip(self.rows, first, strict=True) if row.final and ms]
@@ -147,15 +148,15 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def draw(scope: Scope, count: int | None, seed: int) -> tuple[int, tuple[Candidate, ...]]:
-    """The candidates that fit a scope by the SRAM model, in a uniform order, and how many there are.
+    """Returns the number of candidates that fit by the SRAM model, and these in a uniform order.
 
-    The order is that of a seeded hash of the config alone, so that draws for several problems hold
-    the same configs wherever their spaces do.
+    The order is that of a seeded hash of the config alone. Draws for several problems thus hold the same
+    configs wherever their spaces do.
 
     Args:
-        scope: Where to draw.
-        count: How many to draw at most; all where None.
-        seed: Of the hash.
+        scope: The search task.
+        count: Maximum number of candidates, None for all.
+        seed: Seed of the hash.
     """
     fitting = [candidate for candidate in scope.candidates() if not demand(scope, candidate).excess]
     ordered = sorted(fitting, key=functools.partial(_ticket, seed))
@@ -167,7 +168,7 @@ def _ticket(seed: int, candidate: Candidate) -> bytes:
 
 
 def values_of(config: Config) -> tuple[int | bool | str, ...]:
-    """A config's fields as a row keeps them."""
+    """Returns a config's fields as a row stores them."""
     return tuple(_plain(value) for _, value in config.items())
 
 
@@ -176,12 +177,12 @@ def _plain(value: AxisValue) -> int | bool | str:
 
 
 def rounded(milliseconds: float) -> float:
-    """A time without the digits that mean nothing."""
+    """Returns a time without insignificant digits."""
     return round(milliseconds, DIGITS)
 
 
 def write_table(table: TruthTable, path: Path) -> None:
-    """Writes a table; what was there stays whole until the new one is."""
+    """Writes a table atomically."""
     packed = lzma.compress(msgspec.json.encode(table), preset=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.draft")
@@ -190,10 +191,10 @@ def write_table(table: TruthTable, path: Path) -> None:
 
 
 def read_table(path: Path) -> TruthTable:
-    """Reads a table.
+    """Returns the table of a file.
 
     Raises:
-        TableError: It cannot be read, or is no truth table.
+        TableError: The file cannot be read, or is not a table.
     """
     try:
         unpacker = lzma.LZMADecompressor()
@@ -215,7 +216,7 @@ def read_table(path: Path) -> TruthTable:
 
 
 def read_tables(folder: Path) -> tuple[TruthTable, ...]:
-    """All tables of a folder, in the order of their names.
+    """Returns all tables of a folder, in the order of their names.
 
     Raises:
         TableError: One of them cannot be read.
@@ -224,15 +225,15 @@ def read_tables(folder: Path) -> tuple[TruthTable, ...]:
 
 
 def file_name(target: str, family: str, problem: Problem) -> str:
-    """What the file of a table is called."""
+    """Returns the name of a table's file."""
     return f"{target}-{family}-{problem.key}{SUFFIX}"
 
 
 def fastest(table: TruthTable) -> float:
-    """The best time of a table, in ms.
+    """Returns the best time of a table, in ms.
 
     Raises:
-        TableError: Nothing in it works.
+        TableError: No config of the table works.
     """
     times = [ms for ms in table.times() if ms is not None]
     if not times:

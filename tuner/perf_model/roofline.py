@@ -1,7 +1,7 @@
-"""Predicted times: a roofline and an occupancy model, for trials where there is no GPU.
+"""Predicted times from a roofline and an occupancy model, for trials without a GPU.
 
-A predicted time orders trials and answers `explain`; dispatch never takes one for a measurement.
-Each term below is one small function, and docs/prediction.md states the formulas.
+Predicted times order trials and are shown by `explain`. Dispatch never treats one as a measurement. Each term
+below is one small function, and docs/prediction.md states the formulas.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from flashtune.templates.family import Family
 from flashtune.tuner.binary.resources import Occupancy, occupancy
 from flashtune.tuner.perf_model.wave_balance import imbalance
 
-# Exponentials that one multiprocessor finishes per clock, on its special function units.
+# Exponentials that one SM computes per clock, on its special function units.
 EXPONENTIALS_PER_CLOCK = 16
 # fp32 instructions around each exponential: scale, subtract, maximum, sum, conversion, rescale.
 VECTOR_FLOPS_PER_PAIR = 8
-# Shares of the datasheet's rates that real kernels reach.
+# Fractions of the datasheet's rates that real kernels reach.
 MATRIX_SHARE = 0.85
 BANDWIDTH_SHARE = 0.9
-# Rows and columns of a tile whose loads and set-up cost as much time as computing that many would.
+# Cost of a tile's loads and set-up, as a number of additional rows and columns.
 ROW_OVERHEAD = 24
 COLUMN_OVERHEAD = 12
-# The matrix units multiply tf32 at half of their rate for 16 bits, and three products make one.
+# Tensor Cores multiply tf32 at half the rate of 16-bit types, and tf32x3 needs three products.
 TF32X3_RATE = 1 / 6
 LAUNCH_MS = 0.003
-# A spilled byte costs this much of the inner loop's time; some lie outside of it.
+# Cost of a spilled byte as a fraction of the inner loop's time. Some spills are outside of the loop.
 SPILL_PENALTY = 1 / 1024
 SERIALIZED_PENALTY = 1.6
-# Warps that hide as much of the softmax as one more resident block does.
+# Warps that hide as much of the softmax as one more resident block.
 WARPS_LIKE_A_BLOCK = 8
 
 
 @runtime_checkable
 class Tiled(Protocol):
-    """A config that cuts queries and keys into tiles."""
+    """A config with tiles of queries and keys."""
 
     @property
     def block_m(self) -> int:
@@ -57,7 +57,7 @@ class Tiled(Protocol):
 
 @runtime_checkable
 class Split(Tiled, Protocol):
-    """A config whose tiles hold all query heads of a KV head, and whose programs share a sequence's keys."""
+    """A split-KV config: tiles hold all query heads of a KV head, and programs share a sequence's keys."""
 
     @property
     def splits(self) -> int:
@@ -68,7 +68,7 @@ class Split(Tiled, Protocol):
 def predict_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
-    """GPU time of one forward launch, in ms, as the model has it; infinite where the kernel cannot run.
+    """Returns the predicted GPU time of one forward launch, in ms; infinite if the kernel cannot run.
 
     Raises:
         UsageError: The family's configs have no tiles.
@@ -84,18 +84,18 @@ def predict_ms(
     loop = loop_seconds(pairs, problem, config, hidden, target) * spill_factor(resources)
     places = target.sm_count * resident.blocks
     compute = loop * imbalance(problem, config, family.programs(problem, config), places, target)
-    # The first reads and the last writes of a program wait for HBM; the rest runs beside the loop.
+    # The first reads and the last writes of a program wait for HBM. The rest overlaps with the loop.
     exposed = transfer_seconds(problem.minimal_bytes(), target)
     return LAUNCH_MS + 1e3 * max(compute + exposed, memory_seconds(problem, family, config, target))
 
 
 def without_tiles(family: Family) -> UsageError:
-    """The error of a family whose times cannot be predicted."""
+    """Returns the error for a family whose times cannot be predicted."""
     return UsageError(f"times of {family.name} cannot be predicted: its configs name no block_m and block_n")
 
 
 def computed_pairs(problem: Problem, config: Tiled) -> float:
-    """(query, key) pairs of all heads that tiles cover, masked and padded ones included."""
+    """Returns the (query, key) pairs of all heads that tiles cover, with masked and padded ones."""
     if not problem.seqlen_kv:
         return 0.0
     keys = streamed_keys(problem, config.block_m, config.block_n)
@@ -110,13 +110,13 @@ def computed_pairs(problem: Problem, config: Tiled) -> float:
 
 
 def loop_seconds(pairs: float, problem: Problem, config: Tiled, hidden: float, target: Target) -> float:
-    """Time of products and softmax, with all multiprocessors busy; `hidden` of the shorter costs nothing."""
+    """Returns the time of products and softmax on all SMs. The fraction `hidden` of the shorter is free."""
     matrix, softmax = matrix_seconds(pairs, problem, config, target), softmax_seconds(pairs, target)
     return max(matrix, softmax) + (1 - hidden) * min(matrix, softmax)
 
 
 def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target) -> float:
-    """Time of the two products, head dims padded as the config pads them."""
+    """Returns the time of the two products, with head dims padded as by the config."""
     decomposed = bool(getattr(config, "decomposed", False))
     width = sum(columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
     rate = matrix_rate(problem, config, target) * MATRIX_SHARE * tile_share(config)
@@ -124,7 +124,7 @@ def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target
 
 
 def matrix_rate(problem: Problem, config: Tiled, target: Target) -> float:
-    """Peak FLOP/s of the units that make the products."""
+    """Returns the peak FLOP/s of the units that compute the products."""
     if problem.dtype.is_quantized:
         return target.peak.fp8 * 1e12
     if problem.dtype is not Dtype.FP32:
@@ -134,36 +134,36 @@ def matrix_rate(problem: Problem, config: Tiled, target: Target) -> float:
 
 
 def tile_share(config: Tiled) -> float:
-    """Share of the matrix units' rate that a tile's shape allows: operands are re-read per tile."""
+    """Returns the fraction of the Tensor Cores' rate for a tile's shape: operands are re-read per tile."""
     rows = config.block_m / (config.block_m + ROW_OVERHEAD)
     return rows * config.block_n / (config.block_n + COLUMN_OVERHEAD)
 
 
 def softmax_seconds(pairs: float, target: Target) -> float:
-    """Time of the exponentials on the special function units, and of the fp32 work around them."""
+    """Returns the time of the exponentials on special function units and of the fp32 work around them."""
     exponentials = pairs / (EXPONENTIALS_PER_CLOCK * target.sm_count * target.clock_mhz * 1e6)
     return max(exponentials, VECTOR_FLOPS_PER_PAIR * pairs / (target.peak.fp32 * 1e12))
 
 
 def overlap(resident: Occupancy) -> float:
-    """Share of the shorter of products and softmax that hides behind the longer.
+    """Returns the hidden fraction of the shorter of products and softmax.
 
-    Warps of other blocks, or of the same one, do softmax while some wait for the matrix units.
+    Some warps do softmax while others wait for the Tensor Cores.
     """
     return 1 - 1 / (1 + resident.blocks + resident.warps / WARPS_LIKE_A_BLOCK)
 
 
 def spill_factor(resources: Resources) -> float:
-    """How much slower spilled registers and serialised matrix instructions make the inner loop."""
+    """Returns the slowdown of the inner loop by spills and serialised matrix instructions."""
     serialized = SERIALIZED_PENALTY if resources.serialized_wgmma else 1.0
     return serialized * (1 + resources.spill_bytes * SPILL_PENALTY)
 
 
 def memory_seconds(problem: Problem, family: Family, config: Config, target: Target) -> float:
-    """Time to move the family's HBM traffic at the target's bandwidth, without reads that hit L2."""
+    """Returns the time of the family's HBM traffic at the target's bandwidth, without L2 hits."""
     return transfer_seconds(sum(item.bytes for item in family.hbm_items(problem, config, target)), target)
 
 
 def transfer_seconds(size: int, target: Target) -> float:
-    """Time to move so many bytes at the target's bandwidth."""
+    """Returns the time to transfer this number of bytes at the target's bandwidth."""
     return size / (target.hbm_bandwidth * 1e9 * BANDWIDTH_SHARE)

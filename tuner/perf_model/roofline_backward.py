@@ -1,8 +1,8 @@
-"""Predicted times of backward kernels, by the terms of the forward ones; none of them was fitted.
+"""Predicted times of backward kernels, from the terms of the forward ones, without calibration.
 
-A backward kernel keeps a block of keys and walks the queries that see it, and adds up dk and dv on the way.
-It makes dq as well, or leaves that to a second kernel, which keeps queries and walks keys as a forward
-kernel does, and makes scores once more.
+A backward kernel loops over the visible queries of a block of keys and accumulates dk and dv. It computes dq
+too, or a second kernel does. The second kernel loops over keys as a forward kernel does, and computes the
+scores again.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from flashtune.tuner.perf_model.wave_balance import imbalance
 
 @runtime_checkable
 class TwoPasses(roofline.Tiled, Protocol):
-    """A config of two kernels, the second of which makes dq."""
+    """A config of two kernels, the second of which computes dq."""
 
     @property
     def dq_block_m(self) -> BlockSize:
-        """Queries of a tile that a program of the second kernel keeps."""
+        """Queries of a tile of the second kernel."""
         ...
 
     @property
     def dq_block_n(self) -> BlockSize:
-        """Keys of a block that it walks."""
+        """Keys of a block in its loop."""
         ...
 
     @property
     def dq_warps(self) -> Warps:
-        """Its warps."""
+        """Warps of the second kernel."""
         ...
 
     @property
     def dq_stages(self) -> Stages:
-        """Depth of its software pipeline."""
+        """Stages of its software pipeline."""
         ...
 
 
 class Tile(Config, frozen=True, kw_only=True):
-    """How one kernel cuts its work, as forward configs say it: `block_m` rows are kept, `block_n` walked."""
+    """The tile of one kernel as in forward configs: `block_m` fixed rows, blocks of `block_n` in the loop."""
 
     block_m: BlockSize
     block_n: BlockSize
@@ -62,14 +62,14 @@ class Tile(Config, frozen=True, kw_only=True):
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """One kernel's walk over all pairs.
+    """One kernel's loop over all pairs.
 
     Attributes:
-        problem: What is kept and walked, in the place of queries and keys of a forward problem.
-        tile: How it is cut.
+        problem: The fixed and the looped rows, in place of queries and keys of a forward problem.
+        tile: The tile.
         heads: Query heads for each head of that problem.
-        columns: Columns of all products, as tiles pad them.
-        summed: Columns that are added up for each row that is kept.
+        columns: Padded columns of all products.
+        summed: Accumulated columns of each fixed row.
     """
 
     problem: Problem
@@ -82,7 +82,9 @@ class Pass(msgspec.Struct, frozen=True):
 def predict_backward_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
-    """GPU time of all kernels of a backward launch, in ms; infinite where one of them cannot run.
+    """Returns the predicted GPU time of all kernels of a backward launch, in ms.
+
+    Infinite if one of them cannot run.
 
     Raises:
         UsageError: The family's configs have no tiles.
@@ -100,11 +102,11 @@ def predict_backward_ms(
 
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
-    """The kernels that walk all pairs."""
+    """Returns the kernels that loop over all pairs."""
     assert isinstance(config, roofline.Tiled)
     decomposed = bool(getattr(config, "decomposed", False))
     qk, v = (columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
-    # Scores, the weights' gradients, dk and dv; the first block of keys is seen by the most queries.
+    # Scores, gradients of probabilities, dk and dv. The most queries see the first block of keys.
     keys = _tile(config, config.block_n, config.block_m, config.num_warps, config.num_stages, long_first=True)
     first = Pass(turned(problem), keys, problem.group_size, 2 * qk + 2 * v, qk + v)
     if not isinstance(config, TwoPasses):
@@ -131,7 +133,7 @@ def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, lo
 
 
 def _seconds(walk: Pass, family: Family, config: Config, resources: Resources, target: Target) -> float:
-    """Time of one kernel's loops; infinite where not one block of it is resident."""
+    """Returns the time of one kernel's loops; infinite if not one block is resident."""
     tile = walk.tile
     resident = occupancy(resources, LaunchOptions(tile.num_warps, tile.num_stages), target)
     if resident.blocks == 0:

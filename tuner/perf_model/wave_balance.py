@@ -1,8 +1,8 @@
-"""Which program computes which tiles, and how much longer the busiest works than the average.
+"""Load imbalance: the end of the last program over the average.
 
-Under a causal mask tiles differ in length, and what order they are begun in decides when the last
-one ends. Programs that stay and take one tile after the other in a fixed order are simulated as they
-are; of programs with a tile each, the hardware gives the next one to whichever place is free.
+Under a causal mask, tiles have different lengths, and their order decides when the last one ends. Persistent
+programs, which compute tiles in a fixed order, are simulated. Programs with one tile each are scheduled
+greedily by the hardware.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.tile_schedule import Tiling, blocks, place, staying
 
-# What a tile costs before its first block and after its last, in blocks of keys.
+# Cost of a tile before its first block and after its last, in blocks of keys.
 TILE_OVERHEAD = 1.0
-# With so many tiles for each place to run, nobody ends much later than the others.
+# With this many tiles for each resident program, imbalance is negligible.
 MANY_ROUNDS = 64
-# Orders of more tiles than these are not worked out.
+# Above this number of tiles, the order is not simulated.
 MOST_TILES = 2**18
 
 
 @runtime_checkable
 class Persistent(Protocol):
-    """A config whose programs stay, and take their tiles in an order of its own."""
+    """A config of a persistent kernel with an order of tiles."""
 
     @property
     def section(self) -> int:
-        """Heads (packs of heads) that are worked on at a time; 0 for all."""
+        """Heads (packs of heads) that are processed together; 0 for all."""
         ...
 
     @property
@@ -44,18 +44,18 @@ class Persistent(Protocol):
 
     @property
     def even(self) -> bool:
-        """Whether there are no more programs than finish in as many rounds."""
+        """Whether the number of programs is the least that needs the same number of rounds."""
         ...
 
 
 def imbalance(problem: Problem, config: Config, programs: int, places: int, target: Target) -> float:
-    """When the last program ends, over when all would end if work were spread without a rest.
+    """Returns the end of the last program over that of perfectly balanced work.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         config: A config with tiles of `block_m` queries and `block_n` keys.
-        programs: Programs of a launch, or tiles that programs which stay take in turn.
-        places: Programs that run at once.
+        programs: Programs of a launch, or tiles of persistent programs.
+        places: Number of resident programs.
         target: The GPU.
     """
     pack = int(getattr(config, "pack", 1))
@@ -64,7 +64,7 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
     if not total or not problem.seqlen_kv or not places:
         return 1.0
     if total > MOST_TILES or (programs != total and not isinstance(config, Persistent)):
-        # Programs that are no tiles of queries are all alike.
+        # Programs without tiles of queries have equal lengths.
         return whole_waves(programs, places, target)
     if isinstance(config, Persistent):
         return _stay(tiling, config.section, str(config.order), config.even, target.sm_count)
@@ -74,12 +74,12 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
 
 
 def whole_waves(programs: int, places: int, target: Target) -> float:
-    """Time with whole waves of equal programs over time with all multiprocessors busy to the end."""
+    """Returns the time of whole waves of equal programs over the time at full utilization."""
     if programs == 0:
         return 1.0
     if programs >= places:
         return math.ceil(programs / places) * places / programs
-    # Fewer programs than places: they spread over the multiprocessors first.
+    # Fewer programs than can be resident: the hardware spreads them over the SMs first.
     return math.ceil(programs / target.sm_count) * target.sm_count / programs
 
 
@@ -88,7 +88,7 @@ def _side(config: Config, name: str) -> int:
 
 
 def _lengths(tiling: Tiling) -> NDArray[np.float64]:
-    """What each tile of a head costs, in blocks of keys."""
+    """Returns the cost of each tile of a head, in blocks of keys."""
     costs: NDArray[np.float64] = blocks(tiling) + TILE_OVERHEAD
     return costs
 
