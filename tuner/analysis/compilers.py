@@ -1,4 +1,4 @@
-"""Whether the compilers of this machine work: Triton's, and Gluon's where a GPU has kernels in it."""
+"""Checks the compilers of this machine: Triton's, and Gluon's if the GPU has kernels in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def compilers(target: Target, watch: Callable[[str], None] = lambda step: None) 
 
 
 def compiler(record: Record, target: Target, portable: bool) -> Finding:
-    """Whether one kernel compiles; without the others portable ones serve, and torch computes gradients."""
+    """Returns whether one kernel compiles.
+
+    Otherwise portable kernels compute the outputs, and torch the gradients.
+    """
     from flashtune.launch.source_cache import kernel_of
     from flashtune.tuner.binary.resources import read_resources
 

@@ -1,4 +1,4 @@
-"""`Finding`: one line of what `flashtune doctor` reports."""
+"""`Finding`: one line of the report of `flashtune doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Level(enum.StrEnum):
-    """How a check came out."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -19,10 +19,10 @@ class Finding(msgspec.Struct, frozen=True):
     """One line of the report.
 
     Attributes:
-        name: What was looked at.
-        level: How it came out.
-        said: What was found.
-        advice: What to do about it; empty where nothing need be done.
+        name: Subject of the check.
+        level: Result.
+        said: The finding as text.
+        advice: The remedy; empty if none is needed.
     """
 
     name: str

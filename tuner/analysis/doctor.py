@@ -1,4 +1,4 @@
-"""What this machine has and lacks, check by check."""
+"""Checks this machine's libraries, GPUs, compilers, caches and database."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flashtune.tuner.tables.table_receipts import verified_kernels
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-# What stands in where there is neither a GPU nor --target: compilers need no GPU.
+# Target if there is neither a GPU nor --target: compilers need no GPU.
 OFFLINE_TARGET = "h100"
 
 
 def examine(
     target: Target | None, db: str | None, watch: Callable[[str], None] = lambda step: None
 ) -> Iterator[Finding]:
-    """All findings, one after another.
+    """Returns all findings in order.
 
     Args:
-        target: The GPU to work for; None for this machine's, or a stand-in where it has none.
+        target: The GPU to check for. None for this machine's, or for `OFFLINE_TARGET` if it has none.
         db: The database, as the user names it.
         watch: Called with each step before it begins.
     """
@@ -48,7 +48,7 @@ def examine(
 
 
 def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) -> Finding:
-    """Whether a library can be imported, in a version that flashtune was tested with."""
+    """Returns whether a library can be imported, in a tested version."""
     import importlib
 
     try:
@@ -76,7 +76,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def gpus() -> Iterator[Finding]:
-    """The GPUs that torch sees, their driver, and whether their facts agree with the table."""
+    """Returns the GPUs that torch sees, their driver, and whether their properties match the table."""
     import torch
 
     from flashtune.dispatch.versions import driver_version
@@ -101,7 +101,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def gpu(index: int, target: Target) -> Finding:
-    """One GPU against the table's entry of its name."""
+    """Compares one GPU with the table's entry of its name."""
     facts = (
         f"{target.name}, {target.arch}, {target.sm_count} multiprocessors, "
         f"{target.sram_per_block:,} B of SRAM a block"
@@ -131,7 +131,7 @@ def _target_here() -> Target:
 
 
 def interpreter() -> Finding:
-    """Whether kernels run on the CPU, step by step."""
+    """Returns whether kernels run in the interpreter on the CPU."""
     import numpy as np
     import triton
 
@@ -147,7 +147,7 @@ def interpreter() -> Finding:
 
 
 def caches() -> Iterator[Finding]:
-    """Whether the folders that compiling writes can be written and have space left."""
+    """Returns whether the compilers' cache folders can be written and have free space."""
     for written in WRITTEN_FOLDERS:
         name = written.what.removeprefix("the ").lower()
         fault = folder_fault(*written)
@@ -158,7 +158,7 @@ def caches() -> Iterator[Finding]:
 
 
 def database(db: str | None) -> Finding:
-    """Whether the database can be read, and what it holds."""
+    """Returns whether the database can be read, and its contents."""
     from flashtune.db.location import database_url, describe, sqlite_path
     from flashtune.tuner.tables.lookup import existing_store
 
@@ -178,7 +178,7 @@ def database(db: str | None) -> Finding:
 
 
 def shipped(target: Target) -> Finding:
-    """Whether a tuned table ships for the target."""
+    """Returns whether a tuned table ships for the target."""
     from flashtune.db.table import shipped_table
 
     name = "shipped table"

@@ -1,4 +1,4 @@
-"""Why a kernel is as fast as it is: its SRAM budget, roofline, traffic, occupancy and rivals."""
+"""Explains a kernel's speed: SRAM budget, roofline, traffic, occupancy and other candidates."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class SramBudget(msgspec.Struct, frozen=True):
 
 
 class Roofline(msgspec.Struct, frozen=True):
-    """The least time that a target needs for a problem, in ms, and what sets it.
+    """The minimum time of a problem on a target, in ms, and the resource that limits it.
 
     Attributes:
         flops: Operations of all products over the pairs that the mask keeps.
         minimal_bytes: Each input read once, each output written once.
         intensity: Operations per byte.
-        ridge: The intensity above which this target's matrix units, not its memory, set the time.
-        matrix_ms: The products at the matrix units' peak.
+        ridge: The intensity above which the Tensor Cores, not the memory, limit the time.
+        matrix_ms: The products at the Tensor Cores' peak.
         softmax_ms: Exponentials and the arithmetic around them, at their units' peak.
         memory_ms: The minimal bytes at the datasheet's bandwidth.
         bound_ms: The longest of the three.
@@ -58,7 +58,7 @@ class Roofline(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """HBM bytes that one way of computing moves, item by item."""
+    """HBM bytes of one computation, item by item."""
 
     name: str
     items: tuple[TrafficItem, ...]
@@ -66,7 +66,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Rival(msgspec.Struct, frozen=True):
-    """A stored candidate that ended well, or a peer timed beside one."""
+    """A stored candidate that ended well, or a baseline from the same run."""
 
     family: str
     config: str
@@ -75,12 +75,11 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `flashtune explain` says of one problem on one target.
+    """The output of `flashtune explain` for one problem on one target.
 
-    `tuned_for` names the shape that the config was selected for, if it was. `ms` is the stored time
-    of the chosen kernel, where there is one; `compile_error` says why there are no `resources`, and
-    `occupancy` follows from them. `rivals` are ranked by time; `failures` counts the other stored
-    candidates by outcome.
+    `tuned_for` names the shape of the tuned config, if there is one. `ms` is the stored time of the selected
+    kernel, if there is one. `compile_error` is the reason if there are no `resources`. `occupancy` follows
+    from them. `rivals` are ranked by time. `failures` counts the other stored candidates by outcome.
     """
 
     problem: Problem
@@ -102,9 +101,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
-    """Explains a chosen kernel among the stored records of its problem; needs no GPU.
+    """Explains a selected kernel among the stored records of its problem; needs no GPU.
 
-    Compiles the kernel where no record says what it takes.
+    Compiles the kernel if no record has its resources.
     """
     problem, target = chosen.problem, chosen.target
     resources, refusal = _resources(chosen)
@@ -130,7 +129,7 @@ def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
 
 
 def _resources(chosen: Chosen) -> tuple[Resources | None, str]:
-    """What the compiler says, or why it refused."""
+    """Returns the compiler's report, or the reason of its failure."""
     if chosen.record and chosen.record.resources:
         return chosen.record.resources, ""
     kernel = render(chosen.family, chosen.problem, chosen.config, chosen.specialization)
@@ -143,7 +142,7 @@ def _resources(chosen: Chosen) -> tuple[Resources | None, str]:
 
 
 def sram_budget(chosen: Chosen, resources: Resources | None) -> SramBudget:
-    """The SRAM of a kernel, item by item, against its target's capacity."""
+    """Returns the SRAM of a kernel, item by item, and its target's capacity."""
     target = chosen.target
     items = chosen.family.sram_items(chosen.problem, chosen.config, target, chosen.specialization)
     columns = (
@@ -162,7 +161,7 @@ def sram_budget(chosen: Chosen, resources: Resources | None) -> SramBudget:
 
 
 def roofline(problem: Problem, target: Target) -> Roofline:
-    """The least time of a problem on a target, by peak rates alone."""
+    """Returns the minimum time of a problem on a target, from peak rates alone."""
     peak = _peak(problem.dtype, target) * 1e12
     bandwidth = target.hbm_bandwidth * 1e9
     pairs = problem.batch * problem.heads * problem.visible_pairs()
@@ -186,16 +185,16 @@ def roofline(problem: Problem, target: Target) -> Roofline:
 
 
 def _peak(dtype: Dtype, target: Target) -> float:
-    """TFLOP/s of the units that multiply such elements."""
+    """Returns TFLOP/s of the units that multiply such elements."""
     if dtype.is_quantized:
         return target.peak.fp8
     return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
 
 
 def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
-    """HBM bytes of the chosen config, of the other families' defaults and of the standard computation.
+    """Returns HBM bytes of the selected config, other families' defaults and unfused attention.
 
-    The standard computation takes no quantised inputs.
+    Unfused attention supports no quantised inputs.
     """
     problem, target = chosen.problem, chosen.target
     ways = [_traffic(chosen.family.name, chosen.family.hbm_items(problem, chosen.config, target))]
@@ -214,9 +213,9 @@ def _traffic(name: str, items: tuple[TrafficItem, ...]) -> Traffic:
 
 
 def rank(records: tuple[Record, ...]) -> tuple[Rival, ...]:
-    """The candidates that ended well, fastest first, each once at its best; measured before predicted.
+    """Returns the successful candidates, each once at its best; measured before predicted, then by time.
 
-    Peers that were timed beside a candidate take part with the median of their times.
+    Baselines from the same runs take part with the median of their times.
     """
     best: dict[tuple[str, str], Rival] = {}
     peers: dict[str, list[float]] = {}

@@ -15,25 +15,24 @@ from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, model_calls
 from flashtune.tuner.workloads.passes import backward_of
 
-# `standard_attention` holds its scores, what becomes of them, and half as much in 16 bits at once.
+# `standard_attention` stores scores, probabilities, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5
-# Its backward pass holds the weights in both types, their gradients in both, and the scores' gradients.
+# Its backward pass stores probabilities and their gradients in both types, and gradients of the scores.
 GRADIENT_SCORE_COPIES = 4
 LSE_BYTES = 4
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to compute a model's attention at one length.
+    """One implementation of a model's attention at one length.
 
     Attributes:
-        memory: What one layer needs beside queries, keys and values, in bytes: its output, and scratch; in
-            training what the backward pass reads and writes beside these, too. Of the kind of layer that
-            needs most.
-        traffic: HBM bytes that its order of loops moves, of all layers: of repeated reads those that miss L2.
-        bound_ms: The least time of all layers on the target, in ms, by its peak rates and the bytes that
-            cannot be saved: whatever the unfused computation writes and reads again, and for a fused one
-            each input and output once.
-        bound_by: `matrix units`, `softmax` or `memory`; of the kind of layer that takes longest.
+        memory: Bytes of one layer in addition to queries, keys and values: its output and scratch. In
+            training, also further tensors of the backward pass. Of the kind of layer that needs most.
+        traffic: HBM bytes of all layers with the loop order of the implementation. Repeated reads count if
+            they miss L2.
+        bound_ms: Minimum time of all layers on the target, in ms, from its peak rates and the unavoidable
+            bytes. These are each input and output once, and for unfused attention its intermediate results.
+        bound_by: `matrix units`, `softmax` or `memory`, for the kind of layer that takes longest.
     """
 
     memory: int
@@ -47,12 +46,12 @@ class Point(msgspec.Struct, frozen=True):
 
     Attributes:
         seqlen: Tokens of a sequence.
-        kv_bytes: What the caches of all layers and sequences hold, one after the other without gaps: keys
-            and values once for each KV head, or latent keys.
-        standard: The unfused computation, which writes its scores.
-        flash: The kernels that dispatch would use.
-        families: Those kernels' families, each once.
-        speedup: By the rooflines, how many times as long the unfused computation takes.
+        kv_bytes: Bytes of the caches of all layers and sequences without gaps: keys and values once for each
+            KV head, or latent keys.
+        standard: Unfused attention, which stores its scores.
+        flash: The kernels that dispatch would select.
+        families: Those kernels' families without duplicates.
+        speedup: Time of unfused attention over that of the kernels, by their rooflines.
     """
 
     seqlen: int
@@ -78,16 +77,16 @@ class Overview(msgspec.Struct, frozen=True):
 def overviews(
     attention: ModelAttention, sizes: ModelSizes, target: Target, db: str | None
 ) -> tuple[Overview, ...]:
-    """A model's attention, one overview for each batch size and type.
+    """Returns a model's attention, one overview for each batch size and type.
 
     Args:
         attention: The model's attention.
-        sizes: What it does, and its lengths, batch sizes and types.
+        sizes: Phase, lengths, batch sizes and types.
         target: The GPU.
-        db: The database whose selections count, None for the default one.
+        db: The database with the selections, None for the default one.
 
     Raises:
-        UsageError: A size that no shape can have, or the model is an encoder and does not decode.
+        UsageError: A size that no shape can have, or decoding of an encoder.
         ProblemError: No family computes the problem on this target.
         StoreError: The database cannot be read.
     """
@@ -128,7 +127,7 @@ def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Targ
 
 
 def _together(ways: list[Way]) -> Way:
-    """All kinds of layers, and both passes of training, one after the other."""
+    """Combines all kinds of layers, and both passes of training, run in sequence."""
     longest = max(ways, key=lambda way: way.bound_ms)
     return Way(
         max(way.memory for way in ways),
@@ -144,7 +143,7 @@ def _out_bytes(problem: Problem) -> int:
 
 
 def _gradient_bytes(problem: Problem) -> int:
-    """The gradients of the output, of queries, keys and values."""
+    """Returns the bytes of the gradients of the output, of queries, keys and values."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv
     both = problem.head_dim + problem.value_head_dim
@@ -156,7 +155,7 @@ def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
     moved = sum(item.bytes for item in chosen.family.hbm_items(problem, chosen.config, target))
     rows = problem.batch * problem.heads * problem.seqlen_q
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv
-    # Values of 8 bits are transposed into memory of their own size.
+    # 8-bit values are transposed into a buffer of their own size.
     scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
     memory = _out_bytes(problem) + rows * LSE_BYTES + scratch
     if problem.is_backward:
@@ -166,7 +165,7 @@ def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
 
 
 def _standard(call: LayerCall, target: Target) -> Way:
-    """It computes what the mask hides too, and takes quantised inputs as 16 bits."""
+    """Returns unfused attention, which computes masked pairs too, with quantised inputs as 16 bits."""
     problem, layers = call
     dtype = Dtype.BF16 if problem.dtype.is_quantized else problem.dtype
     plain = msgspec.structs.replace(problem, dtype=dtype)
@@ -195,7 +194,7 @@ MODEL_HEADS = ("model", "layers", "heads, KV heads, head dim", "type", "from")
 
 
 def model_row(model: ModelAttention) -> tuple[str, ...]:
-    """A model's cells, one for each of `MODEL_HEADS`."""
+    """Returns a model's cells, one for each of `MODEL_HEADS`."""
     width = str(model.head_dim)
     if model.value_head_dim != model.head_dim:
         width += f" (values {model.value_head_dim})"
@@ -208,7 +207,7 @@ def model_row(model: ModelAttention) -> tuple[str, ...]:
 
 
 def _kind(kind: Layers) -> str:
-    """Layers of one kind: how many, and what they ask for."""
+    """Returns the count and the features of layers of one kind."""
     words = (
         f"window {kind.window}" if kind.window else "",
         f"chunk {kind.chunk}" if kind.chunk else "",

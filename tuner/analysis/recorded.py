@@ -1,4 +1,4 @@
-"""Which recorded problems are worth a search: those whose calls take most time."""
+"""Ranks recorded problems by the total time of their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.core.target import Target
 from flashtune.recording.call_log import CallCount, read_counts
 from flashtune.tuner.analysis.explain import roofline
 
-# Counting the pairs that a chunked mask keeps takes a step for each chunk.
+# Counting the pairs of a chunked mask takes one step for each chunk.
 MAX_CHUNKS = 2**20
 
 
@@ -19,9 +19,9 @@ class Weighed(NamedTuple):
     """A problem that programs called.
 
     Attributes:
-        problem: What they asked for.
-        calls: How often, whatever the alignment of their tensors.
-        least_ms: What all these calls take at the least on a target, by its peak rates.
+        problem: The problem.
+        calls: Number of calls, for any alignment of their tensors.
+        least_ms: Minimum time of all these calls on a target, by its peak rates.
     """
 
     problem: Problem
@@ -30,7 +30,7 @@ class Weighed(NamedTuple):
 
 
 def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[Weighed, ...]:
-    """Recorded problems, each once, those first whose calls take most time on a target.
+    """Returns recorded problems without duplicates, ranked by the time of their calls on a target.
 
     Raises:
         UsageError: A problem has more chunks than any real one.
@@ -53,10 +53,10 @@ def _least_ms(problem: Problem, target: Target) -> float:
 
 
 def read_weighed(path: Path, target: Target) -> tuple[Weighed, ...]:
-    """The problems of a file that `flashtune.record_calls` wrote, as `weigh` ranks them.
+    """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`.
 
     Raises:
-        UsageError: It is no such file, or holds nothing.
+        UsageError: The file is not such a file, or holds nothing.
     """
     weighed = weigh(read_counts(path), target)
     if not weighed:
@@ -68,7 +68,7 @@ def read_weighed(path: Path, target: Target) -> tuple[Weighed, ...]:
 
 
 def summary(weighed: tuple[Weighed, ...], top: int) -> str:
-    """How much of the recorded time the first of the problems cover, in one sentence."""
+    """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
     taken = weighed[:top]
     whole = sum(found.least_ms for found in weighed)
     share = sum(found.least_ms for found in taken) / whole if whole else 1.0

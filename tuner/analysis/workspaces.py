@@ -1,4 +1,4 @@
-"""How much memory a launch takes beside its inputs and outputs."""
+"""Memory of a launch in addition to its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
-    """Bytes of the workspaces that a backward kernel asks for, on a problem's usual tensors."""
+    """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
     given = make_inputs(problem, torch.device("meta"))
     q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
     beside = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)

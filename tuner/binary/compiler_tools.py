@@ -1,4 +1,4 @@
-"""The tools that Triton brings along with its compiler, and what they say of a binary."""
+"""The tools that Triton ships with its compiler, and their output for a binary."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TOOL_SECONDS = 120
 
 
 def dump(cubin: bytes, what: str) -> str:
-    """What `cuobjdump` says of a binary: `--dump-sass` for its machine code, say.
+    """Returns the output of `cuobjdump` for a binary, such as `--dump-sass` for its machine code.
 
     Raises:
-        KernelError: It cannot be run, or failed.
+        KernelError: The tool cannot be run, or failed.
         MachineError: This installation of Triton lacks it.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -25,7 +25,7 @@ def dump(cubin: bytes, what: str) -> str:
 
 
 def tool_path(name: str) -> str:
-    """Where one of the tools that Triton brings along lies.
+    """Returns the path of a tool that Triton ships.
 
     Raises:
         MachineError: This installation of Triton lacks it.
@@ -39,10 +39,10 @@ def tool_path(name: str) -> str:
 
 
 def run_tool(*command: str) -> str:
-    """The standard output and error of one of the compiler's tools.
+    """Returns the standard output and error of one of the compiler's tools.
 
     Raises:
-        KernelError: It cannot be run, or failed.
+        KernelError: The tool cannot be run, or failed.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)

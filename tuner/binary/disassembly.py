@@ -1,4 +1,4 @@
-"""Machine code as `cuobjdump` lists it: instructions, and which run of them may follow which."""
+"""Machine code as `cuobjdump` lists it: instructions, basic blocks and their successors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 # An instruction's address, an optional predicate, its name with modifiers, its operands, its low word.
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)([^;]*);")
-# The next line has nothing but the high word.
+# The next line has only the high word.
 HIGH_WORD = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
 TARGET = re.compile(r"0x([0-9a-f]+)")
-# Where an instruction's high word says for how many cycles the next one of its warp waits.
+# Bits of an instruction's high word with the cycles that its warp waits before the next one.
 STALL_SHIFT, STALL_MASK = 41, 0xF
-# After these nothing goes on, unless they have a condition.
+# No instruction follows these, unless they have a condition.
 ENDS = frozenset({"EXIT", "RET", "BRX", "JMX", "JMP", "KILL"})
 
 
@@ -21,12 +21,12 @@ class Instruction(NamedTuple):
     """One instruction.
 
     Attributes:
-        name: Without modifiers.
-        target: Where it may jump to.
+        name: Name without modifiers.
+        target: Address of a jump.
         goes_on: Whether the next one may follow.
         stall: Clock cycles that its warp waits before that.
-        modifiers: What stands behind its name, between dots.
-        operands: As they are listed.
+        modifiers: Parts of its name after dots.
+        operands: The operands as listed.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 def parse(lines: Iterable[str]) -> Iterator[tuple[int, Instruction]]:
-    """The instructions of the first function, by address."""
+    """Returns the instructions of the first function, by address."""
     pending: tuple[int, Instruction] | None = None
     for line in lines:
         found = LINE.search(line)
@@ -49,7 +49,7 @@ def parse(lines: Iterable[str]) -> Iterator[tuple[int, Instruction]]:
                 if int(address, 16) <= pending[0]:
                     return
             targets = TARGET.findall(operands) if name == "BRA" else []
-            # A branch may name its condition as a predicate in front or among its operands.
+            # A branch may name its condition as a predicate or among its operands.
             certain = predicate is None and (name in ENDS or (name == "BRA" and "," not in operands))
             target = int(targets[-1], 16) if targets else None
             listed = tuple(operand.strip() for operand in operands.split(","))
@@ -63,7 +63,7 @@ def parse(lines: Iterable[str]) -> Iterator[tuple[int, Instruction]]:
 
 
 def blocks_of(code: dict[int, Instruction]) -> list[list[int]]:
-    """Addresses of each run of instructions that is entered at its start and left at its end."""
+    """Returns the addresses of each basic block."""
     starts = {instruction.target for instruction in code.values()}
     blocks: list[list[int]] = [[]]
     for address, instruction in code.items():
@@ -76,7 +76,7 @@ def blocks_of(code: dict[int, Instruction]) -> list[list[int]]:
 
 
 def successors_of(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each block those that may come next, by their places."""
+    """Returns the indices of each block's possible successors."""
     places = {block[0]: place for place, block in enumerate(blocks)}
     successors = []
     for place, block in enumerate(blocks):

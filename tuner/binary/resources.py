@@ -1,6 +1,6 @@
-"""What the compiler says of a kernel on a target, and how many blocks then share a multiprocessor.
+"""The compiler's report of a kernel on a target, and the resulting occupancy.
 
-Needs no GPU: Triton cross-compiles, and what it asked of the hardware is read from the binary.
+Needs no GPU: Triton cross-compiles, and the requested resources are read from the binary.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
     from flashtune.core.kernel import Kernel
 
-# Shared memory that the driver takes of each resident block, on sm_80 and later.
+# Shared memory that the driver reserves for each resident block, on sm_80 and later.
 RESERVED_SRAM = KIB
 SRAM_GRANULE = 128
-# Registers are handed out per warp, in pieces of this many per thread.
+# Registers are allocated per warp, in units of this many per thread.
 REGISTER_GRANULE = 8
 TENSOR_MEMORY_GRANULE = 32
 HOPPER = 90
-# ptxas says C7510 to C7519 where it has to wait after each asynchronous matrix instruction; but C7517 tells
-# of one wait that it put in, which costs nothing where another follows.
+# ptxas reports C7510 to C7519 if it has to wait after each asynchronous matrix instruction. C7517 reports one
+# inserted wait, which costs nothing if another follows.
 WARPGROUP_INSTRUCTION = "wgmma.mma_async"
 SERIALIZED = re.compile(r"\(C751[0-689]\)|wgmma\.mma_async instructions are serialized")
 
 
 class Occupancy(msgspec.Struct, frozen=True):
-    """Blocks of a kernel that are resident on one multiprocessor, and what limits their number.
+    """Resident blocks of a kernel on one SM, and the resource that limits their number.
 
     Attributes:
-        blocks: Resident blocks; 0 where not even one fits.
+        blocks: Resident blocks, 0 if not even one fits.
         warps: Resident warps.
-        limit: `sram`, `registers`, `threads` or `tensor memory`, whichever runs out first.
+        limit: `sram`, `registers`, `threads` or `tensor memory`, the first to run out.
     """
 
     blocks: int
@@ -57,12 +57,12 @@ class Occupancy(msgspec.Struct, frozen=True):
 
 
 class Part(NamedTuple):
-    """What the compiler says of one of the kernels that a launch runs, and what it was told of it.
+    """The compiler's report of one of the kernels of a launch, and its options.
 
     Attributes:
-        resources: What it takes.
-        options: What the compiler was told.
-        flaw: What makes its machine code wrong, whatever was written in the kernel; empty if nothing does.
+        resources: Its resources.
+        options: The compiler's options.
+        flaw: An error in its machine code that its source does not contain; empty if none.
     """
 
     resources: Resources
@@ -71,19 +71,19 @@ class Part(NamedTuple):
 
 
 def read_resources(kernel: Kernel, target: Target) -> Resources:
-    """Compiles a kernel for a target, with its prologue and epilogue, and reads what they take at most.
+    """Compiles a kernel with prologue and epilogue for a target, and returns their maximum resources.
 
-    Whether the machine code is what was asked for `read_parts` says.
+    `read_parts` also reports whether the machine code is correct.
 
     Raises:
-        MachineError: The machine cannot compile, as with a full disk.
+        MachineError: The machine cannot compile, for example with a full disk.
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
     return largest(read_parts(kernel, target))
 
 
 def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
-    """What a kernel takes, and then what its prologue and its epilogue take, if it has such.
+    """Returns the resources of a kernel, then of its prologue and its epilogue if it has them.
 
     Raises:
         KernelError: As `read_resources`.
@@ -94,10 +94,10 @@ def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
 
 
 def read_sizes(kernel: Kernel, target: Target) -> Resources:
-    """Compiles a kernel likewise, and reads the shared and tensor memory that it takes at most.
+    """Compiles a kernel as `read_resources` does, and returns its maximum shared and tensor memory.
 
-    Both are in the compiler's metadata. Registers, spills and serialisation would take a tool's run for each
-    kernel; they are left out.
+    Both are in the compiler's metadata. Registers, spills and serialisation are left out: they need a run of
+    a tool for each kernel.
 
     Raises:
         KernelError: As `read_resources`.
@@ -112,7 +112,7 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
 
 
 def largest(parts: tuple[Part, ...]) -> Resources:
-    """What several kernels take at most, one running after the other; their compile times add up.
+    """Returns the maximum resources of kernels that run in sequence, and their total compile time.
 
     Specialised warps are those of the first.
     """
@@ -143,13 +143,13 @@ def _read(kernel: Kernel, target: Target) -> Part:
         compile_seconds=seconds,
         warps=compiled.metadata.num_warps if specialized else msgspec.UNSET,
     )
-    # What is serialised is not launched anyway.
+    # Serialised kernels are not launched anyway.
     suspect = _multiplies_by_warpgroups(compiled) and not resources.serialized_wgmma
     return Part(resources, kernel.options, _flaw(compiled) if suspect else "")
 
 
 def _flaw(compiled: CompiledKernel) -> str:
-    """What is wrong with machine code; looked for where ptxas was seen to be wrong."""
+    """Returns an error in machine code, which is checked only where ptxas is known to make errors."""
     reader = unwritten(dump(compiled.asm["cubin"], "--dump-sass"))
     return f"ptxas made code that reads a register which nothing wrote ({reader})" if reader else ""
 
@@ -159,7 +159,7 @@ def _multiplies_by_warpgroups(compiled: CompiledKernel) -> bool:
 
 
 def overflow(resources: Resources, target: Target) -> str | None:
-    """What of the target's capacity a kernel exceeds, as one sentence, or None where it fits."""
+    """Returns the exceeded capacity of the target as one sentence, or None if the kernel fits."""
     if resources.sram_bytes > target.sram_per_block:
         return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
     if resources.tensor_memory_columns > target.tensor_memory_columns:
@@ -169,7 +169,7 @@ def overflow(resources: Resources, target: Target) -> str | None:
 
 
 def occupancy(resources: Resources, options: LaunchOptions, target: Target) -> Occupancy:
-    """How many blocks with these resources are resident on one multiprocessor of the target."""
+    """Returns the number of blocks with these resources that are resident on one SM of the target."""
     warps = options.num_warps if resources.warps is msgspec.UNSET else resources.warps
     threads = warps * target.warp_size
     reserved = RESERVED_SRAM if target.is_nvidia else 0
@@ -201,7 +201,7 @@ def _nvidia_usage(compiled: CompiledKernel) -> _Usage:
     fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
     if "REG" not in fields:
         raise KernelError("cuobjdump named no registers for this kernel: reinstall triton")
-    # What does not fit into registers goes to the stack; Triton's kernels have nothing else there.
+    # Spilled registers are on the stack, and Triton's kernels have no other data there.
     return _Usage(int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]))
 
 
@@ -216,7 +216,7 @@ def _amd_usage(compiled: CompiledKernel) -> _Usage:
 
 
 def _compile(kernel: Kernel, target: Target) -> tuple[CompiledKernel, str]:
-    """The binary, and what ptxas remarked on the way: nothing where Triton's cache had the binary."""
+    """Returns the binary and ptxas's remarks. The remarks are empty if the binary was in Triton's cache."""
     from triton import knobs
 
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -226,10 +226,10 @@ def _compile(kernel: Kernel, target: Target) -> tuple[CompiledKernel, str]:
 
 
 def _is_serialized(compiled: CompiledKernel, remarks: str, suspect: bool) -> bool:
-    """Whether ptxas serialised matrix instructions.
+    """Returns whether ptxas serialised matrix instructions.
 
-    It does so for want of registers, and then it mostly spills as well, but for warps that trade
-    registers at run time. Of such suspects it is asked once more where its remarks are lost.
+    It does so if registers are scarce, and then mostly spills too, except in kernels whose warps exchange
+    registers at run time. If the remarks of such a suspect are missing, ptxas runs again.
     """
     if not _multiplies_by_warpgroups(compiled):
         return False
@@ -247,7 +247,7 @@ def _assemble_again(ptx: str) -> str:
 
 
 def _assembler() -> str:
-    """The ptxas that Triton itself runs for Hopper: a wheel brings several."""
+    """Returns the ptxas that Triton runs for Hopper. A wheel contains several."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     return str(get_ptxas(HOPPER).path)

@@ -1,4 +1,4 @@
-"""The inner loop of a kernel's machine code: which instructions, and how long they take to issue."""
+"""The inner loop of a kernel's machine code: its instructions and their issue time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtune.tuner.binary.disassembly import Instruction, blocks_of, parse, su
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(max_length=16)]
 
-# What multiplies matrices on Volta and later, by warps and by groups of warps.
+# Matrix instructions on Volta and later, of warps and of groups of warps.
 MATRIX = frozenset({"HMMA", "HGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA"})
 
 
@@ -23,8 +23,8 @@ class Loop(msgspec.Struct, frozen=True, array_like=True):
     """The innermost loop with the most matrix products.
 
     Attributes:
-        instructions: How often each instruction occurs in it, modifiers left out.
-        cycles: What its instructions make their warp wait before the next one, in clock cycles.
+        instructions: Number of each instruction in it, without modifiers.
+        cycles: Sum of the stall cycles of its instructions.
     """
 
     instructions: dict[Name, Count]
@@ -32,16 +32,16 @@ class Loop(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_loop(cubin: bytes) -> Loop | None:
-    """The inner loop of a binary; None where no loop holds matrix products.
+    """Returns the inner loop of a binary, None if no loop contains matrix products.
 
     Raises:
-        KernelError: The tool that lists machine code failed.
+        KernelError: The disassembler failed.
     """
     return find_loop(dump(cubin, "--dump-sass"))
 
 
 def find_loop(listing: str) -> Loop | None:
-    """The inner loop in a listing of machine code."""
+    """Returns the inner loop in a listing of machine code."""
     code = dict(parse(listing.splitlines()))
     blocks = blocks_of(code)
     bodies = [body for body in loops(successors_of(code, blocks)) if _products(code, blocks, body)]
@@ -55,11 +55,7 @@ def find_loop(listing: str) -> Loop | None:
 
 
 def loops(successors: Sequence[Sequence[int]]) -> list[frozenset[int]]:
-    """The natural loops of a flow graph: those of one head count as one.
-
-    A branch back to where every way to it came through closes a loop. What merely lies before in
-    memory does not: waits are retried in blocks of their own behind everything else.
-    """
+    """Returns the natural loops of a flow graph. Loops with one head count as one."""
     size = len(successors)
     predecessors: list[list[int]] = [[] for _ in range(size)]
     for block, targets in enumerate(successors):
@@ -75,9 +71,9 @@ def loops(successors: Sequence[Sequence[int]]) -> list[frozenset[int]]:
 
 
 def _dominators(predecessors: Sequence[Sequence[int]]) -> list[int]:
-    """For each block the set, as bits, of blocks that every way to it passes.
+    """Returns for each block the set, as bits, of blocks on every path to it.
 
-    A block that nobody jumps to is an entry: roles of warps begin at addresses out of a table.
+    A block without a jump to it is an entry: warp roles start at addresses from a table.
     """
     everything = (1 << len(predecessors)) - 1
     sets = [everything if before else 1 << block for block, before in enumerate(predecessors)]
@@ -96,7 +92,7 @@ def _dominators(predecessors: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _reaching(block: int, head: int, predecessors: Sequence[Sequence[int]]) -> set[int]:
-    """The blocks that reach a block without passing a head."""
+    """Returns the blocks that reach a block without passing a head."""
     body: set[int] = set()
     waiting = [block]
     while waiting:

@@ -1,7 +1,7 @@
-"""Uniform registers that machine code reads and nothing can have written: mistakes of the assembler.
+"""Finds uniform registers that machine code reads without a write: errors of the assembler.
 
-The ptxas 12.8 that Triton 3.6 and 3.7 bring makes addresses of tiles of such registers in some kernels for
-Hopper: the tile is then whatever lies where a warp of another kernel left the register.
+The ptxas 12.8 of Triton 3.6 and 3.7 computes tile addresses from such registers in some kernels for Hopper.
+The kernel then reads the wrong tile, at an address that a warp of another kernel left in the register.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ REGISTER = re.compile(r"\bUR(\d+)\b")
 PREDICATE = re.compile(r"!?U?P(\d|T)")
 # Registers that one instruction writes, by its modifiers.
 WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
-# Whose reads count. Copies and operations on bits may read what counts for nothing: half of the registers of
-# a matrix product, bits that are cleared before they are set.
+# Only reads by these count. Copies and bit operations may read irrelevant values: half of the registers of a
+# matrix product, or bits that are cleared before they are set.
 ARITHMETIC = frozenset({"UIADD3", "UIMAD", "ULEA"})
-# Where they lead is in no listing: roles of warps begin at addresses out of a table. It may be anywhere.
+# The listing does not contain their targets: warp roles start at addresses from a table. Assume any block.
 INDIRECT = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP", "RET", "CALL"})
 
 
 def unwritten(listing: str) -> str:
-    """The first arithmetic on a uniform register which no instruction before can have written, or nothing.
+    """Returns the first arithmetic on a uniform register that may be unwritten; empty if there is none.
 
-    Any way through the code that passes a write is enough, whether or not it is ever taken.
+    One path through the code without a write is enough, even if it is never executed.
 
     Args:
         listing: Machine code of one kernel, as `cuobjdump --dump-sass` prints it.
@@ -49,7 +49,7 @@ def unwritten(listing: str) -> str:
 
 
 def _followers(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each block those that may come next; all, where nobody knows."""
+    """Returns each block's possible successors; all blocks if they are unknown."""
     anywhere = list(range(len(blocks)))
     return [
         anywhere if any(code[address].name in INDIRECT for address in block) else after
@@ -58,7 +58,7 @@ def _followers(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) ->
 
 
 def _arriving(followers: Sequence[Sequence[int]], wrote: Sequence[int]) -> dict[int, int]:
-    """For each block that is ever reached the registers, as bits, that were written on some way to it."""
+    """Returns for each reachable block the registers, as bits, that were written on some path to it."""
     arriving = {0: 0} if followers else {}
     waiting = list(arriving)
     while waiting:
@@ -72,12 +72,12 @@ def _arriving(followers: Sequence[Sequence[int]], wrote: Sequence[int]) -> dict[
 
 
 def _uses(instruction: Instruction) -> tuple[int, int]:
-    """The uniform registers that an instruction's arithmetic reads and those that it writes, as bits."""
+    """Returns the uniform registers that an instruction's arithmetic reads and writes, as bits."""
     operands = list(instruction.operands)
     while operands and PREDICATE.fullmatch(operands[0]):
         operands.pop(0)
     written = 0
-    # Comparisons write predicates alone.
+    # Comparisons write only predicates.
     if operands and not instruction.name.endswith("SETP"):
         found = REGISTER.fullmatch(operands[0])
         if found:

@@ -126,7 +126,7 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return Candidate(self.family, config)
 
     def first_times(self) -> tuple[float | None, ...]:
-        """Returns each row's time in its batch, in ms, scaled to an equal time of the default in all batches."""
+        """Returns each row's time in its batch, in ms, with the default's time equal in all batches."""
         usual = statistics.median(self.anchors) if self.anchors else 1.0
         return tuple(
             row.first.ms * usual / self.anchors[row.batch] if row.first else None for row in self.rows

@@ -1,7 +1,7 @@
-"""How far the SRAM models can be trusted: what they say against what the compiler asks for.
+"""Compares the SRAM models with the compiler.
 
-A model may be a lower bound and nothing else: a config that fits must never be pruned by it. Of those
-that do not fit, it should catch nearly all before they cost a compilation.
+A model must be a lower bound: it must never prune a config that fits. It should find nearly all of the
+others, to save their compilation.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from flashtune.tuner.candidates import Scope, demand
 from flashtune.tuner.execution.compile_pool import Compiled, Compiler
 from flashtune.tuner.sram_audit.points import Point, computes_anything, draw_points
 
-# The least share of what does not fit that the model must catch.
+# Minimum fraction of configs that do not fit, and that the model must find.
 BAR = 0.9
-# Half of the points lie here: SRAM by the compiler over the capacity of a block.
+# Half of the points are in this band: SRAM by the compiler over the capacity of a block.
 BAND = (0.75, 1.33)
-# Compilations for each point that is kept, at most.
+# Maximum number of compilations for each point of the result.
 MOST_DRAWN = 24
 
 Watch = Callable[[str, int, int], None]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to audit.
+    """The targets and points of an audit.
 
     Attributes:
         targets: The GPUs to compile for.
-        points: Points for each family and target; half of them in the band.
+        points: Points for each family and target, half of them in the band.
         seed: Seed of the points.
-        in_flight: Compilations under way at once; changes nothing of what is found.
+        in_flight: Number of concurrent compilations. It does not change the result.
     """
 
     targets: tuple[Target, ...]
@@ -50,15 +50,15 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """One point: what the model says that it takes, and what the compiler took.
+    """One point: its SRAM by the model and by the compiler.
 
     Attributes:
         point: The config, its problem and its alignment.
         modelled: SRAM by the model, in bytes.
         sram_bytes: SRAM by the compiler, in bytes.
-        capacity: SRAM that a block may have, in bytes.
+        capacity: Maximum SRAM of a block, in bytes.
         fits: Whether SRAM and tensor memory by the compiler are within the target's.
-        pruned: Whether the model would have kept it from being compiled.
+        pruned: Whether the model would have pruned it.
     """
 
     point: Point
@@ -70,27 +70,27 @@ class Observed(msgspec.Struct, frozen=True):
 
     @property
     def in_band(self) -> bool:
-        """Whether its SRAM is close to the capacity."""
+        """Returns whether its SRAM is close to the capacity."""
         return BAND[0] <= self.sram_bytes / self.capacity <= BAND[1]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The account of one family on one target.
+    """The result for one family on one target.
 
     Attributes:
         family: The family.
         target: The GPU.
         arch: Its architecture.
         points: Points compared.
-        in_band: Of those, within 0.75 to 1.33 of the SRAM capacity by the compiler.
-        unaligned: Of those, with strides that are no multiples of 16.
+        in_band: Those within 0.75 to 1.33 of the SRAM capacity by the compiler.
+        unaligned: Those with strides that are not multiples of 16.
         fits: Points that fit.
         misfits: Points that do not.
-        wrongly_pruned: Points that fit and that the model refused: none, or the model is wrong.
-        caught: Points that do not fit and that the model refused.
-        overestimates: Points of which the model claims more SRAM than the compiler took.
+        wrongly_pruned: Points that fit and that the model rejected. Must be 0.
+        caught: Points that do not fit and that the model rejected.
+        overestimates: Points for which the model's SRAM exceeds the compiler's.
         median_ratio: Median of the model's figure over the compiler's.
-        refused: Compilations that failed or ran out of time; they count for nothing else.
+        refused: Compilations that failed or ran out of time. They count nowhere else.
     """
 
     family: str
@@ -109,14 +109,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """A whole audit, with the compiler that it was made with."""
+    """An audit, with the version of its compiler."""
 
     triton: str
     seed: int
     rows: tuple[Row, ...]
 
     def failures(self) -> tuple[str, ...]:
-        """What misses the bar, one sentence each; empty where the models can be trusted."""
+        """Returns the violated requirements, one sentence each; empty if there are none."""
         found = [
             f"{row.family} on {row.target}: {row.wrongly_pruned} configs that fit were pruned"
             for row in self.rows
@@ -131,7 +131,7 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 def audit_targets() -> tuple[Target, ...]:
-    """One GPU of the table for each architecture."""
+    """Returns one GPU of the table for each architecture."""
     by_arch: dict[str, Target] = {}
     for target in TARGETS:
         by_arch.setdefault(target.arch, target)
@@ -139,12 +139,12 @@ def audit_targets() -> tuple[Target, ...]:
 
 
 def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
-    """Compares each family's model with the compiler on each target that the family is for.
+    """Compares each family's model with the compiler on each target that the family supports.
 
-    `watch` is told what is compared, how many points of it are done, and of how many.
+    `watch` is called with a label, the number of finished points, and their total.
 
     Raises:
-        UsageError: So few configs lie in the band that half of the points cannot.
+        UsageError: Too few configs are in the band for half of the points.
     """
     import triton
 
@@ -168,7 +168,7 @@ def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
 def _compiled(
     drawn: Iterator[Point], target: Target, compiler: Compiler, in_flight: int
 ) -> Iterator[tuple[Point, Compiled]]:
-    """Each point with what compiling it gave, in their order, however many are under way."""
+    """Returns points with the results of their compilation, in order, for any number in flight."""
     waiting: deque[tuple[Point, Future[Compiled]]] = deque()
     while True:
         waiting.extend(
@@ -184,7 +184,7 @@ def _compiled(
 def _collect(
     compiled: Iterator[tuple[Point, Compiled]], target: Target, points: int, watch: Callable[[int, int], None]
 ) -> tuple[list[Observed], int]:
-    """The first points, those out of the band up to a half; and how many did not compile."""
+    """Returns the first points, at most half of them out of the band, and the count of failures."""
     kept: list[Observed] = []
     room = {True: points - points // 2, False: points // 2}
     refused = 0
@@ -206,7 +206,7 @@ def _scope(point: Point, target: Target) -> Scope:
 
 
 def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None:
-    """A point as model and compiler see it, None where the compiler gave nothing."""
+    """Returns a point with its SRAM by model and compiler, None if the compilation failed."""
     resources = compiled.resources
     if resources is None:
         return None
@@ -222,7 +222,7 @@ def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None
 
 
 def account(family: str, target: Target, observed: list[Observed], refused: int) -> Row:
-    """Counts what was observed of one family on one target."""
+    """Returns the counts of one family on one target."""
     misfits = [entry for entry in observed if not entry.fits]
     return Row(
         family=family,

@@ -1,4 +1,4 @@
-"""Random points to hold the SRAM models against: shapes, configs of the families' spaces, alignments."""
+"""Random points for the audit of SRAM models: shapes, configs of the families' spaces, alignments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
 HEADS = 8
 BATCH = 2
 LENGTHS = (64, 512, 4096)
-# float32 is rarer than it could be, and its tiles smaller: its products are unrolled into so many
-# instructions that compiling takes minutes beyond this many multiply-adds of a thread.
+# float32 is drawn less often and with smaller tiles. Its products are unrolled, and compilation takes minutes
+# beyond this many multiply-adds of a thread.
 MOST_UNROLLED = 4096
 DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
-# What a family is asked for that computes no plain attention.
+# Features for families without plain attention.
 ASKED: tuple[dict[str, Any], ...] = (
     {"window_left": 256},
     {"window_left": 256, "first_tokens": 4, "sinks": True},
@@ -44,7 +44,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
     {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 256},
 )
-# What a family is asked for that decodes: some queries of a sequence, whose heads share keys.
+# Features for decoding families: some queries of a sequence, whose heads share keys.
 DECODED: tuple[dict[str, Any], ...] = (
     {"seqlen_q": 1},
     {"seqlen_q": 1, "kv_heads": 1},
@@ -62,16 +62,16 @@ DECODED: tuple[dict[str, Any], ...] = (
         for value_head_dim in (128, 256, 512)
     ),
 )
-# Of this many points, one has values of another head dim than its queries.
+# One of this many points has values of another head dim than its queries.
 EVERY_UNLIKE = 4
-# Of this many points, all but one lie near the capacity by a plain count of tiles. That count is no
-# model: which points are in the band is decided by what the compiler asked for.
+# All but one of this many points are near the capacity by a plain count of tiles. The count is not a model:
+# the compiler's result decides which points are in the band.
 EVERY_UNSTEERED = 4
 STEERED = (0.6, 2.0)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One config of one problem, and what is assumed of the tensors."""
+    """One config of one problem, and the specialization of its tensors."""
 
     problem: Problem
     candidate: Candidate
@@ -79,12 +79,12 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def unaligned(self) -> bool:
-        """Whether strides are promised to be multiples of less than 16 elements."""
+        """Returns whether strides are only known to be multiples of less than 16 elements."""
         return self.specialization.alignment is not Alignment.SIXTEEN
 
 
 def computes_anything(family: Family, target: Target) -> bool:
-    """Whether a family is for a target at all: some are for one architecture."""
+    """Returns whether a family supports a target. Some support one architecture only."""
     return any(
         _computes(family, msgspec.structs.replace(problem, **asked), target)
         for dtype in dict.fromkeys(DTYPES)
@@ -94,9 +94,9 @@ def computes_anything(family: Family, target: Target) -> bool:
 
 
 def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
-    """Points without end and without repetition, the same for the same seed.
+    """Returns an endless sequence of points without repetition, the same for the same seed.
 
-    The family must compute something on the target.
+    The family must support the target.
     """
     draw = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
     drawn: set[Point] = set()
@@ -112,7 +112,7 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
 
 
 def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
-    """A point, or None where the family or its space has no such."""
+    """Returns a point, or None if the family or its space has none."""
     problem = _draw_problem(draw, family)
     if _takes_queries(family, target):
         if not _is_plain(family, target):
@@ -133,12 +133,12 @@ def _computes(family: Family, problem: Problem, target: Target) -> bool:
 
 
 def _is_plain(family: Family, target: Target) -> bool:
-    """Whether a family computes plain attention."""
+    """Returns whether a family computes plain attention."""
     return _computes(family, _problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target)
 
 
 def _takes_queries(family: Family, target: Target) -> bool:
-    """Whether a family computes attention of many queries, of whatever kind."""
+    """Returns whether a family computes attention of more than a few queries, of any kind."""
     problem = _problem(family, DTYPES[0], 64, 64, LENGTHS[0])
     return any(_computes(family, msgspec.structs.replace(problem, **asked), target) for asked in ({}, *ASKED))
 
@@ -179,7 +179,7 @@ def _draw_specialization(draw: random.Random) -> Specialization:
 
 
 def unrolled(point: Point, target: Target) -> int:
-    """Multiply-adds of one thread in one product of tiles, where no matrix unit makes it."""
+    """Returns the multiply-adds of one thread in one product of tiles without Tensor Cores."""
     problem, config = point.problem, point.candidate.config
     if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
@@ -189,9 +189,9 @@ def unrolled(point: Point, target: Target) -> int:
 
 
 def _plain_count(point: Point) -> int:
-    """Bytes of a tile of queries and of one tile of keys and values for each stage.
+    """Returns the bytes of a tile of queries and of one tile of keys and values for each stage.
 
-    Of a backward pass both are in pairs: queries and the output's gradient, keys and values.
+    A backward pass has two of each: queries and the output's gradient, keys and values.
     """
     problem, config = point.problem, point.candidate.config
     qk, v = power_of_two(problem.head_dim), power_of_two(problem.value_head_dim)

@@ -10,7 +10,7 @@ from flashtune.tuner.workloads.shape_values import nearest, quoted
 
 
 def change_config(base: Config, text: str) -> Config:
-    """The base config with the fields that a user named changed.
+    """Returns the base config with the fields that a user named changed.
 
     Raises:
         UsageError: An unknown field, or a value that the field cannot have.

@@ -1,4 +1,4 @@
-"""The attention of a transformers `config.json`: a file of whatever origin, read as typed data."""
+"""Reads attention layers from a transformers `config.json` of any origin as typed data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LayerCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
 
-# Model types whose tokens see one another in both directions.
+# Model types with bidirectional attention.
 ENCODERS = frozenset({"bert", "roberta", "distilbert", "electra", "modernbert", "vit", "siglip_vision_model"})
 
 
 class _Attention(LayerFields, frozen=True):
-    """The fields that decide attention's shape, under the names that configs give them.
+    """The fields that decide attention's shape, with the names of the configs.
 
-    One that does not say how many layers it has is taken for one layer.
+    Without a number of layers, one layer is assumed.
     """
 
     num_hidden_layers: LayerCount | None = None
@@ -46,16 +46,16 @@ class _Attention(LayerFields, frozen=True):
 
 
 class _Document(_Attention, frozen=True):
-    """A whole config; multimodal models keep their language model's in `text_config`."""
+    """A whole config. Multimodal models store their language model's in `text_config`."""
 
     text_config: _Attention | None = None
 
 
 def read_hf_config(path: Path) -> ModelAttention:
-    """The attention shape of a config file.
+    """Returns the attention shape of a config file.
 
     Raises:
-        UsageError: The file cannot be read, is no config, or says too little or nonsense.
+        UsageError: The file cannot be read, is not a config, lacks fields or contradicts itself.
     """
     content = read_text(path, "model config")
     try:
@@ -90,11 +90,11 @@ def _attention(document: _Document, path: Path) -> ModelAttention:
 
 
 def _kv_heads(config: _Attention, heads: int) -> int:
-    # Falcon's first generation says multi_query and leaves num_kv_heads at a number it ignores.
+    # Falcon's first generation sets multi_query, and a num_kv_heads that it ignores.
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     if config.qk_nope_head_dim:
-        return heads  # multi-head latent attention, as its prefill expands it
+        return heads  # multi-head latent attention, as expanded in prefill
     return config.num_key_value_heads or config.num_kv_heads or heads
 
 

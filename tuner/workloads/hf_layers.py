@@ -1,4 +1,4 @@
-"""Which layers of a transformers `config.json` have windows, chunks, caps or sinks."""
+"""The layers of a transformers `config.json` with windows, chunks, softcaps or sinks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Interval = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Of so many layers the last one sees everything, where a config with windows does not say it.
+# If a config with windows lists no layer types, the last of every so many layers has no window.
 PATTERNS = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 CHUNK_INTERVAL = 4
-# Models whose heads have a score that takes weight; no field of a config says it.
+# Models with a learned sink per head, which no field of a config contains.
 WITH_SINKS = frozenset({"gpt_oss"})
 
 
 class LayerFields(msgspec.Struct, frozen=True):
-    """The fields that tell layers apart, under the names that configs give them."""
+    """The fields that distinguish layers, with the names of the configs."""
 
     model_type: Text | None = None
     layer_types: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LAYERS)] | None = None
@@ -43,15 +43,15 @@ class LayerFields(msgspec.Struct, frozen=True):
 
 
 def layers_of(fields: LayerFields, layers: int, path: Path) -> tuple[Layers, ...]:
-    """The kinds of a model's layers, each with its count.
+    """Returns the kinds of a model's layers, each with its count.
 
     Args:
-        fields: What the config says.
-        layers: How many layers it has.
-        path: The config, for sentences.
+        fields: The config's fields.
+        layers: Number of layers.
+        path: The config, for messages.
 
     Raises:
-        UsageError: None of its layers attends.
+        UsageError: None of its layers computes attention.
     """
     counts = Counter(fields.layer_types) if fields.layer_types else _counts(fields, layers)
     window = fields.sliding_window or 0
@@ -69,7 +69,7 @@ def layers_of(fields: LayerFields, layers: int, path: Path) -> tuple[Layers, ...
 
 
 def _counts(fields: LayerFields, layers: int) -> dict[str, int]:
-    """How many layers are of which type in a config that does not list them."""
+    """Returns the number of layers of each type for a config that does not list them."""
     if fields.attention_chunk_size:
         full = layers // (fields.no_rope_layer_interval or CHUNK_INTERVAL)
         return {CHUNKED: layers - full, FULL: full}
@@ -79,16 +79,16 @@ def _counts(fields: LayerFields, layers: int) -> dict[str, int]:
     if pattern:
         full = layers // pattern
     else:
-        # Qwen 2's first layers see everything, once windows are switched on.
+        # With windows switched on, Qwen 2's first layers have none.
         full = min(layers, fields.max_window_layers or 0) if fields.use_sliding_window else 0
     return {WINDOWED: layers - full, FULL: full}
 
 
 def latent_of(fields: LayerFields, path: Path) -> Latent | None:
-    """What a cache of latent keys holds of a token, where the config has such.
+    """Returns the latent keys of a config's cache, None if it has none.
 
     Raises:
-        UsageError: It is wider than kernels can be.
+        UsageError: They are wider than kernels support.
     """
     if not fields.kv_lora_rank or not fields.qk_rope_head_dim:
         return None

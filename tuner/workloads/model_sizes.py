@@ -1,4 +1,4 @@
-"""What a model is asked to do and at which sizes, as a user wrote it; imports nothing heavy."""
+"""Phase and sizes of a model's calls as a user wrote them; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DEFAULT_PAGE_SIZE = "16"
 
 
 class Phase(enum.StrEnum):
-    """What a model does: PREFILL attends from a whole prompt to itself, DECODE from one new token to all.
+    """Phase of a model: PREFILL attends from a whole prompt to itself, DECODE from one new token to all.
 
-    TRAINING does what PREFILL does, and then computes the gradients.
+    TRAINING is PREFILL followed by the computation of gradients.
     """
 
     PREFILL = "prefill"
@@ -22,15 +22,15 @@ class Phase(enum.StrEnum):
 
 
 class ModelSizes(NamedTuple):
-    """Sizes of a model's calls, as shapes write numbers and words; None where the user left one out.
+    """Sizes of a model's calls, in the syntax of shapes; None if not given.
 
     Attributes:
-        phase: What the model does.
-        seqlen: Tokens of a sequence: of the prompt, or of what a new token attends to.
+        phase: The phase.
+        seqlen: Length of a sequence: of the prompt, or of the cache in decoding.
         batch: Sequences.
-        dtype: Element types, in place of the checkpoint's own.
-        page_size: Keys of a page of decode's cache; 0 for caches without pages.
-        packed: Whether the prompts of a prefill lie packed one behind the other.
+        dtype: Element types instead of the checkpoint's.
+        page_size: Keys of a page of the cache in decoding, 0 for caches without pages.
+        packed: Whether the prompts of a prefill form a varlen batch.
     """
 
     phase: Phase = Phase.PREFILL
@@ -42,6 +42,6 @@ class ModelSizes(NamedTuple):
 
     @property
     def any_size(self) -> bool:
-        """Whether the user named what goes with a model alone; shapes too are trained."""
+        """Returns whether the user gave a size that only models have. Shapes can be trained too."""
         named = any(size is not None for size in self[1:5])
         return named or self.packed or self.phase is Phase.DECODE

@@ -1,4 +1,4 @@
-"""Models as the attention problems that they call, so that a search can name a model."""
+"""Models as lists of attention problems, so that a search can name a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashtune.tuner.workloads.shapes import expand
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """Layers of a model that attend alike.
+    """Layers of a model with the same attention.
 
     Attributes:
-        count: How many of them.
-        window: Tokens that a token sees, itself among them; 0 for all.
-        chunk: Tokens of a chunk, whose tokens see one another alone; 0 for no chunks.
+        count: Number of layers.
+        window: Number of tokens that a token sees, itself included; 0 for all.
+        chunk: Length of a chunk, whose tokens see only one another; 0 for no chunks.
         softcap: Whether scores are capped.
-        sinks: Whether each head has a score that takes weight and has no value.
+        sinks: Whether each head has a learned sink: a score without a value.
     """
 
     count: int
@@ -40,11 +40,11 @@ class Layers(msgspec.Struct, frozen=True):
 
 
 class Latent(NamedTuple):
-    """What decode reads of a token where all heads share one compressed key (DeepSeek's MLA).
+    """Latent keys of a token in decoding, shared by all heads (DeepSeek's MLA).
 
     Attributes:
-        width: Columns of it.
-        values: How many of these, from the first on, are values too.
+        width: Number of columns.
+        values: Number of first columns that are also values.
     """
 
     width: int
@@ -55,16 +55,16 @@ class ModelAttention(msgspec.Struct, frozen=True):
     """The attention layers of one model.
 
     Attributes:
-        name: How a user names it: lower case, with its size.
+        name: The model's name for users: lower case, with its size.
         heads: Query heads.
-        kv_heads: Key and value heads, as prefill has them.
-        head_dim: Width of queries and keys, as prefill has them.
-        value_head_dim: Width of values, as prefill has them.
+        kv_heads: Key and value heads in prefill.
+        head_dim: Width of queries and keys in prefill.
+        value_head_dim: Width of values in prefill.
         dtype: The checkpoint's element type.
-        causal: Whether a token sees only what came before it.
-        source: Where the numbers are from.
+        causal: Whether a token sees only the tokens before it.
+        source: Origin of the numbers.
         kinds: Its layers, each kind once.
-        latent: What its cache holds in place of keys and values, if anything.
+        latent: Latent keys of its cache, if it has them.
     """
 
     name: str
@@ -80,26 +80,27 @@ class ModelAttention(msgspec.Struct, frozen=True):
 
     @property
     def layers(self) -> int:
-        """How many layers with attention."""
+        """Number of layers with attention."""
         return sum(kind.count for kind in self.kinds)
 
     def cache_bytes(self, problem: Problem) -> int:
-        """Bytes that the cache of all layers holds after a problem of this model, without gaps."""
+        """Returns the bytes of all layers' caches after a problem of this model, without gaps."""
         width = self.latent.width if self.latent else self.kv_heads * (self.head_dim + self.value_head_dim)
         return self.layers * problem.batch * problem.seqlen_kv * width * problem.kv_itemsize
 
 
 class LayerCall(NamedTuple):
-    """One problem that a model calls, and how many of its layers call it."""
+    """One problem of a model, and the number of layers that call it."""
 
     problem: Problem
     layers: int
 
 
 def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[LayerCall, ...], ...]:
-    """What a model calls: for each length, batch size and type one problem for each kind of its layers.
+    """Returns a model's calls: one problem for each kind of layer, for each length, batch size and type.
 
-    As dispatch names them: on sequences that fit into a window there is none. Of training the forward pass.
+    Problems are those that dispatch sees: without a window if sequences fit into it. Training has its forward
+    pass here.
 
     Raises:
         UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
@@ -112,7 +113,7 @@ def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[Lay
 
 
 def model_problems(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
-    """All problems of `model_calls`, none twice; in training each with its gradients.
+    """Returns all problems of `model_calls` without duplicates; in training each with its gradients.
 
     Raises:
         UsageError: As `model_calls`.
@@ -122,7 +123,7 @@ def model_problems(attention: ModelAttention, sizes: ModelSizes) -> tuple[Proble
 
 
 def _prefill(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
-    """A whole prompt attending to itself, as a layer without a mask of its own does it."""
+    """Returns a prompt's attention to itself, as in a layer without a custom mask."""
     if sizes.page_size is not None:
         raise UsageError("--page-size is of the cache that decode reads: add --phase decode")
     widths = attention.heads, attention.kv_heads, attention.head_dim, attention.value_head_dim
@@ -133,7 +134,7 @@ def _prefill(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...
 
 
 def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
-    """One new token of each sequence attending to its cache."""
+    """Returns the attention of one new token of each sequence to its cache."""
     if not attention.causal:
         raise UsageError(f"{attention.name} is an encoder and does not decode: pass --phase prefill")
     if sizes.packed:
@@ -155,7 +156,7 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
 
 
 def as_called(number: int) -> int:
-    """The number of tokens or pages by which dispatch knows a call of so many.
+    """Returns the number of tokens or pages in the problem that dispatch derives from a call.
 
     Raises:
         UsageError: It is more than a problem may have.
@@ -172,7 +173,7 @@ def _packed(problem: Problem) -> Problem:
 
 
 def _paged(problem: Problem) -> Problem:
-    """A cache in pages holds as many keys as there is room for in the pages that a block table can name."""
+    """Returns a problem with pages: its number of keys is the capacity of the block table's pages."""
     if not problem.page_size:
         return problem
     pages = as_called(-(-problem.seqlen_kv // problem.page_size))
@@ -182,7 +183,7 @@ def _paged(problem: Problem) -> Problem:
 def _sizes(
     attention: ModelAttention, sizes: ModelSizes, widths: tuple[int, int, int, int]
 ) -> dict[str, tuple[Value, ...]]:
-    """What both phases have in common; `widths` are heads, KV heads and the widths of keys and values."""
+    """Returns the fields of both phases; `widths` are heads, KV heads and the widths of keys and values."""
     own = dict(zip(("heads", "kv_heads", "head_dim", "value_head_dim"), widths, strict=True))
     return {
         **{key: (number,) for key, number in own.items()},
@@ -195,9 +196,9 @@ def _sizes(
 def _of_kind(problem: Problem, kind: Layers) -> Problem:
     posed = msgspec.structs.replace(
         problem,
-        # A window counts the token itself, a problem's what lies before it.
+        # A layer's window counts the token itself, a problem's only the tokens before it.
         window_left=kind.window - 1 if kind.window else None,
-        # An encoder's window is as wide on the other side.
+        # An encoder's window is symmetric.
         window_right=kind.window - 1 if kind.window and problem.causal is Causal.NONE else None,
         chunk=kind.chunk,
         softcap=kind.softcap,

@@ -24,9 +24,9 @@ def _model(
     latent: Latent | None = None,
     checked: bool = False,
 ) -> ModelAttention:
-    """A row of the table; `widths` are those of keys and values where these differ.
+    """Returns a row of the table. `widths` are those of keys and values if these differ.
 
-    What is `checked` was held against copies of the config in public repositories, kinds of layers too.
+    Rows with `checked` were compared with copies of the config in public repositories, with kinds of layers.
     """
     key_width, value_width = widths if isinstance(widths, tuple) else (widths, widths)
     kinds = layers if isinstance(layers, tuple) else (Layers(layers),)
@@ -41,24 +41,24 @@ def _encoder(
 
 
 def _gemma_2(layers: int) -> tuple[Layers, ...]:
-    """Every other layer has a window, and all cap their scores."""
+    """Every second layer has a window, and all have a softcap."""
     half = layers // 2
     return Layers(half, window=4096, softcap=True), Layers(half, softcap=True)
 
 
 def _gemma_3(layers: int, window: int) -> tuple[Layers, ...]:
-    """Every sixth layer sees everything."""
+    """Every sixth layer has no window."""
     full = layers // 6
     return Layers(layers - full, window=window), Layers(full)
 
 
 def _gpt_oss(layers: int) -> tuple[Layers, ...]:
-    """Every other layer has a window, and all have sinks."""
+    """Every second layer has a window, and all have sinks."""
     half = layers // 2
     return Layers(half, window=128, sinks=True), Layers(half, sinks=True)
 
 
-# Every fourth layer sees everything.
+# Every fourth layer has no chunks.
 LLAMA_4 = (Layers(36, chunk=8192), Layers(12))
 MISTRAL = (Layers(32, window=4096),)
 PHI_3 = (Layers(32, window=2047),)
@@ -127,7 +127,7 @@ MODELS: tuple[ModelAttention, ...] = (
 
 
 def find_model(name: str) -> ModelAttention:
-    """The model of a name, case and underscores aside.
+    """Returns the model of a name, ignoring case and underscores.
 
     Raises:
         UsageError: The table has no such model.

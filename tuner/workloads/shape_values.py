@@ -1,4 +1,4 @@
-"""The keys that a shape may have, and what may stand behind each."""
+"""The keys of a shape, and the values of each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale
 
 MAX_COUNT = 2**24
-# Names in one sentence.
+# Maximum number of names in one sentence.
 MOST_NAMED = 6
 MAX_LENGTH = 2**31 - 1
 MAX_WIDTH = 1024
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number that a key takes."""
+    """Lower and upper bound of a key's number."""
 
     least: int
     most: int
 
 
 class Window(NamedTuple):
-    """How far a query sees to either side; None for no bound."""
+    """Visible keys to either side of a query; None for no bound."""
 
     left: int | None
     right: int | None
@@ -54,7 +54,7 @@ DTYPES: dict[str, Dtype] = {
     "float16": Dtype.FP16,
     "float32": Dtype.FP32,
 }
-# Of each of these the name alone means true.
+# The bare name of each of these means true.
 FLAGS = (
     "prefix",
     "softcap",
@@ -67,7 +67,7 @@ FLAGS = (
     "deterministic",
 )
 TRUTH = {"true": True, "false": False}
-# A cache of the queries' own type is told by `none`.
+# `none` means a cache of the queries' type.
 KV_DTYPES: dict[str, KvDtype | None] = {**{kind.value: kind for kind in KvDtype}, "none": None}
 WINDOW = "window"
 
@@ -85,16 +85,16 @@ WORDS: dict[str, Mapping[str, Value]] = {
     "kv_scale": {scale.value: scale for scale in KvScale},
     **dict.fromkeys(FLAGS, TRUTH),
 }
-# What a key stands for where nothing stands behind it.
+# Value of a key without one.
 ALONE = {"causal": Causal.BOTTOM_RIGHT.value, **dict.fromkeys(FLAGS, "true")}
 KEYS = (*NUMBERS, WINDOW, *WORDS)
 
 
 def parse_values(key: str, text: str) -> tuple[Value, ...]:
-    """The values of one key: items joined by `|`, each a word, a number or a range.
+    """Returns the values of one key: items joined by `|`, each a word, a number or a range.
 
     Raises:
-        UsageError: The key or a value is none that shapes have.
+        UsageError: Shapes have no such key or value.
     """
     items = [item.strip() for item in text.split("|")]
     if key in WORDS:
@@ -107,14 +107,14 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
 
 
 def quoted(text: str) -> str:
-    """A user's words inside a sentence: one line, escaped, not too long."""
+    """Returns a user's words for a sentence: one line, escaped, shortened."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The names that a user may have meant, as the end of a sentence.
+    """Returns names similar to a word, as the end of a sentence.
 
-    Those that begin with the word; else the one that is nearest; else all of them.
+    These are the names that begin with the word, else the most similar one, else all.
     """
     names = tuple(known)
     longer = [repr(name) for name in names if word and name.startswith(word)]
@@ -132,7 +132,7 @@ def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:
 
 
 def _window(item: str) -> Window:
-    """`left`, `left:right` or `:right`: keys on that side beside the query's own."""
+    """Returns a window from `left`, `left:right` or `:right`: visible keys in addition to the query's own."""
     left, colon, right = (part.strip() for part in item.partition(":"))
     if not left and not right:
         raise UsageError("window has no bound: write window=1024, or window=1024:0 to bound both sides")
@@ -143,7 +143,7 @@ def _window(item: str) -> Window:
 
 
 def _numbers(key: str, item: str) -> tuple[int, ...]:
-    """A number, or every doubling from the first of a range to its last."""
+    """Returns a number, or every doubling from the first of a range to its last."""
     first_text, dots, last_text = item.partition("..")
     first = _number(key, first_text)
     if not dots:
@@ -157,7 +157,7 @@ def _numbers(key: str, item: str) -> tuple[int, ...]:
 
 def _number(key: str, text: str) -> int:
     text = text.strip()
-    # int() would also take signs, underscores and other alphabets' digits.
+    # int() would also accept signs, underscores and other alphabets' digits.
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
         forms = f"{key}=128, {key}=64|128 or {key}=64..512"
         raise UsageError(f"{key} takes whole numbers, and {quoted(text)} is none: write {forms}")

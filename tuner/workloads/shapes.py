@@ -1,11 +1,15 @@
 """Shapes as text: `heads=32,kv_heads=8,seqlen=512..16384,head_dim=64|128,causal` becomes problems.
 
-A value is one item or several joined by `|`; an item of a number is a number or a doubling range
-`first..last`. Every combination of the values is one problem. `causal` alone means
-`causal=bottom_right`; `seqlen` sets both lengths, `seqlen_q` and `seqlen_kv` one each; `tokens`
-stands in place of `batch`, which is then tokens / seqlen_q. `window=1023` bounds what a query sees
-before it, `window=1023:0` also what it sees behind it. `backward` asks for the gradients, as
-`direction=backward` does. `flashtune.core.shape_format` is the way back.
+A value is one item or several joined by `|`. An item of a number is a number or a doubling range
+`first..last`. Every combination of the values is one problem.
+
+- `causal` alone means `causal=bottom_right`.
+- `seqlen` sets both lengths, `seqlen_q` and `seqlen_kv` one each.
+- `tokens` replaces `batch`, which is then tokens / seqlen_q.
+- `window=1023` bounds the keys before a query, `window=1023:0` also those after it.
+- `backward` means `direction=backward`: the gradients.
+
+`flashtune.core.shape_format` is the inverse.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ Word = TypeVar("Word", Dtype, Causal, Direction, Bias, KvScale)
 
 
 def parse_shape(text: str) -> tuple[Problem, ...]:
-    """All problems that a shape names, in the order of its values, none twice.
+    """Returns all problems of a shape, in the order of its values, without duplicates.
 
     Raises:
         UsageError: An unknown key or value, a missing key, or an impossible shape.
@@ -46,7 +50,7 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
 
 
 def expand(choices: Choices) -> tuple[Problem, ...]:
-    """Every combination of the keys' values as problems, none twice.
+    """Returns every combination of the keys' values as problems, without duplicates.
 
     Raises:
         UsageError: A key is missing or contradicts another, or a combination is impossible.
@@ -58,7 +62,7 @@ def expand(choices: Choices) -> tuple[Problem, ...]:
 
 
 def _build(given: dict[str, Value]) -> Problem:
-    """One combination of values as a problem, with the defaults of what it leaves out."""
+    """Returns one combination of values as a problem, with defaults for missing keys."""
     numbers = {key: value for key, value in given.items() if type(value) is int}
     for key in ("heads", "head_dim"):
         if key not in numbers:
@@ -87,7 +91,7 @@ def _build(given: dict[str, Value]) -> Problem:
         window_right=window.right,
         bias=_word(given.get("bias"), Bias.NONE),
         kv_dtype=kv_dtype if isinstance(kv_dtype, KvDtype) else None,
-        # Without a quantised cache there is nothing that could share a scale.
+        # Without a quantised cache there is no scale to share.
         kv_scale=_word(given.get("kv_scale"), KvScale.TENSOR) if kv_dtype else KvScale.TENSOR,
         first_tokens=numbers.get("first_tokens", 0),
         chunk=numbers.get("chunk", 0),
@@ -102,7 +106,7 @@ def _build(given: dict[str, Value]) -> Problem:
         dropout=given.get("dropout") is True,
         deterministic=given.get("deterministic") is True,
     )
-    # As calls name it: what is recorded under another name would never be found.
+    # Use the form that dispatch uses: a record under another form would never be found.
     return normal_form(posed)
 
 

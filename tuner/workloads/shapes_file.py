@@ -1,4 +1,4 @@
-"""Files of shapes, as a user wrote them or a program did."""
+"""Reads files of shapes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_FILE_BYTES = 1024 * 1024
 
 
 def read_shapes_file(path: Path) -> tuple[Problem, ...]:
-    """The problems of a file: a shape a line, as text or as a JSON object; `#` starts a comment.
+    """Returns the problems of a file: a shape a line, as text or as a JSON object. `#` starts a comment.
 
     Raises:
-        UsageError: The file cannot be read, or a line is no shape.
+        UsageError: The file cannot be read, or a line is not a shape.
     """
     problems: list[Problem] = []
     for number, line in enumerate(read_text(path, "shapes file").splitlines(), 1):
@@ -34,10 +34,10 @@ def read_shapes_file(path: Path) -> tuple[Problem, ...]:
 
 
 def read_text(path: Path, what: str) -> str:
-    """A small UTF-8 file that a user named.
+    """Returns a small UTF-8 file that a user named.
 
     Raises:
-        UsageError: It cannot be read, is too large, or is no text.
+        UsageError: The file cannot be read, is too large, or is not text.
     """
     try:
         content = read_bounded(path, MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""A problem in a few words, for columns of tables: `h32/8 d128 s4096 b1 causal`."""
+"""Short text of a problem for columns of tables: `h32/8 d128 s4096 b1 causal`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flashtune.core.problem import Causal, Dtype, feature_words
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
 
-# Beginnings of features' words that are common in tables.
+# Prefixes of features' words that are common in tables.
 SHORT = (("window", "w"), ("page", "p"))
 MASKS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "top-left"}
 
 
 def short_shape(problem: Problem) -> str:
-    """The heads, width, length, batch and mask of a problem, and then only what is not the default.
+    """Returns the heads, width, length, batch and mask of a problem, and other values that are not defaults.
 
     Different problems have different texts. bf16 and the forward pass are the defaults.
     """
