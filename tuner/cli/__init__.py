@@ -1,7 +1,6 @@
-"""The command line: `flashtune COMMAND`. Each command lives in a module of its own beside this one.
+"""The command line: `flashtune COMMAND`. Each command has a module in `commands`.
 
-A command's module is imported when the command is called, so that `flashtune --help` costs no more
-than click.
+A command's module is imported at its call, so `flashtune --help` imports little more than click.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ INTERRUPTED = 130
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
-# Sections of the list of commands; in each, names and one line of help. Command NAME is the attribute
-# `command` of the module of that name, with `_` for `-`, and with a trailing `_` where the name is a
-# Python keyword.
+# Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
+# `command` of the module of that name, with `_` for `-`, and with a trailing `_` if the name is a Python
+# keyword.
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
         "search": "Find the fastest right kernel for shapes on a GPU, or rank candidates without one.",
@@ -70,7 +69,7 @@ class Failure(click.ClickException):
     """A `FlashtuneError` as the command line reports it: its sentence, and its exit code."""
 
     def __init__(self, error: FlashtuneError) -> None:
-        # A sentence may quote a file's or a database's own words: they must not steer a terminal.
+        # A sentence may quote a file or a database: remove control codes for terminals.
         sentence = " ".join(str(error).split())
         super().__init__("".join(sign if sign.isprintable() else "?" for sign in sentence))
         self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
@@ -81,14 +80,14 @@ class Failure(click.ClickException):
 
 
 class CommandGroup(click.Group):
-    """The commands by name, each imported when it is called."""
+    """The commands by name, each imported at its call."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """All names, in the order in which a user meets them."""
+        """Returns all names, in the order of the sections."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The command of a name, or None."""
+        """Returns the command of a name, or None."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.commands.{module_name(cmd_name)}")
@@ -98,7 +97,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, naming the nearest command when there is none of that name."""
+        """Resolves a command as click does, and suggests the nearest name if there is none."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}"
@@ -106,23 +105,23 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """The list of commands, without importing any."""
+        """Writes the list of commands without importing any."""
         width = max(map(len, COMMANDS))
         for title, section in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:<{width}}", text) for name, text in section.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keeps the command line, so that a command can tell how to repeat it."""
+        """Stores the command line, so that a command can print it."""
         ctx.meta["flashtune.core.arguments"] = tuple(args)
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click does; output that cannot be written, as to a full disk, is one sentence."""
+        """Runs as click does, with one sentence for output that cannot be written."""
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            # An open file's own error names no file; named files have errors of their own.
+            # Errors of standard output name no file. Named files have errors of their own.
             if error.errno not in UNWRITABLE or error.filename is not None:
                 raise
             _give_up_output()
@@ -130,7 +129,7 @@ class CommandGroup(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; errors of flashtune's become one sentence and an exit code."""
+        """Runs a command. flashtune's errors become one sentence and an exit code."""
         try:
             with plain_warnings():
                 return super().invoke(ctx)
@@ -149,14 +148,14 @@ class CommandGroup(click.Group):
 
 
 def _give_up_output() -> None:
-    """Drops what standard output holds back: Python would try to write it again at exit."""
+    """Drops the buffer of standard output: Python would try to write it again at exit."""
     with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Shows flashtune's own warnings as sentences on stderr, and other libraries' as ever."""
+    """Shows flashtune's own warnings as sentences on stderr, and leaves those of other libraries."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
@@ -171,7 +170,7 @@ def plain_warnings() -> Iterator[None]:
 
 
 def module_name(command: str) -> str:
-    """The module of a command: `sram-audit` lives in `sram_audit`, `import` in `import_`."""
+    """Returns the module of a command: `sram-audit` is in `sram_audit`, `import` in `import_`."""
     return "import_" if command == "import" else command.replace("-", "_")
 
 

@@ -10,7 +10,7 @@ import click
 from flashtune.core.errors import MachineError
 from flashtune.launch.address_space import address_space_fault
 
-# Sections of a help page, in their order, and the parameters that belong to each.
+# Sections of a help page, in order, and their parameters.
 SECTIONS: dict[str, frozenset[str]] = {
     "Shapes": frozenset(
         {
@@ -52,7 +52,7 @@ class Command(click.Command):
         self.examples = examples
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command, unless a limit of memory keeps it from loading torch and Triton."""
+        """Runs the command, unless a memory limit prevents loading torch and Triton."""
         fault = address_space_fault() if self.name in HEAVY else None
         if fault:
             raise MachineError(fault)
@@ -62,7 +62,7 @@ class Command(click.Command):
         """Writes the options, section by section."""
         rows: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}
         for param in self.get_params(ctx):
-            # Arguments stand in the usage line.
+            # Arguments are in the usage line.
             row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if row is not None:
                 rows[section_of(param)].append(row)
@@ -72,7 +72,7 @@ class Command(click.Command):
                     formatter.write_dl(found)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples, which are never folded."""
+        """Writes the examples without folding."""
         super().format_epilog(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
@@ -81,16 +81,16 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group whose commands group their options too."""
+    """A group whose commands also group their options."""
 
     command_class = Command
 
 
 def section_of(param: click.Parameter) -> str:
-    """The section of a help page that a parameter is listed in."""
+    """Returns the section of a help page that lists a parameter."""
     return next((name for name, params in SECTIONS.items() if param.name in params), OTHERS)
 
 
 def flashtune_command(name: str, *examples: str) -> Callable[[Callable[..., Any]], Command]:
-    """Makes a function a command; `examples` are command lines for the end of its help."""
+    """Makes a function a command. `examples` are command lines for the end of its help."""
     return click.command(name, cls=Command, examples=examples)

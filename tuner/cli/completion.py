@@ -1,4 +1,4 @@
-"""Values that a shell completes: targets, models and kernel families."""
+"""Shell completion of targets, models and kernel families."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import click
 
 
 def complete_targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
-    """The GPUs of the table that begin so, by their short names."""
+    """Returns the GPUs of the table with this prefix, by their short names."""
     from flashtune.core.target import TARGETS
 
     return _beginning(incomplete, (target.short_name for target in TARGETS))
 
 
 def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
-    """The known models that begin so."""
+    """Returns the known models with this prefix."""
     from flashtune.tuner.workloads.presets import MODELS
 
     return _beginning(incomplete, (model.name for model in MODELS))
 
 
 def complete_families(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
-    """The kernel families that begin so."""
+    """Returns the kernel families with this prefix."""
     from flashtune.templates.registry import family_names
 
     return _beginning(incomplete, family_names())

@@ -1,4 +1,4 @@
-"""The options of a command that takes shapes, or whole models and what they do."""
+"""Options of commands that accept shapes or whole models."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PHASE_HELP = (
 
 
 class WholeModels(NamedTuple):
-    """Models, what they do, and the lengths, batch sizes and types that were asked for."""
+    """The requested models, their phase, and their lengths, batch sizes and types."""
 
     attentions: tuple[ModelAttention, ...]
     sizes: ModelSizes
 
 
 def shape_or_model_options(command: AnyCommand) -> AnyCommand:
-    """Adds the ways to name shapes, and --phase.
+    """Adds the options that name shapes, and --phase.
 
     The command gets `problems` and `models`: no problems and some models, or problems and None.
     """

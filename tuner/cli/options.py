@@ -1,9 +1,11 @@
 """The options that commands share, as decorators.
 
-`problem_options` gives `problems: tuple[Problem, ...]`, `target_options` gives `target: Target` and
-`device: int | None`, `kernel_options` gives `family: str | None` and `config: str | None`,
-`database_option` gives `db: str | None`, `json_option` gives `as_json: bool`. `quiet_options` gives nothing:
-`output.is_set` and `output.shows_progress` tell what they are set to.
+- `problem_options` passes `problems: tuple[Problem, ...]`.
+- `target_options` passes `target: Target` and `device: int | None`.
+- `kernel_options` passes `family: str | None` and `config: str | None`.
+- `database_option` passes `db: str | None`.
+- `json_option` passes `as_json: bool`.
+- `quiet_options` passes nothing: `output.is_set` and `output.shows_progress` return its values.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ NO_SHAPE = "name a shape, by --shape, --model, --hf-config or --shapes-file"
 
 
 def problem_options(command: AnyCommand) -> AnyCommand:
-    """Adds the ways to name shapes; the command gets `problems`, at least one and none twice."""
+    """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates."""
     return _with_problems(command, required=True)
 
 
 def optional_problem_options(command: AnyCommand) -> AnyCommand:
-    """As `problem_options`; `problems` is empty where the user named no shape."""
+    """As `problem_options`, but `problems` is empty if the user named no shape."""
     return _with_problems(command, required=False)
 
 
@@ -73,12 +75,12 @@ def gather_problems(
     shapes_files: tuple[Path, ...],
     sizes: ModelSizes,
 ) -> tuple[Problem, ...]:
-    """The problems that shape options name, none twice; `sizes` are the models'.
+    """Returns the problems of shape options without duplicates; `sizes` are the models'.
 
-    In training each comes with its gradients.
+    In training, each problem has its gradients too.
 
     Raises:
-        UsageError: One of them names nothing, or something impossible.
+        UsageError: An option names nothing, or an impossible shape.
     """
     if not (shapes or models or hf_configs or shapes_files or sizes.any_size):
         return ()
@@ -104,10 +106,10 @@ def gather_problems(
 
 
 def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tuple[ModelAttention, ...]:
-    """The models that are named, and those of config files.
+    """Returns the named models, and those of config files.
 
     Raises:
-        UsageError: There is no such model, or a file is no config.
+        UsageError: There is no such model, or a file is not a config.
     """
     from flashtune.tuner.workloads.hf_config import read_hf_config
     from flashtune.tuner.workloads.presets import find_model
@@ -146,7 +148,7 @@ def target_options(command: AnyCommand) -> AnyCommand:
 
 
 def _from_environment(name: str) -> bool:
-    """Whether a parameter of the running command has its value from an environment variable."""
+    """Returns whether a parameter of the running command comes from an environment variable."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.ENVIRONMENT
 
@@ -163,7 +165,7 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
 
 
 def kernel_options(command: AnyCommand) -> AnyCommand:
-    """Adds --family and --config, both None where the user leaves the choice to flashtune."""
+    """Adds --family and --config. Both are None if the user does not give them."""
     options = (
         click.option(
             "--family",
@@ -182,7 +184,7 @@ def kernel_options(command: AnyCommand) -> AnyCommand:
 
 
 def target_filter_option(command: AnyCommand) -> AnyCommand:
-    """Adds --target as a filter of what is stored; the command gets `target_name`, None for all."""
+    """Adds --target as a filter of records. The command gets `target_name`, None for all."""
     return click.option(
         "--target",
         "target_name",

@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, rich tables for people, notes on stderr."""
+"""Output of commands: JSON for programs, rich tables for terminals, notes on stderr."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from flashtune.db.store import MergeCounts
 
-# Where the output is no terminal, tables are not squeezed into eighty columns.
+# Width of tables without a terminal, instead of 80 columns.
 PIPE_WIDTH = 200
-# Seconds between lines of progress where there is no terminal.
+# Seconds between lines of progress without a terminal.
 LINE_SECONDS = 20.0
-# Lines of wide tables are not folded.
+# Wide enough that lines of wide tables are not folded.
 UNFOLDED = 10_000
 
 
@@ -35,58 +35,58 @@ def print_json(value: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """A text of whatever origin on one line, without control codes."""
+    """Returns a text of any origin on one line, without control codes."""
     return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
 
 
 def note(sentence: str) -> None:
-    """Writes a sentence beside the data, to stderr, so that stdout stays parseable. Nothing with --quiet."""
+    """Writes a sentence to stderr, so that stdout stays parseable. Writes nothing with --quiet."""
     if not is_set("quiet"):
         click.echo(f"flashtune: {sentence}", err=True)
 
 
 def is_set(flag: str) -> bool:
-    """Whether the running command was given --quiet or --verbose, by the flag's name without dashes."""
+    """Returns whether a flag of the running command is set: `quiet` or `verbose`."""
     ctx = click.get_current_context(silent=True)
     return ctx is not None and ctx.meta.get(f"flashtune.{flag}") is True
 
 
 def shows_progress() -> bool:
-    """Whether the running command shows progress: neither --quiet nor --no-progress was given."""
+    """Returns whether the running command shows progress, which --quiet and --no-progress disable."""
     ctx = click.get_current_context(silent=True)
     return ctx is None or not (ctx.meta.get("flashtune.progress") is False or is_set("quiet"))
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that standard output goes to, None where it goes elsewhere."""
+    """Returns the columns of standard output's terminal, None without one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def folded(text: str, width: int, indent: str = "") -> str:
-    """A text on lines of so many columns; later ones begin with the indent. Longer words are not divided."""
+    """Returns a text folded to a width, with an indent from the second line on. Words are not divided."""
     return textwrap.fill(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def say(sentence: str) -> None:
-    """Writes a sentence to standard output; folded at words where that is a terminal."""
+    """Writes a sentence to standard output, folded at words on a terminal."""
     width = terminal_width()
     click.echo(sentence if width is None else folded(sentence, width))
 
 
 def command_line() -> str:
-    """The command line of the running command, as a user can type it again."""
+    """Returns the command line of the running command, quoted for a shell."""
     ctx = click.get_current_context()
     return shlex.join(["flashtune", *ctx.meta.get("flashtune.core.arguments", ())])
 
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how much of a phase is done, on stderr.
+    """Returns a function that shows the progress of a phase on stderr.
 
-    It takes the name of the phase, how many steps are done, and how many there are. On a terminal each phase
-    has a bar. Elsewhere a line is written now and then.
+    Its arguments are the name of the phase, the number of finished steps, and their total. On a terminal each
+    phase has a bar. Elsewhere a line is written at intervals.
     """
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -107,7 +107,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def progress_lines() -> Callable[[str, int, int], None]:
-    """A function that writes how much of a phase is done to stderr, at most one line in twenty seconds."""
+    """Returns a function that writes progress to stderr, at most one line in twenty seconds."""
     latest = time.monotonic()
 
     def show(phase: str, done: int, total: int) -> None:
@@ -121,7 +121,7 @@ def progress_lines() -> Callable[[str, int, int], None]:
 
 
 def write_result(path: Path | None, content: bytes) -> None:
-    """Writes a result to a file, or to standard output where the path is None or `-`.
+    """Writes a result to a file, or to standard output if the path is None or `-`.
 
     Raises:
         FlashtuneError: The file cannot be written.
@@ -136,14 +136,14 @@ def write_result(path: Path | None, content: bytes) -> None:
 
 
 def plain(text: str) -> str:
-    """A stored text as one printable line for rich: neither markup nor a terminal's control codes."""
+    """Returns a stored text as one printable line for rich, without markup and control codes."""
     from rich.markup import escape
 
     return escape(printable(text))
 
 
 def console(width: int | None = None) -> Console:
-    """A console on stdout, plain where that is no terminal; of the terminal's width where none is given."""
+    """Returns a console on stdout, plain without a terminal. The default width is the terminal's."""
     from rich.console import Console
 
     probe = Console(width=width)
@@ -153,7 +153,7 @@ def console(width: int | None = None) -> Console:
 
 
 def print_heading(out: Console, title: str) -> None:
-    """Prints a title with a line behind it, or folded at words where it is too long for that."""
+    """Prints a title with a rule after it, or folded at words if it is too long."""
     if len(title) + 2 <= out.width:
         out.rule(plain(title), align="left")
     else:
@@ -161,7 +161,7 @@ def print_heading(out: Console, title: str) -> None:
 
 
 def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Prints rows under their heads; cells that are too long for the terminal are folded at words."""
+    """Prints rows under their heads. Cells that are too long for the terminal are folded at words."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -173,7 +173,7 @@ def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
 
 
 def quantity(count: int) -> str:
-    """Bytes as a person reads them: `164,120 B`, `1.2 MiB`."""
+    """Returns a readable number of bytes: `164,120 B`, `1.2 MiB`."""
     if count < 1024 * 1024:
         return f"{count:,} B"
     size = float(count)
@@ -185,7 +185,7 @@ def quantity(count: int) -> str:
 
 
 def print_counts(counts: MergeCounts, as_json: bool) -> None:
-    """Says what came into a database."""
+    """Prints the counts of rows added to a database."""
     if as_json:
         print_json(counts)
         return

@@ -1,4 +1,4 @@
-"""The command-line reference, made from the commands themselves.
+"""Generates the command-line reference from the commands.
 
 `python -m flashtune.tuner.cli.reference > docs/cli.md` writes it.
 """
@@ -24,7 +24,7 @@ This page is generated from the commands' own help: `python -m flashtune.tuner.c
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Returns the whole page in Markdown."""
     ctx = click.Context(main, info_name="flashtune")
     parts = [TITLE, f"{_prose(main.help)}\n\n", _table(("command", "what it does"), _overview())]
     parts += ["\n```text\n", inspect.cleandoc(EPILOG.replace("\b\n", "")), "\n```\n"]
@@ -39,7 +39,7 @@ def reference() -> str:
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
-    """Every command with its full name and context, groups before what they hold."""
+    """Yields every command with its full name and context, groups before their commands."""
     group = ctx.command
     assert isinstance(group, click.Group)
     for name in group.list_commands(ctx):
@@ -74,7 +74,7 @@ def _section(name: str, command: click.Command, ctx: click.Context) -> str:
 
 
 def _shapes() -> tuple[list[click.Option], click.Context]:
-    """The options that name shapes, which many commands share."""
+    """Returns the options that name shapes, which many commands share."""
 
     @click.command(add_help_option=False)
     @optional_problem_options
@@ -91,7 +91,7 @@ def _options(options: Iterable[click.Option], ctx: click.Context) -> str:
 
 
 def _prose(help_text: str | None) -> str:
-    """A help text as Markdown paragraphs, each on one line."""
+    """Returns a help text as Markdown paragraphs, each on one line."""
     paragraphs = inspect.cleandoc(help_text or "").replace("\b\n", "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

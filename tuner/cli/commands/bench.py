@@ -1,4 +1,4 @@
-"""`flashtune bench`: selected kernels side by side with other implementations."""
+"""`flashtune bench`: times selected kernels and other implementations in one run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench.grids import PeerFile
     from flashtune.tuner.bench.results import BenchRun
 
-# As `bench_grid` and `bench_peers` have them; importing those would make `--help` slow.
+# As in `bench_grid` and `bench_peers`, whose import would slow down `--help`.
 GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
 MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
 
 
 def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:
-    """An option `--name FILE` that gives the command `name_file`."""
+    """Returns an option `--name FILE` that passes `name_file` to the command."""
     kind = click.Path(dir_okay=False, exists=exists, path_type=Path)
     return click.option(f"--{name}", f"{name}_file", type=kind, metavar="FILE", help=text)
 
@@ -119,7 +119,7 @@ def command(
         run = _loaded(load_file, as_json)
     else:
         if db is not None:
-            # What is timed is what a program gets, and programs name their database so.
+            # Bench the kernels that a program gets. Programs name their database by this variable.
             os.environ["FLASHTUNE_DB"] = db
         request = _request(_all_problems(problems, grids), device, _chosen_peers(peers, no_peers), rounds)
         run = _timed(request, figures, files, as_json)
@@ -130,14 +130,14 @@ def command(
 
 
 class Files(NamedTuple):
-    """Where results are written, beside the screen."""
+    """Files for the results, in addition to the screen."""
 
     save: Path | None
     markdown: Path | None
     plot: Path | None
 
     def check(self) -> None:
-        """Says before hours of measurements what could not be written after them.
+        """Fails before the measurements if a result could not be written after them.
 
         Raises:
             UsageError: A plot is wanted and plotly is not installed.
@@ -187,7 +187,7 @@ def _request(problems: tuple[Problem, ...], device: int, peers: tuple[str, ...],
 
 
 def _timed(request: BenchRequest, figures: PeerFile | None, files: Files, as_json: bool) -> BenchRun:
-    """Runs the request; each result is shown and saved as it comes."""
+    """Runs the request. Shows and saves each result as it arrives."""
     from flashtune.tuner.bench.driver import run_benches
     from flashtune.tuner.cli.report.bench_terminal import show_bench
 
@@ -223,7 +223,7 @@ def _save(path: Path, report: Report) -> None:
 
 
 def _finish(report: Report, files: Files, as_json: bool) -> None:
-    """Shows what follows from all results and writes the files.
+    """Shows the summaries of all results and writes the files.
 
     Raises:
         VerificationError: A selected kernel has no row.

@@ -1,4 +1,4 @@
-"""`flashtune db`: where databases are, their schema, joining them, and deleting from them."""
+"""`flashtune db`: locations, schemas and merges of databases, and deletion."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a database is: what messages call it, its URL without a password, and whether it exists.
+    """Location of a database: its name in messages, its URL without a password, and whether it exists.
 
-    `exists` is None for a server, which is not asked.
+    `exists` is None for a server, which is not contacted.
     """
 
     database: str
@@ -104,13 +104,13 @@ def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """What `db forget` deleted, or would have.
+    """Records that `db forget` deleted, or would delete.
 
     Attributes:
-        deleted: Whether it was deleted.
-        records: How many records.
+        deleted: Whether they were deleted.
+        records: Number of records.
         groups: The records by target, problem and outcome.
-        selections: Selections that were taken back, and what is selected in their place.
+        selections: Deleted selections, and the new ones.
     """
 
     deleted: bool
@@ -200,7 +200,7 @@ def forget(
 
 
 def _agreed(count: int, selections: int) -> bool:
-    """Whether the user wants records deleted; False without a terminal to ask on."""
+    """Returns whether the user confirms a deletion; False without a terminal."""
     question = f"Delete {count} records and take back {selections} selections?"
     try:
         return click.confirm(question, err=True)

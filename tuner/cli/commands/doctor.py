@@ -1,4 +1,4 @@
-"""`flashtune doctor`: what this machine has and lacks."""
+"""`flashtune doctor`: checks of this machine."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def command(ctx: click.Context, target_name: str | None, db: str | None, as_json
 
 @contextlib.contextmanager
 def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A function that shows the step which runs now, on stderr, and one that hides it again.
+    """Returns a function that shows the current step on stderr, and one that hides it.
 
-    Where stderr is no terminal, or progress is not wanted, neither shows anything.
+    They do nothing without a terminal or with progress switched off.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`flashtune explain`: why a kernel is as fast as it is."""
+"""`flashtune explain`: reasons for a kernel's speed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def command(
     from flashtune.tuner.tables.kernel_choice import choose
     from flashtune.tuner.tables.lookup import records_of
 
-    del device  # nothing is launched
+    del device  # no kernel is launched
     explanations = []
     for problem in problems:
         chosen = choose(problem, target, db, family, config)
@@ -95,7 +95,7 @@ def _explain_models(
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Prints whole models' attention, and draws it where that is asked for."""
+    """Prints whole models' attention, and plots it on request."""
     from flashtune.tuner.analysis.model_overview import overviews
     from flashtune.tuner.cli.report.bench_plot import require_plotly
     from flashtune.tuner.cli.report.model_plot import overview_page

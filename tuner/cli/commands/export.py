@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.record import Record
 
-# A target's name becomes a file's name, and a database may come from anywhere.
+# A target's name becomes a file name, and a database may be of any origin.
 FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
@@ -94,7 +94,7 @@ def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
 
 
 def _table(target: str, records: list[Record], shipped: bool) -> bytes:
-    """The records as a table. A part of a shipped one has all its evidence, that for other versions too."""
+    """Returns the records as a table. Records of a shipped table keep its receipts and times."""
     from flashtune.tuner.tables.export import json_table, table_file
 
     if not shipped:

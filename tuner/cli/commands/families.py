@@ -1,4 +1,4 @@
-"""`flashtune families`: what `--family` knows."""
+"""`flashtune families`: the values of `--family`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Described(msgspec.Struct, frozen=True):
     """A kernel family.
 
     Attributes:
-        name: As `--family` takes it.
+        name: Value of `--family`.
         direction: `forward` or `backward`.
-        language: `triton`, or `gluon` where Triton's interpreter does not run it.
-        features: What it computes beyond shapes, types and causal masks.
+        language: `triton`, or `gluon`, which Triton's interpreter does not run.
+        features: Features beyond shapes, types and causal masks.
         axes: The tunable fields of its config.
     """
 

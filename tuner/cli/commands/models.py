@@ -1,4 +1,4 @@
-"""`flashtune models`: what `--model` knows."""
+"""`flashtune models`: the values of `--model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashtune render`: a kernel as a file that a person can read."""
+"""`flashtune render`: a kernel as a readable file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(
     from flashtune.templates.rendering import render
     from flashtune.tuner.tables.kernel_choice import choose
 
-    del device  # rendering needs none
+    del device  # rendering needs no device
     if len(problems) != 1:
         raise UsageError(f"render writes one kernel and was given {len(problems)} shapes: name one")
     chosen = choose(problems[0], target, db, family, config)

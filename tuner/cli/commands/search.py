@@ -1,4 +1,4 @@
-"""`flashtune search`: find the fastest right kernel of each shape."""
+"""`flashtune search`: finds the fastest correct kernel of each shape."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def command(
 
     problems = _with_recorded(problems, recorded_file, top, target)
     if click.get_current_context().params["phase"] == Phase.TRAINING:
-        # Of recorded calls the forward pass alone is known.
+        # Recorded calls contain only the forward pass.
         problems = training_passes(problems)
     given = trials is not None or seconds is not None
     budget = Budget(trials, seconds, None) if given else Budget()
@@ -158,10 +158,10 @@ def command(
 
 
 def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) -> list[SearchResult]:
-    """Runs all searches, and prints each summary when it is there.
+    """Runs all searches, and prints each summary when it is available.
 
     Raises:
-        KeyboardInterrupt: Passed on, once the best so far and the command that resumes are printed.
+        KeyboardInterrupt: Raised again, after printing the best kernel so far and the command that resumes.
     """
     from rich.console import Console
 
@@ -196,7 +196,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
 def _with_recorded(
     problems: tuple[Problem, ...], path: Path | None, top: int | None, target: Target
 ) -> tuple[Problem, ...]:
-    """The problems that were named, and those of a file of recorded calls that take most time."""
+    """Returns the named problems, and those of a file of recorded calls that take most time."""
     if path is None:
         if top is not None:
             raise UsageError("--top says how many recorded problems to search: name their file by --from")
@@ -206,7 +206,7 @@ def _with_recorded(
     from flashtune.tuner.analysis.recorded import read_weighed, summary
 
     recorded = read_weighed(path, target)
-    # What a program called and nobody generates was served by torch.
+    # torch served the calls that no family computes.
     weighed = tuple(found for found in recorded if _is_computed(found.problem, target))
     if not weighed:
         raise UsageError(
@@ -220,7 +220,7 @@ def _with_recorded(
 
 
 def _is_computed(problem: Problem, target: Target) -> bool:
-    """Whether some family computes a problem, for the best of tensors."""
+    """Returns whether some family computes a problem for the best alignment."""
     from flashtune.core.kernel import Specialization
     from flashtune.templates.family import why_not
     from flashtune.templates.registry import families
@@ -229,7 +229,7 @@ def _is_computed(problem: Problem, target: Target) -> bool:
 
 
 def _refuse_failures(results: list[SearchResult]) -> None:
-    """Ends with exit code 1 where no kernel of a shape was found."""
+    """Exits with code 1 if a shape has no kernel."""
     failed = [result.problem.key for result in results if result.best is None]
     if failed:
         raise KernelError(

@@ -1,4 +1,4 @@
-"""`flashtune show`: what is stored."""
+"""`flashtune show`: lists stored records."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _selections(found: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple
 
 
 def _print(tables: Tables, wide: bool) -> None:
-    """Prints tables under their titles; wide ones are not folded to the terminal's width."""
+    """Prints tables under their titles. Wide ones are not folded to the terminal's width."""
     from flashtune.tuner.cli.output import UNFOLDED
 
     shown = console(UNFOLDED if wide else None)

@@ -1,4 +1,4 @@
-"""`flashtune sram-audit`: how often the SRAM models are wrong, and how often they save a compilation."""
+"""`flashtune sram-audit`: accuracy of the SRAM models, and the compilations that they save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.sram_audit.audit import Audit, Row
 
 ALL = "all"
-# An audit waits for every compilation: large tiles in float32 take a minute on idle cores.
+# An audit needs every compilation: large tiles in float32 take a minute on idle cores.
 COMPILE_SECONDS = 600.0
 NAMES = ("family", "GPU", "arch")
 # Fields of a row, by the headings of their columns.

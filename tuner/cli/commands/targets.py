@@ -1,4 +1,4 @@
-"""`flashtune targets`: what `--target` knows."""
+"""`flashtune targets`: the values of `--target`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashtune verify`: the check that a table's kernels are right, with or without a GPU."""
+"""`flashtune verify`: verification of a table's kernels, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def command(
     if runs.error is not None:
         raise runs.error
     targets = {record.target for record in found}
-    # A table that is written leaves them out.
+    # A written table omits them.
     strays = (
         () if written else [one for each in tables if each.target in targets for one in stray_receipts(each)]
     )
@@ -169,7 +169,7 @@ def command(
 
 
 def _written_table(table: Path | None, db: str | None) -> TunedTable:
-    """The table that --write completes: of --table, or the one that ships for the GPU here."""
+    """Returns the table for --write: that of --table, or the one that ships for the GPU here."""
     from flashtune.db.table import load_table, shipped_table
 
     gpu = _gpu()
@@ -182,7 +182,7 @@ def _written_table(table: Path | None, db: str | None) -> TunedTable:
 
 
 def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
-    """The tables to verify: of --table, or those that ship; none with --db."""
+    """Returns the tables to verify: that of --table, or the shipped ones; none with --db."""
     from flashtune.db.table import load_table
     from flashtune.tuner.tables.lookup import shipped_tables
 

@@ -1,4 +1,4 @@
-"""`flashtune warm`: what a program would compile at its first calls, compiled before it starts."""
+"""`flashtune warm`: compiles the kernels of a program's first calls in advance."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def command(
     from flashtune.tuner.tables.warm import calls_of, needs_of, tables_with, warm
 
     if db is not None:
-        # Programs name their database so.
+        # Programs name their database by this variable.
         os.environ["FLASHTUNE_DB"] = db
     started = time.monotonic()
     tables = tuple(map(load_table, table_files))
@@ -126,7 +126,7 @@ def _recorded(path: Path | None) -> tuple[Call, ...]:
 
 
 def _of_tables(tables: tuple[TunedTable, ...], target: Target) -> tuple[Call, ...]:
-    """What the kernels of tables were selected for.
+    """Returns the problems and the specializations of tables' kernels.
 
     Raises:
         UsageError: A table is of another GPU.

@@ -1,4 +1,4 @@
-"""Results of `flashtune bench` as a Markdown document that is kept."""
+"""Results of `flashtune bench` as a Markdown document."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flashtune.tuner.cli.report.bench_terminal import ceiling_text, cells, copy_
 
 
 def markdown(report: Report) -> str:
-    """A report, from what matters most to the details of each problem.
+    """Returns a report, from the summary to the details of each problem.
 
     Args:
-        report: Of at least one problem.
+        report: Report of at least one problem.
     """
     run = report.run
     lines = [f"# Attention on {run.benches[0].target}", "", f"`{printable(run.command)}`", "", *_made_by(run)]
@@ -70,7 +70,7 @@ def _ratios(ratios: Sequence[Ratios]) -> Iterator[str]:
 
 
 def _against(against: Against) -> Iterator[str]:
-    """The figure of each case, and what they come to."""
+    """Yields the figure of each case, and their summary."""
     unit = (
         "TFLOP/s, or as the case says"
         if against.absolute
@@ -99,7 +99,7 @@ def _of_copy(found: Sequence[OfCopy]) -> Iterator[str]:
 
 
 def _panel(panel: Panel, run: BenchRun) -> Iterator[str]:
-    """Contestants by lengths, a dash where one has no row; and the ceiling."""
+    """Yields speeds of contestants by length, with a dash for a missing row; and the ceiling."""
     rows: list[tuple[str, ...]] = []
     for name in panel.names:
         found = ((bench.problem, bench.row(name)) for bench in panel.benches)

@@ -1,4 +1,4 @@
-"""Benches that belong side by side: one panel for each head dim and mask, one line for each contestant."""
+"""Groups benches into panels: one for each head dim and mask, with a line for each contestant."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 from flashtune.tuner.bench.rates import Unit, is_decode, unit_of
 from flashtune.tuner.bench.results import Bench, BenchRun
 
-# What the ceilings are called beside the contestants.
+# Name of the ceilings in lists of contestants.
 CEILING = "matrix product"
 COPY = "device copy"
 
 
 class Panel(NamedTuple):
-    """Benches that differ in lengths and batch alone, shortest first.
+    """Benches that differ only in lengths and batch, shortest first.
 
     Attributes:
-        title: What they share.
-        dtype: Element type, which says which ceiling is theirs.
+        title: Their common properties.
+        dtype: Element type, which selects their ceiling.
         benches: At least one.
     """
 
@@ -29,23 +29,23 @@ class Panel(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """What speeds are told in."""
+        """Returns the unit of speeds."""
         return unit_of(self.benches[0].problem)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The contestants that have a row anywhere in the panel, ours first."""
+        """Returns the contestants with a row in the panel, ours first."""
         return tuple(dict.fromkeys(row.name for bench in self.benches for row in bench.rows))
 
     def ceilings(self, run: BenchRun) -> tuple[tuple[str, float], ...]:
-        """What the GPU gave in the panel's unit in the same run, with names."""
+        """Returns names and values of the ceilings of the same run in the panel's unit."""
         if self.unit is Unit.GBPS:
             return ((COPY, run.copy.gbps),) if run.copy else ()
         return tuple((CEILING, entry.tflops) for entry in run.ceilings if entry.dtype is self.dtype)
 
 
 def panels(benches: Sequence[Bench]) -> tuple[Panel, ...]:
-    """The panels of a run, in the order in which their first problems ran."""
+    """Returns the panels of a run, in the order of their first problems."""
     groups: dict[str, list[Bench]] = {}
     for bench in benches:
         groups.setdefault(title_of(bench.problem), []).append(bench)
@@ -56,7 +56,7 @@ def panels(benches: Sequence[Bench]) -> tuple[Panel, ...]:
 
 
 def title_of(problem: Problem) -> str:
-    """What the problems of a panel share: `bf16, head dim 128, 16 heads, causal`."""
+    """Returns the common properties of a panel: `bf16, head dim 128, 16 heads, causal`."""
     width = f"head dim {problem.head_dim}"
     if problem.value_head_dim != problem.head_dim:
         width += f" (values {problem.value_head_dim})"
@@ -77,7 +77,7 @@ def _mask(problem: Problem) -> str:
 
 
 def lengths_of(problem: Problem) -> str:
-    """What tells the problems of a panel apart: `4096`, or `1 to 4096`, and the batch."""
+    """Returns the properties in which problems of a panel differ: `4096`, or `1 to 4096`, and the batch."""
     lengths = str(problem.seqlen_kv)
     if problem.seqlen_q != problem.seqlen_kv:
         lengths = f"{problem.seqlen_q} to {lengths}"

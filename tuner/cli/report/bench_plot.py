@@ -1,4 +1,4 @@
-"""Results of `flashtune bench` as a plot: speed over sequence length, on a page of its own."""
+"""Plot of results of `flashtune bench`: speed over sequence length, as a web page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLUMNS = 2
 PANEL_HEIGHT = 340
 WIDTH = 1100
-# Told apart by those who see no colours too; ours stands out.
+# Distinguishable without colour vision, with emphasis on ours.
 COLORS = {
     "flashtune": "#d55e00",
     "sdpa-cudnn": "#009e73",
@@ -43,13 +43,13 @@ def require_plotly() -> None:
 
 
 def plot_page(run: BenchRun) -> str:
-    """One page of HTML that needs nothing else, network included: a panel for each head dim and mask."""
+    """Returns a self-contained page of HTML: a panel for each head dim and mask."""
     page: str = figure(run).to_html(include_plotlyjs=True, full_html=True)
     return page
 
 
 def figure(run: BenchRun) -> Figure:
-    """The plot: one line for each contestant, the measured ceiling of each panel's type dashed."""
+    """Returns the plot: a line for each contestant, and the ceiling of each panel's type dashed."""
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
@@ -100,7 +100,7 @@ def _lengths(panel: Panel) -> list[int]:
 
 
 def _lines(panel: Panel) -> list[tuple[str, list[int], list[float]]]:
-    """Each contestant's name, sequence lengths and speeds, gaps left out."""
+    """Returns each contestant's name, sequence lengths and speeds, without gaps."""
     lines = []
     for name in panel.names:
         points = [

@@ -1,4 +1,4 @@
-"""Results of `flashtune bench` for a person at a terminal."""
+"""Results of `flashtune bench` for a terminal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TABLES = 6
 
 
 def headers(bench: Bench) -> tuple[str, ...]:
-    """What stands above `cells`."""
+    """Returns the headers of `cells`."""
     return ("", "ms", "p20 to p80", unit_of(bench.problem).value, "of best SDPA", "host µs", "error")
 
 
 def show_bench(bench: Bench, problems: int) -> None:
-    """Prints one problem's results as they come: a table, or a line where there are many problems."""
+    """Prints one problem's results on arrival: a table, or a line if there are many problems."""
     if problems > TABLES:
         click.echo(bench_line(bench))
         return
@@ -36,7 +36,7 @@ def show_bench(bench: Bench, problems: int) -> None:
 
 
 def bench_table(bench: Bench) -> Table:
-    """One line for each contestant."""
+    """Returns a table with one line for each contestant."""
     table = Table(title=plain(f"{bench.problem.key} on {bench.target}"), title_justify="left")
     for number, header in enumerate(headers(bench)):
         table.add_column(header, justify="left" if number == 0 else "right")
@@ -46,7 +46,7 @@ def bench_table(bench: Bench) -> Table:
 
 
 def bench_line(bench: Bench) -> str:
-    """The speeds of all contestants in the problem's unit, on one line."""
+    """Returns the speeds of all contestants in the problem's unit, on one line."""
     parts = [f"{row.name} {speed_of(bench.problem, row):.1f}" for row in bench.rows]
     parts += [f"{left.name} left out" for left in bench.left_out]
     parts += ["throttled"] if bench.throttled else []
@@ -55,7 +55,7 @@ def bench_line(bench: Bench) -> str:
 
 
 def notes(bench: Bench) -> tuple[str, ...]:
-    """Sentences that belong under the table."""
+    """Returns the notes under the table."""
     found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
     found += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
     if bench.throttled:
@@ -72,7 +72,7 @@ def _why(left: LeftOut) -> str:
 
 
 def cells(bench: Bench, row: Row) -> tuple[str, ...]:
-    """A row under `headers`."""
+    """Returns a row under `headers`."""
     best = min((other.ms for other in bench.rows if other.name.startswith(SDPA)), default=None)
     return (
         row.name,
@@ -86,13 +86,13 @@ def cells(bench: Bench, row: Row) -> tuple[str, ...]:
 
 
 def show_summary(report: Report) -> None:
-    """Prints what follows from all results."""
+    """Prints the summary of all results."""
     for sentence in summary(report):
         click.echo(sentence)
 
 
 def summary(report: Report) -> Iterator[str]:
-    """What follows from all results, a sentence each."""
+    """Yields the sentences of the summary."""
     run = report.run
     for ceiling in run.ceilings:
         yield f"{ceiling_text(ceiling)}."
@@ -114,7 +114,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def ceiling_text(ceiling: Ceiling) -> str:
-    """A ceiling in words."""
+    """Returns a ceiling as text."""
     return (
         f"A {ceiling.dtype} matrix product of {ceiling.side}³ reaches {ceiling.tflops:.1f} TFLOP/s, "
         f"with the clock at {ceiling.clock_mhz:.0f} MHz after it"
@@ -122,14 +122,14 @@ def ceiling_text(ceiling: Ceiling) -> str:
 
 
 def copy_text(copy: Copy) -> str:
-    """A copy of device memory in words."""
+    """Returns a copy of device memory as text."""
     return f"A copy of device memory moves {copy.gbps:.0f} GB/s, reads and writes together"
 
 
 def against_text(against: Against) -> Iterator[str]:
-    """Where we stand among figures measured elsewhere, in a line for each case and one for all."""
+    """Yields the comparison with figures measured elsewhere: a line for each case and one for all."""
     for point in against.points:
-        # A case names its unit where that is not TFLOP/s.
+        # A case names its unit if it is not TFLOP/s.
         unit = "of cuDNN " if not against.absolute else "" if "[" in point.case else "TFLOP/s "
         theirs = f"{point.best} {point.theirs:.3f} there"
         yield printable(f"{point.case}: {point.ours:.3f} {unit}here, {theirs}: {point.ratio:.3f}")
@@ -141,7 +141,7 @@ def against_text(against: Against) -> Iterator[str]:
 
 
 def left_out_text(benches: Sequence[Bench]) -> Iterator[str]:
-    """Who has no row and why, each reason once."""
+    """Yields the contestants without a row and the reasons, each reason once."""
     reasons = Counter((left.name, _why(left)) for bench in benches for left in bench.left_out)
     for (name, why), count in reasons.items():
         yield printable(f"{name} is left out at {count} of {len(benches)} shapes: {why}.")

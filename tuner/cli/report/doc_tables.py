@@ -1,4 +1,4 @@
-"""Pages of the documentation whose tables are written by scripts, between marks."""
+"""Writes generated tables into pages of the documentation, between markers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flashtune.core.errors import UsageError
 
 
 def filled(page: str, begin: str, end: str, text: str) -> str:
-    """A page with a text on lines of its own between two marks, in place of what stood there.
+    """Returns a page with the lines between two markers replaced by a text.
 
     Raises:
-        UsageError: The page has no such marks.
+        UsageError: The page lacks the markers.
     """
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
@@ -21,7 +21,7 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
 
 
 def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
-    """The page with each text between the comments that name it and its script, where it has these.
+    """Returns the page with each text between the comments with its name and script, if it has them.
 
     Raises:
         UsageError: A table begins and does not end.
@@ -34,7 +34,7 @@ def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table in Markdown, numbers to the right of the first column."""
+    """Yields the lines of a table in Markdown, right-aligned from the second column on."""
     yield f"| {' | '.join(heads)} |"
     yield f"| --- |{' ---: |' * (len(heads) - 1)}"
     for row in rows:

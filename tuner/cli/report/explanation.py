@@ -1,4 +1,4 @@
-"""An `Explanation` as a person reads it."""
+"""Prints an `Explanation`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.tuner.cli.output import plain, print_heading, quantity
 
 
 def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
-    """Prints one explanation; `top` is how many rivals to list."""
+    """Prints one explanation with the best `top` rivals."""
     print_heading(out, f"{explanation.problem.key} on {explanation.target}")
     out.print(plain(f"{explanation.family}: {explanation.config.label()}"))
     out.print(plain(_origin(explanation)))

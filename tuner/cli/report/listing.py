@@ -15,7 +15,7 @@ from flashtune.tuner.workloads.short_shape import short_shape
 
 
 def selections_tables(rows: Sequence[Listed]) -> Iterator[tuple[str, Table]]:
-    """Each target and its selections, one line of at most 80 columns for each selection."""
+    """Yields each target and its selections, one line of at most 80 columns for each selection."""
     for target, group in itertools.groupby(rows, key=lambda row: row.found.record.target):
         yield plain(target), _selections_table(tuple(group))
 
@@ -40,7 +40,7 @@ def _selections_table(rows: Sequence[Listed]) -> Table:
 
 
 def wide_selections_table(rows: Sequence[Listed]) -> Table:
-    """One line for each selection, with its problem's key, family and config."""
+    """Returns a table with a line for each selection: its problem's key, family and config."""
     table = _table(
         ("target", "problem", "family", "config"),
         ("ms", "TFLOP/s", "vs best SDPA"),
@@ -63,7 +63,7 @@ def wide_selections_table(rows: Sequence[Listed]) -> Table:
 
 
 def records_table(rows: Sequence[Found]) -> Table:
-    """One line for each candidate, failed ones with the reason."""
+    """Returns a table with a line for each candidate, with the reason of failed ones."""
     names = ("id", "target", "problem", "family", "config", "outcome")
     table = _table(names, ("ms", "SRAM", "registers", "spills", "error"), ("message",))
     for row in rows:
@@ -79,7 +79,7 @@ def records_table(rows: Sequence[Found]) -> Table:
             f"{resources.sram_bytes:,}" if resources else "",
             str(resources.registers) if resources else "",
             str(resources.spill_bytes) if resources else "",
-            # Of what the gate allows: above 1 it is refused.
+            # As a multiple of the tolerance: above 1 it failed.
             f"{verdict.worst_ratio:.2g}" if verdict else "",
             plain(record.message),
         )
@@ -87,7 +87,7 @@ def records_table(rows: Sequence[Found]) -> Table:
 
 
 def _four_digits(ms: float) -> str:
-    """A time with four significant digits, and never more than four behind the point."""
+    """Returns a time with four significant digits, and at most four decimal places."""
     whole = len(str(int(ms))) if ms >= 1 else 0
     return f"{ms:.{max(0, 4 - whole)}f}"
 

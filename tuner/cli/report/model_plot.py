@@ -1,4 +1,4 @@
-"""A model's attention over sequence length as a plot, on a page of its own."""
+"""Plot of a model's attention over sequence length, as a web page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WIDTH = 1200
 PANEL_HEIGHT = 360
 GIB = 2**30
-# Told apart by those who see no colours too.
+# Distinguishable without colour vision.
 COLORS = {"standard": "#999999", "flash": "#d55e00", "KV": "#0072b2", "speed-up": "#009e73"}
 PANELS = ("memory, GiB", "HBM traffic of all layers, GiB", "at least, ms", "speed-up by the roofline")
 
@@ -21,13 +21,13 @@ Lines = dict[str, list[float]]
 
 
 def overview_page(overviews: Sequence[Overview]) -> str:
-    """One page of HTML that needs nothing else, network included: a row of panels for each overview."""
+    """Returns a self-contained page of HTML: a row of panels for each overview."""
     page: str = overview_figure(overviews).to_html(include_plotlyjs=True, full_html=True)
     return page
 
 
 def overview_figure(overviews: Sequence[Overview]) -> Figure:
-    """The plot: memory, traffic, times and speed-up over length, one row for each overview."""
+    """Returns the plot: memory, traffic, times and speed-up over length, one row for each overview."""
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
@@ -70,7 +70,7 @@ def _title(overview: Overview) -> str:
 
 
 def _panels(points: Sequence[Point]) -> tuple[Lines, ...]:
-    """The lines of each panel."""
+    """Returns the lines of each panel."""
     memory = {
         "standard": [point.standard.memory / GIB for point in points],
         "flash": [point.flash.memory / GIB for point in points],

@@ -1,4 +1,4 @@
-"""A model's attention over sequence length as a person reads it."""
+"""Table of a model's attention over sequence length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHAT = {
 
 
 class Column(NamedTuple):
-    """A column of a table: its head, and its cells from the top."""
+    """A column of a table: its head and its cells, from top to bottom."""
 
     head: str
     cells: tuple[str, ...]
@@ -74,7 +74,7 @@ def _table(*columns: Column) -> Table:
 
 
 def _pair(head: str, overview: Overview, cell: Callable[[Way], str]) -> tuple[Column, Column]:
-    """The two columns of a quantity."""
+    """Returns the two columns of a quantity."""
     return (
         Column(f"{head}\nstandard", tuple(cell(point.standard) for point in overview.points)),
         Column(f"{head}\nflash", tuple(cell(point.flash) for point in overview.points)),

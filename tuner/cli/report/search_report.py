@@ -1,4 +1,4 @@
-"""What `flashtune search` prints before, during and instead of a search."""
+"""Output of `flashtune search` before, during and instead of a search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator[Observer]:
-    """An observer that keeps the latest progress, and shows what the command's options ask for."""
+    """Returns an observer that stores the latest progress, and shows it as the options require."""
     from flashtune.tuner.search.progress import finished_lines, shown
 
     with contextlib.ExitStack() as stack:
@@ -38,7 +38,7 @@ def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator
 
 
 def print_interrupted(latest: list[Progress]) -> None:
-    """Prints the best kernel of the search that was interrupted, and the command that resumes."""
+    """Prints the best kernel of the interrupted search, and the command that resumes it."""
     from flashtune.tuner.search.summary import describe_time
 
     for progress in latest:
@@ -51,12 +51,12 @@ def print_interrupted(latest: list[Progress]) -> None:
 
 
 def expected_of(requests: tuple[SearchRequest, ...], db: str | None) -> tuple[Expectation, ...]:
-    """What each search is expected to do; creates no database."""
+    """Returns the estimate of each search without creating a database."""
     from flashtune.tuner.execution.backend import compilers_of
     from flashtune.tuner.search.coverage import expect, usual_compile_seconds
     from flashtune.tuner.tables.lookup import database_selections, existing_store, shipped_selections
 
-    # Compilations of this machine say more of it than those of the machine that made the shipped tables.
+    # This machine's compile times are a better estimate than those in the shipped tables.
     compile_seconds = usual_compile_seconds(
         [entry.record for entry in database_selections(db)], [entry.record for entry in shipped_selections()]
     )

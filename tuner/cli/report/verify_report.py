@@ -1,4 +1,4 @@
-"""How `flashtune verify` prints its report."""
+"""Output of `flashtune verify`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_SHOWN = 20
 
 
 def counts_of(report: Report) -> dict[str, int]:
-    """The number of kernels, by the way of comparison, and of those that failed or were missed."""
+    """Returns the number of kernels by kind of comparison, and of those that failed or were missed."""
     from flashtune.tuner.verify.report import Means
 
     counts = {means.value: report.count(means) for means in Means}
