@@ -1,4 +1,4 @@
-"""Paged caches of keys and values: blocks, layouts, and appending.
+"""Paged KV caches: block manager, layouts, and appending.
 
 May import `core`, `request`, `launch` and `runtime`.
 """

@@ -1,15 +1,15 @@
-"""Rows of keys and values written into the pages of a cache.
+"""Writes rows of keys and values into the pages of a cache.
 
-A row goes to its slot, page · page_size + row; a negative slot is skipped, so that a captured CUDA graph
-may have more rows than there are tokens. Quantised caches hold x / scale rounded to nearest even: in
-e4m3, or in int8 from -127 to 127, and what is larger is clamped.
+A row is written to its slot, page · page_size + row. Negative slots are skipped, so that a captured CUDA
+graph may have more rows than tokens. Quantised caches hold x / scale, clamped and rounded to nearest even:
+in e4m3, or in int8 from -127 to 127.
 
-Where each head has a scale in each page, it begins with what the first rows of the page ask for. When a
-later row asks for more, the scale is doubled until that row fits and the rows before are written anew.
-That loses e4m3 nothing but below its normal numbers. An int8 row that is rounded over and over is off by
-at most one step of the final scale instead of half a step, since each step is twice the one before.
+If each head has a scale per page, the page's first rows determine its first value. When a later row needs
+a larger scale, the scale is doubled until the row fits, and the earlier rows are rewritten. In e4m3 this
+loses precision only below its normal numbers. An int8 row that is rounded repeatedly is off by at most one
+step of the final scale instead of half a step: each step is twice the previous one.
 
-A kernel does all this on a GPU and under Triton's interpreter; here is what tensors of the CPU take.
+On a GPU and in Triton's interpreter a kernel does this. This module does it for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
     """Writes rows into the pools.
 
     Args:
-        k: [tokens, kv_heads, head_dim], the last dimension contiguous; of the pool's type, or of any
-            floating type where that is quantised.
+        k: [tokens, kv_heads, head_dim], the last dimension contiguous. It has the pool's type, or any
+            floating type if the pool is quantised.
         v: [tokens, kv_heads, value_head_dim], likewise.
-        keys: Where keys go.
-        values: Where values go.
-        slots: Int64 [tokens], none twice. Where scales grow, the rows of a page lie behind one another
-            and no page begins after its first row unless its first rows are there already.
+        keys: The pool of the keys.
+        values: The pool of the values.
+        slots: Int64 [tokens], without duplicates. With page scales, the rows of a page are consecutive, and a
+            page starts at its first row unless its first rows are already written.
     """
     if k.is_cuda or interpreting():
         from flashtune.kv_cache.append_kernel import launch
@@ -47,10 +47,10 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
 
 
 def check_slots(slots: Tensor, device: torch.device) -> None:
-    """Checks that slots can be read; their values are not looked at.
+    """Checks the type, shape and device of slots. Their values are not checked.
 
     Raises:
-        ProblemError: They cannot.
+        ProblemError: A check fails.
     """
     require_dense("slots", slots)
     if slots.dtype is not torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
@@ -62,10 +62,10 @@ def check_slots(slots: Tensor, device: torch.device) -> None:
 
 
 def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
-    """Checks that rows of keys or values fit their pool.
+    """Checks that rows of keys or values match their pool.
 
     Raises:
-        ProblemError: They do not.
+        ProblemError: They do not match.
     """
     require_dense(name, rows)
     elements = pool.elements
@@ -83,7 +83,7 @@ def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
 
 
 def quantized(numbers: Tensor, encoding: Encoding) -> Tensor:
-    """Quotients of any shape in 8 bits; int8 has no NaN and makes zero of it."""
+    """Returns quotients in 8 bits, in any shape. int8 has no NaN, so NaN becomes zero."""
     clamped = numbers.clamp(-encoding.largest, encoding.largest)
     if encoding is Encoding.E4M3:
         return clamped.to(torch.float8_e4m3fn)
@@ -91,33 +91,33 @@ def quantized(numbers: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _write(rows: Tensor, pool: Pool, slots: Tensor) -> None:
-    """The kernel's work by torch; `rows` are [tokens, kv_heads, head_dim], and no slot is negative."""
+    """Writes rows [tokens, kv_heads, head_dim] with torch. No slot is negative."""
     size = pool.elements.shape[2]
     page, row = slots // size, slots % size
     if pool.growing:
         _grow(rows, pool, slots)
-    # Rows before heads, as pages and rows are indexed together.
+    # Put rows before heads, because pages and rows are indexed together.
     elements = pool.elements.transpose(1, 2)
     if pool.scale is None:
         elements[page, row] = rows
         return
     codes = quantized(rows.float() / pool.scale[page][..., None], pool.encoding)
-    # Not every version of torch indexes 8-bit floats.
+    # Some versions of torch cannot index 8-bit floats.
     elements.view(torch.uint8)[page, row] = codes.view(torch.uint8)
 
 
 def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
-    """Sets the scales of pages that begin here, and raises others where rows ask for more."""
+    """Sets the scales of pages that start here, and raises those of others if a row needs it."""
     assert pool.scale is not None
     size, largest = pool.elements.shape[2], pool.encoding.largest
     pages, place = (slots // size).unique(return_inverse=True)
     numbers = rows.float().abs()
-    # [tokens, kv_heads]; what is not finite asks for no scale.
+    # [tokens, kv_heads]. Non-finite elements do not affect the scale.
     magnitudes = numbers.where(numbers.isfinite(), 0.0).amax(-1)
     asked = magnitudes.new_zeros(len(pages), rows.shape[1])
     asked.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
-    # Nothing grows from zero.
+    # Doubling cannot raise a scale of zero.
     before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=LEAST_SCALE)
     scale = before
     while bool((short := ~begins & (asked > scale * largest)).any()):

@@ -1,16 +1,16 @@
-"""The kernel that writes rows into pages, for a GPU or Triton's interpreter; `append` says what it does.
+"""The kernel that writes rows into pages, on a GPU or in Triton's interpreter; see `append`.
 
-Bits of e4m3 are worked out here, because not every GPU can convert to and from it.
+It computes the bits of e4m3 itself, because not every GPU can convert to and from it.
 
-Sub-notation
-  stride_kt, stride_kh                  elements between tokens and heads of the rows of k; v alike
-  stride_keys_p, _h, _s                 between pages, heads and rows of its pool; values alike
+Notation
+  stride_kt, stride_kh                  elements between tokens and heads of k; likewise for v
+  stride_keys_p, _h, _s                 between pages, heads and rows of its pool; likewise for values
   stride_k_scale_p, stride_k_scale_h    between pages and heads of its scales
 """
 
-# What Triton hands over has no types: a kernel's arguments are addresses, numbers and constants.
+# Triton passes untyped arguments: addresses, numbers and constants.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# Triton compiles both branches of what is no if and else, and a NaN is what differs from itself.
+# Triton compiles code after an `if` that returns, so `else` is necessary. Only NaN differs from itself.
 # ruff: noqa: ANN001, ANN201, PLR0124, RET505
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 PLAIN, E4M3 = tl.constexpr(Encoding.PLAIN.value), tl.constexpr(Encoding.E4M3.value)
 LARGEST_E4M3, LARGEST_INT8 = tl.constexpr(Encoding.E4M3.largest), tl.constexpr(Encoding.INT8.largest)
 LEAST = tl.constexpr(LEAST_SCALE)
-# Adding 1.5 · 2^23 leaves no bits behind the point: what is taken off again is rounded to nearest even.
+# Adding and subtracting 1.5 · 2^23 rounds to the nearest even integer.
 WHOLE = tl.constexpr(12582912.0)
-# The last bit of 2^14 is 2^-9, e4m3's least step: its numbers below 2^-6 are the low bits of a sum.
+# The last bit of 2^14 is 2^-9, the smallest step of e4m3. A sum has a number below 2^-6 in its low bits.
 STEP_BASE = tl.constexpr(16384.0)
 STEP_BASE_BITS = tl.constexpr(0x46800000)
 # Elements of a tile.
@@ -45,12 +45,12 @@ TILE = 2048
 
 @triton.jit
 def encode(numbers, encoding: tl.constexpr):
-    """Quotients in float32, as a pool's elements."""
+    """Returns float32 quotients as elements of a pool."""
     if encoding == E4M3:
         bits = numbers.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(tl.abs(numbers), LARGEST_E4M3)
         magnitude_bits = magnitude.to(tl.int32, bitcast=True)
-        # Half a unit of three mantissa bits, less one where the number is even; 960 moves the bias to 7.
+        # Add half a unit of three mantissa bits, less one if even; 960 makes the exponent bias 7.
         normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - 960
         small = (magnitude + STEP_BASE).to(tl.int32, bitcast=True) - STEP_BASE_BITS
         code = tl.where(magnitude < 0.015625, small, normal)
@@ -64,7 +64,7 @@ def encode(numbers, encoding: tl.constexpr):
 
 @triton.jit
 def decode(elements, encoding: tl.constexpr):
-    """A pool's elements as quotients in float32."""
+    """Returns elements of a pool as float32 quotients."""
     if encoding == E4M3:
         code = elements.to(tl.int32)
         exponent, mantissa = (code >> 3) & 15, code & 7
@@ -79,7 +79,7 @@ def decode(elements, encoding: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, tokens, mask, stride_t, head_dim: tl.constexpr, block_dim: tl.constexpr):
-    """The rows of some tokens, [tokens, block_dim]."""
+    """Returns the rows of some tokens, [tokens, block_dim]."""
     columns = tl.arange(0, block_dim)
     return tl.load(
         rows + tokens[:, None] * stride_t + columns[None, :],
@@ -90,7 +90,7 @@ def load_rows(rows, tokens, mask, stride_t, head_dim: tl.constexpr, block_dim: t
 
 @triton.jit
 def store_rows(numbers, scale, places, mask, encoding: tl.constexpr, head_dim: tl.constexpr):
-    """Writes rows [tokens, block_dim] to the places of their first elements, [tokens, 1]."""
+    """Writes rows [tokens, block_dim] to the addresses of their first elements, [tokens, 1]."""
     columns = tl.arange(0, numbers.shape[1])
     if encoding != PLAIN:
         numbers = encode(tl.div_rn(numbers.to(tl.float32), scale), encoding)
@@ -103,7 +103,7 @@ def append_tile(
     stride_t, stride_h, stride_p, stride_ph, stride_ps, stride_scale_p, stride_scale_h,
     page_size: tl.constexpr, encoding: tl.constexpr, head_dim: tl.constexpr, block_dim: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of one head of some tokens, wherever they go, by scales that are there."""
+    """Writes one head's rows of some tokens to any pages, with existing scales."""
     mask = slots >= 0
     page, row = slots // page_size, slots % page_size
     numbers = load_rows(rows + head * stride_h, tokens, mask, stride_t, head_dim, block_dim)
@@ -121,7 +121,7 @@ def append_run(
     page_size: tl.constexpr, encoding: tl.constexpr, head_dim: tl.constexpr, block_dim: tl.constexpr,
     tile_rows: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of one head of `count` tokens behind one another in one page, and the page's scale."""
+    """Writes one head's rows of `count` tokens to consecutive rows of one page, and sets the page's scale."""
     largest: tl.constexpr = LARGEST_E4M3 if encoding == E4M3 else LARGEST_INT8
     page, row = slot // page_size, slot % page_size
     rows += head * stride_h + token * stride_t
@@ -132,14 +132,14 @@ def append_run(
     for start in range(0, count, tile_rows):
         numbers = load_rows(rows, start + tile, start + tile < count, stride_t, head_dim, block_dim)
         magnitudes = tl.abs(numbers.to(tl.float32))
-        # What is not finite asks for no scale.
+        # Non-finite elements do not affect the scale.
         finite = tl.where(magnitudes < float("inf"), magnitudes, 0.0)
         asked = tl.maximum(asked, tl.max(tl.max(finite, 1), 0))
     scale = tl.maximum(tl.div_rn(asked, largest), LEAST)
     if row > 0:
-        # Nothing grows from zero.
+        # Doubling cannot raise a scale of zero.
         before = tl.maximum(tl.load(scales), LEAST)
-        # No thread writes the scale before all have read it.
+        # All threads must read the scale before one writes it.
         tl.debug_barrier()
         scale = before
         while asked > scale * largest:
@@ -168,14 +168,14 @@ def append(
     page_size: tl.constexpr, encoding: tl.constexpr, growing: tl.constexpr, tile_rows: tl.constexpr,
     head_dim: tl.constexpr, block_dim: tl.constexpr, value_dim: tl.constexpr, block_value_dim: tl.constexpr,
 ):  # fmt: skip
-    """A program for each head and `tile_rows` tokens, or for the first token of each page's rows."""
+    """Has a program for each head and `tile_rows` tokens, or for the first token of each run in a page."""
     head = tl.program_id(1).to(tl.int64)
     if growing:
         token = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots + token)
         previous = tl.load(slots + token - 1, mask=token > 0, other=-2)
         if (slot >= 0) & ((slot % page_size == 0) | (previous != slot - 1)):
-            # The rows up to the end of the page whose slots follow upon one another.
+            # The rows up to the end of the page that have consecutive slots.
             steps = tl.arange(0, page_size)
             room = (steps < page_size - slot % page_size) & (token + steps < tokens)
             follows = tl.load(slots + token + steps, mask=room, other=-1) == slot + steps
@@ -212,7 +212,7 @@ def append(
 
 
 def launch(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -> None:
-    """Queues the kernel on the current stream of the tensors' device; see `append.append_rows`."""
+    """Launches the kernel on the current stream of the tensors' device; see `append.append_rows`."""
     tokens, heads, head_dim = k.shape
     if not tokens:
         return

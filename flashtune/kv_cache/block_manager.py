@@ -1,7 +1,7 @@
-"""Who holds which page of a cache: free pages, reference counts and the block table of each sequence.
+"""The block manager of a cache: free pages, reference counts and the block table of each sequence.
 
-Sequences grow by whole pages, which lie anywhere, and sequences that share a beginning share its pages
-(Kwon et al., 2023). There is no tensor here: a page is a number.
+Sequences grow by whole pages at any place, and sequences with a common prefix share its pages (Kwon et al.,
+2023). The module has no tensors: a page is a number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST = 2**31 - 1
 
 
 class Holding(NamedTuple):
-    """What one sequence holds.
+    """The tokens and pages of one sequence.
 
     Attributes:
-        length: Its tokens.
-        pages: As many pages as these need, in order; the rows behind the last token are free.
+        length: Number of tokens.
+        pages: The pages for these tokens, in order. Rows after the last token are free.
     """
 
     length: int
@@ -32,14 +32,14 @@ class Holding(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How one sequence will grow.
+    """The planned growth of one sequence.
 
     Attributes:
-        sequence: Its number.
-        length: Its tokens afterwards.
-        shared: Its last page where others hold it too and rows of it are to be written: it is left to
-            them, and the first of `fresh` takes its place as a copy.
-        fresh: The pages that it takes.
+        sequence: The sequence's number.
+        length: Number of tokens after the growth.
+        shared: The sequence's last page, if it is shared and rows of it are to be written. The other
+            sequences keep it, and the first page of `fresh` replaces it as a copy.
+        fresh: The additional pages.
     """
 
     sequence: int
@@ -49,11 +49,11 @@ class Growth(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Rows of one page that lie behind one another.
+    """Consecutive rows of one page.
 
     Attributes:
-        slot: The first of them: page · page_size + row.
-        rows: How many.
+        slot: The slot of the first row: page · page_size + row.
+        rows: Number of rows.
     """
 
     slot: int
@@ -61,17 +61,17 @@ class Run(NamedTuple):
 
 
 class Ledger:
-    """Which pages are free, and which sequences hold the others."""
+    """The free pages, and the pages of each sequence."""
 
     def __init__(self, pages: int, page_size: int) -> None:
-        """A ledger of free pages alone.
+        """Creates a ledger in which all pages are free.
 
         Raises:
-            UsageError: There is no page, or there are more than block tables can number.
+            UsageError: There are no pages, or more than a block table can number.
         """
         self.pages = pages = read_count("pages", pages, f"a number of pages from 1 to {MOST}", 1, MOST)
         self.page_size = page_size
-        # The page that was freed last is taken first, and a new ledger hands them out in order.
+        # The last freed page is used first. A new ledger uses pages in order.
         self._free = array("i", range(pages - 1, -1, -1))
         self._references = array("i", bytes(4 * pages))
         self._holdings: dict[int, Holding] = {}
@@ -79,7 +79,7 @@ class Ledger:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
@@ -89,7 +89,7 @@ class Ledger:
 
     @property
     def rows_stored(self) -> int:
-        """Rows that hold a token of at least one sequence: those of shared pages count once."""
+        """Number of rows with a token of at least one sequence; rows of shared pages count once."""
         filled: dict[int, int] = {}
         for held in self._holdings.values():
             for page in held.pages[:-1]:
@@ -100,14 +100,14 @@ class Ledger:
         return sum(filled.values())
 
     def references(self, page: int) -> int:
-        """How many sequences hold a page."""
+        """Returns the number of sequences that use a page."""
         return self._references[page]
 
     def holding(self, sequence: int) -> Holding:
-        """What a live sequence holds.
+        """Returns the tokens and pages of a live sequence.
 
         Raises:
-            UsageError: There is no such sequence.
+            UsageError: The sequence does not exist.
         """
         try:
             return self._holdings[sequence]
@@ -117,26 +117,26 @@ class Ledger:
             ) from None
 
     def add(self) -> int:
-        """A new sequence, without tokens. Numbers are never given twice."""
+        """Returns the number of a new, empty sequence. Numbers are never reused."""
         return self._enter(Holding(0, array("i")))
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same tokens, in the same pages."""
+        """Returns the number of a new sequence with the same tokens in the same pages."""
         length, pages = self.holding(sequence)
         for page in pages:
             self._references[page] += 1
         return self._enter(Holding(length, pages[:]))
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence; pages that nobody else holds are free at once."""
+        """Removes a sequence. Pages that no other sequence uses become free at once."""
         self._release(self.holding(sequence).pages)
         del self._holdings[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets all tokens of a sequence but the first `length`.
+        """Removes all tokens of a sequence after the first `length`.
 
         Raises:
-            UsageError: The sequence is shorter, or there is no such sequence.
+            UsageError: The sequence is shorter, or does not exist.
         """
         held = self.holding(sequence)
         what = f"how many of the {held.length} tokens of sequence {sequence} to keep"
@@ -146,15 +146,15 @@ class Ledger:
         self._holdings[sequence] = Holding(length, held.pages[:kept])
 
     def plan(self, sequences: Sequence[int], tokens: Sequence[int]) -> tuple[Growth, ...]:
-        """What it takes to make room for more tokens; nothing is changed yet.
+        """Returns the growths that make room for more tokens. Changes nothing yet.
 
         Args:
-            sequences: Live sequences, none of them twice.
-            tokens: How many tokens each will have more.
+            sequences: Live sequences, without duplicates.
+            tokens: Number of additional tokens of each sequence.
 
         Raises:
             CacheFullError: There are too few free pages for all of them.
-            UsageError: The arguments do not fit.
+            UsageError: The arguments are invalid.
         """
         check_counts(sequences, tokens)
         left: Counter[int] = Counter()
@@ -162,7 +162,7 @@ class Ledger:
         for sequence, more in zip(sequences, tokens, strict=True):
             length, pages = self.holding(sequence)
             shared = None
-            # Of sequences that share a page and grow together, the last keeps it.
+            # If all sequences that share a page grow together, the last one keeps it.
             if more and length % self.page_size and self._references[pages[-1]] - left[pages[-1]] > 1:
                 shared = pages[-1]
                 left[shared] += 1
@@ -178,7 +178,7 @@ class Ledger:
         return tuple(Growth(*need[:3], tuple(islice(fresh, need[3]))) for need in needs)
 
     def commit(self, growths: Iterable[Growth]) -> None:
-        """Does what was planned last; in between nothing may have changed."""
+        """Applies the latest plan. The ledger must not have changed since."""
         taken = 0
         for sequence, length, shared, fresh in growths:
             pages = self._holdings[sequence].pages
@@ -193,10 +193,10 @@ class Ledger:
         del self._free[len(self._free) - taken :]
 
     def runs(self, sequence: int, tokens: int) -> list[Run]:
-        """Where the last tokens of a sequence lie, in order, one run a page.
+        """Returns the rows of the last tokens of a sequence, in order, one run per page.
 
         Raises:
-            UsageError: The sequence has fewer, or there is no such sequence.
+            UsageError: The sequence has fewer tokens, or does not exist.
         """
         length, pages = self.holding(sequence)
         if not 0 <= tokens <= length:
@@ -225,10 +225,10 @@ class Ledger:
 
 
 def check_counts(sequences: Sequence[int], tokens: Sequence[int]) -> None:
-    """Checks that there is a count of tokens for each of some sequences.
+    """Checks that there is one count of tokens for each sequence.
 
     Raises:
-        UsageError: There is not, one is negative, or a sequence is named twice.
+        UsageError: The numbers differ, a count is negative, or a sequence occurs twice.
     """
     for number in tokens:
         if type(number) is not int or not 0 <= number <= MOST:

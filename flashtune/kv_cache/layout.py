@@ -19,12 +19,12 @@ from flashtune.core.problem import PAGE_SIZES, KvScale
 from flashtune.kv_cache.block_manager import Ledger
 from flashtune.request.tensor_checks import require_dense
 
-# The scale of a page that holds zeros alone: whatever comes next raises it.
+# The scale of a page with only zeros. Any other row raises it.
 LEAST_SCALE = 1e-30
 
 
 class Encoding(enum.IntEnum):
-    """How a pool keeps numbers: as they are, or over a scale in 8 bits."""
+    """The encoding of numbers in a pool: unchanged, or divided by a scale in 8 bits."""
 
     PLAIN = 0
     E4M3 = 1
@@ -32,7 +32,7 @@ class Encoding(enum.IntEnum):
 
     @property
     def largest(self) -> float:
-        """The largest quotient that it holds."""
+        """The largest quotient of the encoding."""
         return {Encoding.E4M3: 448.0, Encoding.INT8: 127.0}.get(self, torch.inf)
 
 
@@ -41,12 +41,12 @@ ENCODINGS = {torch.float8_e4m3fn: Encoding.E4M3, torch.int8: Encoding.INT8}
 
 
 class Pool(NamedTuple):
-    """The pages of one layer's keys, or of its values.
+    """The pages of one layer's keys or values.
 
     Attributes:
         elements: [pages, kv_heads, page_size, head_dim], the last dimension contiguous.
-        scale: Float32 [pages, kv_heads], any strides; None where elements are no quotients.
-        growing: Whether the scale belongs to the pages and is written with their rows.
+        scale: Float32 [pages, kv_heads], any strides; None if the pool is not quantised.
+        growing: Whether each page has a scale, which is updated with its rows.
     """
 
     elements: Tensor
@@ -55,7 +55,7 @@ class Pool(NamedTuple):
 
     @property
     def encoding(self) -> Encoding:
-        """How it keeps numbers."""
+        """The encoding of numbers."""
         return ENCODINGS.get(self.elements.dtype, Encoding.PLAIN)
 
 
@@ -66,7 +66,7 @@ MAX_HEAD_DIM = 1024
 class PageLayout(enum.StrEnum):
     """The order of a page's dimensions.
 
-    nhd    [page_size, kv_heads, head_dim], vLLM's usual one.
+    nhd    [page_size, kv_heads, head_dim], the default of vLLM.
     hnd    [kv_heads, page_size, head_dim].
     """
 
@@ -85,10 +85,10 @@ class Extents(NamedTuple):
     layers: int
 
     def checked(self) -> Extents:
-        """Returns the sizes as integers, of a cache that there can be.
+        """Returns the sizes as integers after a check.
 
         Raises:
-            ProblemError: There cannot be such a cache.
+            ProblemError: A size is invalid.
         """
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
@@ -107,12 +107,12 @@ class Extents(NamedTuple):
 
 
 class LayeredPool(NamedTuple):
-    """The keys of all layers, or the values.
+    """The keys or the values of all layers.
 
     Attributes:
         elements: [layers, pages, page_size, kv_heads, width], or with heads before rows.
-        scales: Float32 [layers, pages, kv_heads] of a quantised cache; expanded where pages share them.
-        kind: What shares a scale; None where nothing is quantised.
+        scales: Float32 [layers, pages, kv_heads] of a quantised cache; expanded if pages share them.
+        kind: The granularity of the scales; None if the cache is not quantised.
         layout: The order of a page's dimensions.
     """
 
@@ -122,7 +122,7 @@ class LayeredPool(NamedTuple):
     layout: PageLayout
 
     def layer(self, layer: int) -> Pool:
-        """One layer's part, heads before rows: [pages, kv_heads, page_size, width]."""
+        """Returns one layer's part with heads before rows: [pages, kv_heads, page_size, width]."""
         elements = self.elements[layer]
         heads_first = elements if self.layout is PageLayout.HND else elements.transpose(1, 2)
         return Pool(
@@ -130,10 +130,10 @@ class LayeredPool(NamedTuple):
         )
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies pages of all layers, int64 [copies], and the scales that belong to them."""
+        """Copies pages, int64 [copies], of all layers, and their scales if each page has one."""
         elements = self.elements
         if elements.dtype is torch.float8_e4m3fn:
-            # Not every version of torch indexes 8-bit floats.
+            # Some versions of torch cannot index 8-bit floats.
             elements = elements.view(torch.uint8)
         elements[:, targets] = elements[:, sources]
         if self.kind is KvScale.PAGE and self.scales is not None:
@@ -141,10 +141,10 @@ class LayeredPool(NamedTuple):
 
 
 def read_device(device: torch.device | str | None) -> torch.device:
-    """Returns the device of a cache, torch's default one where none is given.
+    """Returns the device of a cache, by default torch's default device.
 
     Raises:
-        ProblemError: There is no such device.
+        ProblemError: The device is invalid.
     """
     try:
         return torch.get_default_device() if device is None else torch.device(device)
@@ -161,7 +161,7 @@ def make_pools(
     v_scale: Tensor | float | None,
     page_scales: bool,
 ) -> tuple[LayeredPool, LayeredPool]:
-    """Keys and values of zeros: kernels that weigh unwritten rows by zero meet no NaN in them.
+    """Returns zeroed pools for keys and values: kernels multiply unwritten rows by zero, which keeps NaN.
 
     Raises:
         ProblemError: The type or the scales are not supported.
@@ -206,7 +206,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
-            # Torch's sentences are many lines.
+            # Messages of torch have many lines.
             reason = str(error).partition("\n")[0]
             raise UsageError(
                 f"a cache of {size / 2**30:.3g} GiB cannot be allocated on {device}: {reason}"
@@ -225,7 +225,7 @@ def _as_tensor(scale: Tensor | float, device: torch.device) -> Tensor:
 def _read_scales(
     extents: Extents, device: torch.device, given: Tensor | float | None, page_scales: bool
 ) -> tuple[Tensor, KvScale]:
-    """Scales as kernels take them, and what shares one."""
+    """Returns scales as kernels take them, and their granularity."""
     shape = (extents.layers, extents.pages, extents.kv_heads)
     if read_flag("page_scales", page_scales):
         if given is not None:
@@ -241,7 +241,7 @@ def _read_scales(
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ProblemError("a scale is not a positive number: quotients by it mean nothing")
     kind = KvScale.TENSOR if scale.shape[-1] == 1 else KvScale.HEAD
-    # A copy, so that what a caller does to its tensor changes no rows that were written.
+    # Copy, so that a later change of the caller's tensor has no effect on written rows.
     return scale.clone().reshape(-1, 1, scale.shape[-1]).expand(shape), kind
 
 
@@ -249,7 +249,7 @@ Integers = NDArray[np.signedinteger[Any]]
 
 
 def listed(sequences: int | Sequence[int], tokens: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns sequences and a count of tokens for each, where either may be one number.
+    """Returns sequences and a count of tokens for each. Either argument may be one number.
 
     Raises:
         UsageError: They are neither numbers nor lists.
@@ -259,10 +259,10 @@ def listed(sequences: int | Sequence[int], tokens: int | Sequence[int]) -> tuple
 
 
 def numbers_of(name: str, value: Sequence[int]) -> list[int]:
-    """Returns a list of numbers, which are not looked at.
+    """Returns a list of numbers. Its elements are not checked.
 
     Raises:
-        UsageError: It is no sequence.
+        UsageError: The value is not a sequence.
     """
     try:
         return list(value)
@@ -271,7 +271,7 @@ def numbers_of(name: str, value: Sequence[int]) -> list[int]:
 
 
 def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) -> Integers:
-    """Slots of the last tokens of sequences, int64 [all tokens]."""
+    """Returns the slots of the last tokens of sequences, int64 [all tokens]."""
     runs = [run for pair in zip(sequences, tokens, strict=True) for run in ledger.runs(*pair)]
     first, rows = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     before = rows.cumsum() - rows
@@ -279,7 +279,7 @@ def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) ->
 
 
 def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
-    """Pages of sequences, int32 [batch, pages of the longest, and 1 at least]; 0 behind the last."""
+    """Returns the pages of sequences, int32 [batch, pages of the longest, at least 1], padded with 0."""
     pages = [ledger.holding(one).pages for one in numbers_of("sequences", sequences)]
     table = np.zeros((len(pages), max([1, *map(len, pages)])), dtype=np.int32)
     for row, held in zip(table, pages, strict=True):
@@ -288,16 +288,16 @@ def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
 
 
 def lengths_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
-    """Tokens of sequences, int32 [batch]."""
+    """Returns the numbers of tokens of sequences, int32 [batch]."""
     lengths = [ledger.holding(one).length for one in numbers_of("sequences", sequences)]
     return np.array(lengths, dtype=np.int32)
 
 
 def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Checks that a tensor has room for what is to be filled in.
+    """Checks the type, device and shape of a tensor for a result.
 
     Raises:
-        UsageError: It has not, or is of another kind.
+        UsageError: The tensor is too small, or has another type, device or rank.
     """
     if out is None:
         return
@@ -312,14 +312,14 @@ def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
 
 
 def delivered(array: Integers, device: torch.device, out: Tensor | None, rest: int) -> Tensor:
-    """An array on a device, in the first elements of `out` where there is one; its others become `rest`.
+    """Returns an array on a device, in the first elements of `out` if given; its others become `rest`.
 
     Raises:
-        UsageError: `out` does not fit.
+        UsageError: `out` does not match.
     """
     host = torch.from_numpy(array)
     check_out(out, array.shape, host.dtype, device)
-    # From pinned memory, which torch keeps until it was read, the host need not wait for the copy.
+    # With pinned memory, which torch keeps until the copy ends, the host need not wait for the copy.
     there = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
     if out is None:
         return there

@@ -1,4 +1,4 @@
-"""From a kernel's source to its launch: compilation, binaries, descriptors, the driver's arguments.
+"""Compilation and launch of kernels: binaries, tensor descriptors and arguments of the driver.
 
 May import `core`, `request` and `templates`.
 """

@@ -1,4 +1,4 @@
-"""A limit of memory (`ulimit -v`) under which torch and Triton cannot be loaded."""
+"""Check of the memory limit (`ulimit -v`), under which torch and Triton may fail to load."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-# The libraries of torch and Triton; at least this share of their bytes is loaded.
+# The libraries of torch and Triton. At least this fraction of their bytes is loaded.
 LIBRARIES = (("torch", "lib/*.so*"), ("triton", "_C/*.so"))
 LOADED_SHARE = 0.75
 
 
 def address_space_fault() -> str | None:
-    """A sentence for a limit of memory under which torch and Triton cannot be loaded, None without one.
+    """Returns a sentence for a memory limit that is too low for torch and Triton, otherwise None.
 
-    Their libraries do not fail in one way under such a limit: they raise, abort the process or hang.
+    Under such a limit their libraries raise, abort the process or hang.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:

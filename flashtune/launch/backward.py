@@ -1,7 +1,7 @@
-"""The backward pass of one problem, bound to strides and lengths: what a call costs is here.
+"""The backward pass of one problem, bound to strides and lengths. `BackwardLaunch` runs in every call.
 
-Its kernels take what their arguments name, so that families are free to divide the work: the first may
-make rowsum(dout · out) and clear an accumulator, the last may convert it.
+Each kernel takes the tensors that its arguments name, so families can divide the work as they like. For
+example, the first kernel computes rowsum(dout · out) and clears an accumulator, and the last converts it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ if TYPE_CHECKING:
 WORKSPACE = "workspace_"
 # Bound once, for `map`.
 address_of = torch.Tensor.data_ptr
-# What is passed by value.
+# Inputs that are passed by value.
 NUMBERS = ("scale", *SIDE_NUMBERS)
 
 
 class BackwardTensors(NamedTuple):
-    """What a backward pass reads and writes, as [batch, heads, seqlen, head_dim] of any strides.
+    """The tensors of a backward pass, as [batch, heads, seqlen, head_dim] of any strides.
 
     Attributes:
         q: Queries, [batch, heads, seqlen_q, head_dim].
         k: Keys, [batch, kv_heads, seqlen_kv, head_dim].
         v: Values, [batch, kv_heads, seqlen_kv, value_head_dim].
-        out: What the forward pass gave, [batch, heads, seqlen_q, value_head_dim].
+        out: The output of the forward pass, [batch, heads, seqlen_q, value_head_dim].
         lse: Its log-sum-exp, float32 [batch, heads, seqlen_q], contiguous, natural log.
-        dout: The gradient of `out`, like it.
-        dq: Where that of q is written.
-        dk: Where that of k is written.
-        dv: Where that of v is written.
-        dlse: The gradient of `lse`, like it, or None for zeros.
-        dbias: Where that of an additive bias is written: [batch, heads, seqlen_q, seqlen_kv] in q's type.
-        dslopes: Where that of ALiBi's slopes is written: float32 [batch, heads].
+        dout: The gradient of `out`, of the same shape.
+        dq: The gradient of q, to be written.
+        dk: The gradient of k, to be written.
+        dv: The gradient of v, to be written.
+        dlse: The gradient of `lse`, of the same shape, or None for zeros.
+        dbias: The gradient of an additive bias in q's type, to be written:
+            [batch, heads, seqlen_q, seqlen_kv].
+        dslopes: The gradient of the ALiBi slopes, to be written: float32 [batch, heads].
     """
 
     q: Tensor
@@ -67,21 +68,21 @@ class BackwardTensors(NamedTuple):
 
     @property
     def planned(self) -> tuple[Tensor, ...]:
-        """Those whose strides and lengths a launch is planned by, and whose addresses must be aligned."""
+        """The tensors whose strides and lengths determine the launch, and whose addresses must be aligned."""
         return self.q, self.k, self.v, self.out, self.dout, self.dq, self.dk, self.dv
 
 
 class Stage(NamedTuple):
-    """One kernel of a backward pass: how it is queued, and the names of what it takes by address or value."""
+    """One kernel of a backward pass: its queue, and the names of its arguments except descriptors."""
 
     queue: Callable[..., None]
     names: tuple[str, ...]
 
 
 class BackwardLaunch:
-    """Runs the kernels of a backward pass on tensors of the shapes and strides that it was bound to.
+    """Runs the kernels of a backward pass on tensors of the bound shapes and strides.
 
-    Strides are bound, so that only addresses are read, each once. `scale` is not negative.
+    Strides are bound, so a call reads only addresses, each once. `scale` is not negative.
     """
 
     __slots__ = (
@@ -105,7 +106,7 @@ class BackwardLaunch:
         arguments: DescriptorArguments | None = None,
         main: int = 0,
     ) -> None:
-        """`described` are the tensors that the stage at `main` takes as descriptors."""
+        """Binds the kernels. The stage at `main` takes the tensors in `described` as descriptors."""
         taken = {*described, *(name for stage in stages for name in stage.names)}
         tensors = [name for name in BackwardTensors._fields if name in taken]
         side = [name for name in Side._fields if name in taken and name not in NUMBERS]
@@ -125,8 +126,8 @@ class BackwardLaunch:
         self._given = tuple(map(given.index, described))
 
     def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
-        """Queues all kernels on their device's current stream; `tensors` are as in `BackwardTensors`."""
-        # Every name that is looked up and every list that is made counts: a GPU may wait for this.
+        """Queues all kernels on the current stream of their device. `tensors` are as in `BackwardTensors`."""
+        # Name look-ups and lists cost host time here, and a GPU may be idle meanwhile.
         held, scratch = self._workspaces(tensors[0])  # type: ignore[arg-type]
         values: list[Any] = [*map(address_of, self._tensors(tensors))]
         if self._side is not None:
@@ -145,18 +146,18 @@ class BackwardLaunch:
     def _made(
         self, addresses: tuple[int, ...], tensors: tuple[Tensor | None, ...], held: Sequence[Tensor]
     ) -> list[Any]:
-        """Descriptors of what did not come together before at these addresses."""
+        """Returns descriptors of tensors at addresses that are new as a combination."""
 
         def tensor_of(place: int) -> Tensor:
             given = *tensors, *self._workspaces.tensors(held)
-            return given[self._given[place]]  # type: ignore[return-value]  # what is described is there
+            return given[self._given[place]]  # type: ignore[return-value]  # described tensors are never None
 
         assert self._arguments is not None
         return self._arguments.made(addresses, tensor_of)
 
 
 def _taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What picks the values of some names out of those of all, in C where there are two or more."""
+    """Returns a function that selects the values of some names, in C for two or more."""
     places = [names.index(name) for name in wanted]
     if len(places) > 1:
         return itemgetter(*places)
@@ -164,7 +165,7 @@ def _taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[A
 
 
 class InterpretedBackward:
-    """The kernels of a backward pass as Triton's interpreter runs them on the CPU, block by block."""
+    """The kernels of a backward pass in Triton's interpreter on the CPU, program by program."""
 
     def __init__(
         self, stages: tuple[Stage, ...], workspaces: tuple[tuple[int, ...], ...], allocate: Allocate
@@ -174,7 +175,7 @@ class InterpretedBackward:
         self._allocate = allocate
 
     def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
-        """Runs every block in turn; `tensors` are as in `BackwardTensors`."""
+        """Runs all programs in turn. `tensors` are as in `BackwardTensors`."""
         given = BackwardTensors(*tensors)  # type: ignore[arg-type]
         values: dict[str, Any] = {**side._asdict(), **given._asdict(), "scale": max(scale, LEAST_SCALE)}
         for index, shape in enumerate(self._workspaces):
@@ -195,15 +196,15 @@ def bind_backward(
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
 ) -> Backward:
-    """The launch of a backward kernel for tensors like these: loads, compiles and plans.
+    """Returns the launch of a backward kernel for tensors of these shapes: loads, compiles and plans.
 
     Args:
         kernel: The kernel, with its prologue and epilogue.
-        target: The GPU that it is compiled for.
-        tensors: Their strides and lengths decide.
-        side: Side inputs like those to come: of these too strides and shapes decide.
-        compiled: The kernel's binary where it is at hand, so that many shapes share one.
-        allocate: Makes the workspaces; verification hands out poisoned ones.
+        target: The GPU to compile for.
+        tensors: Tensors with the strides and lengths of later calls.
+        side: Extra inputs with the strides and shapes of later calls.
+        compiled: The kernel's binary if it exists, so that many shapes share one.
+        allocate: Allocates the workspaces. Verification passes a function that poisons them.
 
     Raises:
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.
@@ -235,7 +236,7 @@ def bind_backward(
     if not kernel.takes_descriptors:
         return BackwardLaunch(stages, workspaces, allocate)
     scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces]
-    # Each call draws the seed of dropout: a plan is made without one.
+    # Each call draws its own seed for dropout, so a plan has none.
     lasting = (tensor if tensor is None else without_memory(tensor) for tensor in planned)
     patterns = module.descriptors(*lasting, *scratch)
     arguments = DescriptorArguments(list(patterns.values()), binary.kernel.metadata.tensordesc_meta)
@@ -243,6 +244,6 @@ def bind_backward(
 
 
 def _taken(arguments: tuple[Argument, ...], integers: tuple[int, ...]) -> tuple[str, ...]:
-    """Names of what a kernel takes beside descriptors, which come first, and integers, which come last."""
+    """Returns the names of a kernel's arguments without descriptors (first) and integers (last)."""
     plain = [argument for argument in arguments if not argument.type.startswith("tensordesc")]
     return tuple(argument.name for argument in plain[: len(plain) - len(integers)])

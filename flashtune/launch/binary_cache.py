@@ -1,4 +1,4 @@
-"""The binaries of this process: each kernel is compiled and loaded once, however many shapes it serves."""
+"""The per-process cache of binaries: each kernel is compiled and loaded once for all shapes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """A kernel's binary, loaded onto a device.
+    """Returns a kernel's binary, loaded onto a device.
 
     Raises:
-        KernelError: It does not compile or load, or did not when it was asked for before.
+        KernelError: The kernel does not compile or load, or failed earlier.
     """
     found = _compiled(kernel, target, device)
     if isinstance(found, KernelError):
@@ -30,13 +30,13 @@ def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
 
 @functools.cache
 def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | KernelError:
-    """A binary, or why there is none: what failed once is not tried again for each new shape."""
+    """Returns a binary or the error. An error is cached too, so that no new shape repeats the attempt."""
     try:
         binary = compile_binary(kernel, target)
-        # Before the kernel is checked: whatever compilers Triton runs for it have run by then.
+        # Load before the self-check, so that any compiler that Triton runs for the launch has finished.
         for part in filter(None, binary):
             load(part, device)
     except KernelError as error:
-        # Without its frames, which would keep a caller's tensors alive.
+        # Without the traceback, which would keep the caller's tensors alive.
         return type(error)(str(error))
     return binary

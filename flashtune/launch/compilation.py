@@ -1,6 +1,6 @@
-"""A `Kernel` becomes a binary: written to a file, imported, compiled for one target.
+"""Compiles a `Kernel`: writes its source to a file, imports it, and compiles it for one target.
 
-Search, verification and runtime all come through here, so that what was proven is what runs.
+Search, verification and runtime all use this module, so that the verified code is the code that runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from flashtune.core.kernel import Kernel
     from flashtune.core.target import Target
 
-# A fused multiply-add rounds once: pinned, because Triton's default is about to flip.
+# Fused multiply-adds round once. Pinned, because the default of Triton will change.
 FP_FUSION = True
 
 _LOADING = threading.Lock()
 
 
 def kernel_folder() -> Path:
-    """Where rendered kernels are kept: `FLASHTUNE_CACHE_DIR` or the user's cache folder.
+    """Returns the folder of rendered kernels, in flashtune's cache folder.
 
     Raises:
         MachineError: The user has no home folder.
@@ -54,8 +54,8 @@ def load_module(kernel: Kernel) -> ModuleType:
         path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
         _write_once(path, kernel.source)
         file = str(path)
-        # Another installation may replace the file by one with other comments. So the file is not read back:
-        # Triton takes a function's source from this cache, where a time of None says that no file is newer.
+        # Another installation may replace the file by one with other comments, so it is not read again.
+        # Triton takes a function's source from `linecache`. A time of None there disables the file check.
         linecache.cache[file] = len(kernel.source), None, kernel.source.splitlines(keepends=True), file
         loader = _SourceLoader(name, file, kernel.source)
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -67,7 +67,7 @@ def load_module(kernel: Kernel) -> ModuleType:
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Executes a source that is in memory, under the name of a file; reads and writes no bytecode."""
+    """Executes a source from memory under the name of a file. Reads and writes no bytecode."""
 
     def __init__(self, name: str, file: str, source: str) -> None:
         super().__init__(name, file)
@@ -78,7 +78,7 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
 
 def _write_once(path: Path, source: str) -> None:
-    """Leaves exactly `source` at `path`; safe with many processes."""
+    """Writes `source` to `path` unless it is there. Safe with many processes."""
     content = source.encode()
     try:
         if path.exists() and path.read_bytes() == content:
@@ -94,11 +94,11 @@ def _write_once(path: Path, source: str) -> None:
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
-    """The binary of a kernel for a target; needs no GPU. Triton's own cache answers repeats.
+    """Returns the binary of a kernel for a target, from Triton's cache if possible. Needs no GPU.
 
     Raises:
-        MachineError: The machine cannot compile, as with a full disk.
-        KernelError: The compiler refused it; the message is the compiler's first line.
+        MachineError: The machine cannot compile, for example with a full disk.
+        KernelError: The compiler failed; the message is the first line of its error.
     """
     import triton
 
@@ -109,19 +109,19 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
             return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
     except MachineError:
         raise
-    except Exception as error:  # the compiler raises anything, from RuntimeError to errors of its own
+    except Exception as error:  # the compiler raises many types, from RuntimeError to its own
         raise KernelError(first_line(_origin(error))) from error
 
 
 def _origin(error: BaseException) -> BaseException:
-    """What began it: the compiler wraps an error once for each function of the kernel that it was in."""
+    """Returns the first cause. The compiler wraps an error once for each enclosing function of the kernel."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _source(function: JITFunction[Any], kernel: Kernel) -> ASTSource:
-    """What the compiler starts from: Triton and Gluon enter it at different representations."""
+    """Returns the compiler's input. Triton and Gluon start at different representations."""
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as Source
     else:
@@ -157,14 +157,14 @@ def _options(kernel: Kernel, target: Target) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as one line: its type and the first line of its message."""
+    """Returns an exception as one line: its type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
 
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
+    """Returns whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

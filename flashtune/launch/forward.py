@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Binary(NamedTuple):
-    """A kernel's binary, and those of its prologue and epilogue where it has them."""
+    """The binaries of a kernel and of its prologue and epilogue, if any."""
 
     kernel: CompiledKernel
     prologue: CompiledKernel | None = None
@@ -39,13 +39,12 @@ class Binary(NamedTuple):
 
 
 class Launch(Protocol):
-    """Runs one kernel on tensors of the shapes and strides that it was bound to.
+    """Runs one kernel on tensors of the bound shapes and strides.
 
-    q, k, v and out are [batch, heads, seqlen, head_dim]; lse is [batch, heads, seqlen_q] in
-    float32 and contiguous, or None where the kernel does not write it. `scale` is not negative. Packed
-    tensors are of one batch, and pages [pages, kv_heads, page_size, head_dim].
-    `side` holds the side inputs that the problem names; kernels ignore others.
-    Strides are bound, so only addresses are read: a transposed view and its base serve alike.
+    q, k, v and out are [batch, heads, seqlen, head_dim]. lse is contiguous float32 [batch, heads, seqlen_q],
+    or None if the kernel does not write it. `scale` is not negative. Varlen tensors have a batch of one, and
+    pages are [pages, kv_heads, page_size, head_dim]. `side` has the extra inputs of the problem; kernels
+    ignore others. Strides are bound, so a call reads only addresses: a transposed view works like its base.
     """
 
     def __call__(
@@ -58,15 +57,15 @@ class Launch(Protocol):
         scale: float,
         side: Side = ...,
     ) -> None:
-        """Fills `out`, and `lse` where there is one."""
+        """Writes `out`, and `lse` if it is given."""
         ...
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
-    """All that a launch of a kernel runs, compiled for a target.
+    """Returns all binaries for a launch of a kernel on a target.
 
     Raises:
-        KernelError: The compiler refused it.
+        KernelError: The compiler failed.
     """
     first, last = (step and compile_kernel(step, target) for step in (kernel.first, kernel.last))
     return Binary(compile_kernel(kernel, target), first, last)
@@ -84,24 +83,24 @@ def bind(
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
 ) -> Launch:
-    """The launch of a kernel for tensors like these: loads, compiles and plans.
+    """Returns the launch of a kernel for tensors of these shapes: loads, compiles and plans.
 
     Args:
         kernel: The kernel.
-        target: The GPU that it is compiled for.
-        q: [batch, heads, seqlen_q, head_dim]; like k, v and out it decides strides and lengths.
+        target: The GPU to compile for.
+        q: [batch, heads, seqlen_q, head_dim]; like k, v and out, it sets strides and lengths.
         k: [batch, kv_heads, seqlen_kv, head_dim].
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
         out: [batch, heads, seqlen_q, value_head_dim].
-        side: Side inputs like those to come: of these too strides and shapes decide.
-        compiled: The kernel's binary where it is at hand, so that many shapes share one.
-        allocate: Makes the workspaces; verification hands out poisoned ones.
+        side: Extra inputs with the strides and shapes of later calls.
+        compiled: The kernel's binary if it exists, so that many shapes share one.
+        allocate: Allocates the workspaces. Verification passes a function that poisons them.
 
     Raises:
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.
     """
     module = load_module(kernel)
-    # Scales of quantised queries lie as they always do: nothing is planned by them.
+    # Scales of quantised queries have fixed strides, so the plan does not need them.
     planned = () if q.dtype is E4M3 else divided(kernel.side)[0]
     tensors = (q, k, v, out, *(getattr(side, name) for name in planned))
     grid, workspaces, integers = module.launch_plan(*tensors)
@@ -125,7 +124,7 @@ def bind(
         return DeviceLaunch(queue, workspaces, allocate)
     arguments = None
     if kernel.takes_descriptors:
-        # The kernel reads what the prologue wrote of v.
+        # The kernel reads the values from the workspace that the prologue fills.
         values = typed(allocate_workspace(workspaces[0], torch.device("meta")), v) if prologue else v
         patterns = module.descriptors(*map(without_memory, (q, k, values, out)))
         arguments = DescriptorArguments(patterns, binary.kernel.metadata.tensordesc_meta)
@@ -134,18 +133,18 @@ def bind(
     return QuantizedLaunch(queue, prologue, unit_scales(q), workspaces, allocate, arguments)
 
 
-# A scale of zero asks for plain averages; as a factor of -inf it would give NaN.
+# A scale of zero means plain averages. As a factor of -inf it would give NaN.
 LEAST_SCALE = 1e-30
 
 
 def divided(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of side inputs, apart: of the tensors, and of what is passed by value behind the scale."""
+    """Returns the names of tensors, and those of inputs that are passed by value after the scale."""
     tensors = tuple(name for name in names if name not in NUMBERS)
     return tensors, names[len(tensors) :]
 
 
 class InterpreterLaunch:
-    """The kernel as Triton's interpreter runs it on the CPU, block by block."""
+    """The kernel in Triton's interpreter on the CPU, program by program."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class InterpreterLaunch:
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        """`names` are those of the side inputs that the kernel takes."""
+        """Binds the kernel. `names` are the names of its extra inputs."""
         self._queue = queue
         self._epilogue = epilogue
         self._names, self._numbers = divided(names)
@@ -172,7 +171,7 @@ class InterpreterLaunch:
         scale: float,
         side: Side = NO_SIDE,
     ) -> None:
-        """Runs every block in turn."""
+        """Runs all programs in turn."""
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         beside = [getattr(side, name) for name in self._names]
@@ -183,7 +182,7 @@ class InterpreterLaunch:
 
 
 class DeviceLaunch:
-    """The binary, launched without Triton's per-call specialisation."""
+    """The binary, without Triton's specialization in each call."""
 
     __slots__ = ("_has_scratch", "_queue", "_workspaces")
 
@@ -208,8 +207,8 @@ class DeviceLaunch:
         side: Side = NO_SIDE,
     ) -> None:
         """Queues the kernel on its device's current stream."""
-        del side  # this kernel reads nothing else
-        # Addresses instead of tensors: the launcher then asks the driver nothing about them.
+        del side  # this kernel has no extra inputs
+        # Pass addresses instead of tensors, so that the launcher does not query the driver about them.
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
@@ -221,7 +220,7 @@ class DeviceLaunch:
 
 
 class DescriptorLaunch:
-    """The binary of a kernel whose tensors are passed as descriptors; all else goes by address."""
+    """The binary of a kernel with tensor descriptors. All other tensors are passed as addresses."""
 
     __slots__ = ("_arguments", "_at", "_epilogue", "_is_plain", "_names", "_numbers", "_queue", "_workspaces")
 
@@ -234,7 +233,7 @@ class DescriptorLaunch:
         workspaces: tuple[tuple[int, ...], ...] = (),
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        """`names` are those of the side inputs that the kernel takes."""
+        """Binds the kernel. `names` are the names of its extra inputs."""
         self._queue = queue
         self._arguments, self._at = arguments, arguments.at
         self._names, self._numbers = divided(names)
@@ -252,7 +251,7 @@ class DescriptorLaunch:
         scale: float,
         side: Side = NO_SIDE,
     ) -> None:
-        """Queues the kernel, and its epilogue if there is one, on the device's current stream."""
+        """Queues the kernel and its epilogue, if any, on the device's current stream."""
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         scale = scale if scale > LEAST_SCALE else LEAST_SCALE
@@ -274,7 +273,7 @@ class DescriptorLaunch:
 
 
 class SideLaunch:
-    """The binary of a kernel that reads more than q, k and v, or that has an epilogue."""
+    """The binary of a kernel with extra inputs or an epilogue."""
 
     __slots__ = ("_epilogue", "_names", "_numbers", "_queue", "_workspaces")
 
@@ -286,7 +285,7 @@ class SideLaunch:
         workspaces: tuple[tuple[int, ...], ...],
         allocate: Allocate = allocate_workspace,
     ) -> None:
-        """`names` are those of the side inputs that the kernel takes."""
+        """Binds the kernel. `names` are the names of its extra inputs."""
         self._queue = queue
         self._epilogue = epilogue
         self._names, self._numbers = divided(names)
@@ -316,7 +315,7 @@ class SideLaunch:
 
 
 class QuantizedLaunch:
-    """The binary for quantised inputs, after its prologue, which fills the workspaces from v."""
+    """The binary for quantised inputs, and its prologue, which fills the workspaces from v."""
 
     __slots__ = ("_arguments", "_ones", "_prologue", "_queue", "_workspaces")
 
@@ -329,7 +328,7 @@ class QuantizedLaunch:
         allocate: Allocate = allocate_workspace,
         arguments: DescriptorArguments | None = None,
     ) -> None:
-        """`ones` stands for the scales of a call that gives none: one or more for each head."""
+        """Binds the kernel. `ones` replaces missing scales: at least one for each head."""
         self._queue = queue
         self._prologue = prologue
         self._arguments = arguments
@@ -358,7 +357,7 @@ class QuantizedLaunch:
         if self._arguments is None:
             self._queue((q.data_ptr(), k.data_ptr(), values, address, row_lse, *factors, *pointers, scale))
             return
-        # The kernel reads the values where the prologue wrote them.
+        # The kernel reads the values from the workspace.
         addresses = q.data_ptr(), k.data_ptr(), pointers[0], address
         tensors = self._arguments.at(addresses)
         if tensors is None:

@@ -1,8 +1,8 @@
-"""Launches under Triton's interpreter: one at a time, without work that has no effect.
+"""Launches in Triton's interpreter: one at a time, and without work that has no effect.
 
-The interpreter computes each int32 operation once more in int64, for an assertion that only its debug mode
-makes. Whenever one function of a kernel calls another, it replaces the functions of `triton.language`,
-which the launch has replaced already.
+The interpreter repeats each int32 operation in int64 for an assertion that only its debug mode has. It also
+replaces the functions of `triton.language` at each call between functions of a kernel. The launch has already
+replaced them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _launching = threading.Lock()
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Holds other threads' launches back and leaves out what has no effect on this one.
+    """Blocks launches of other threads, and skips work without effect in this one.
 
-    While a kernel runs, the interpreter has parts of Triton replaced, of all threads.
+    While a kernel runs, the interpreter replaces parts of Triton for all threads.
     """
     from triton.runtime import interpreter
 
@@ -30,7 +30,7 @@ def launching() -> Iterator[None]:
         known: set[int] = set()
 
         def replace_once(function: Any) -> Any:
-            # The replaced names depend on the globals of the function's module alone.
+            # The replaced names depend only on the globals of the function's module.
             names = id(function.__globals__)
             if names in known:
                 return interpreter._LangPatchScope()

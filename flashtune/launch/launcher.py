@@ -1,7 +1,7 @@
 """A binary on one device with the grid and the integers of one problem, ready to be queued.
 
-Triton's launcher is an object in Python that looks for scratch memory in every call. All else that it passes
-to the driver is the same each time, so that it is watched once and then gone past.
+Triton's launcher is a Python object that checks for scratch memory in every call. Its other arguments to the
+driver are constant. So they are recorded once, and later calls bypass the launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# torch.cuda's own function looks each time whether CUDA is initialised, as loading a binary did.
+# torch.cuda's function checks each time whether CUDA is initialised. The load of a binary already did that.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -32,18 +32,18 @@ class Queue(Protocol):
     """Queues a kernel on its device's current stream."""
 
     def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ...) -> None:
-        """`values` come before the kernel's integers, and what stands for described tensors before them."""
+        """Queues a launch. Arguments of described tensors come first, then `values`, then integers."""
         ...
 
 
 class Direct(NamedTuple):
-    """How a binary's launcher hands a launch over to its driver's function.
+    """The constant arguments with which a launcher calls the driver's function.
 
     Attributes:
-        launch: That function.
-        before: What it takes before the stream.
-        after: What it takes behind the stream and before the kernel's own arguments.
-        as_one: Whether it takes these as one sequence.
+        launch: The driver's function.
+        before: Arguments before the stream.
+        after: Arguments after the stream and before the kernel's own.
+        as_one: Whether the kernel's own arguments are passed as one sequence.
     """
 
     launch: Callable[..., None]
@@ -53,31 +53,31 @@ class Direct(NamedTuple):
 
 
 def load(compiled: Any, device: torch.device) -> Callable[..., None]:
-    """A binary's launcher. A binary that is loaded already stays on the device where it is.
+    """Returns a binary's launcher. A binary that is already loaded stays on its device.
 
-    Triton 3.6 and older compile a launcher in C for arguments of a new kind, in a third of a second.
+    Triton 3.6 and older compile a C launcher for each new signature, which takes a third of a second.
 
     Raises:
-        MachineError: The machine cannot load it, as without a C compiler.
-        KernelError: It cannot be loaded there.
+        MachineError: The machine cannot load it, for example without a C compiler.
+        KernelError: The binary cannot be loaded on the device.
     """
     with torch.cuda.device(device), machine_errors():
         try:
-            # Reading `run` loads the binary onto the current device.
+            # Access to `run` loads the binary onto the current device.
             run: Callable[..., None] = compiled.run
         except Exception as error:
             raise KernelError(first_line(error)) from error
     if compiled.function is None or isinstance(run, functools.partial):
-        # Triton tries once: what `run` is from then on would raise in calls.
+        # Triton tries to load once. After a failure, `run` raises in each call.
         raise KernelError("a kernel's binary did not load when it was first asked for")
     return run
 
 
 def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device) -> Queue:
-    """A binary to be queued on a device, onto which it is loaded.
+    """Returns the queue of a binary on a device, and loads the binary there.
 
     Raises:
-        KernelError: It cannot be loaded there.
+        KernelError: The binary cannot be loaded on the device.
     """
     from triton.runtime import driver
 
@@ -85,26 +85,26 @@ def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], de
     if getattr(compiled.metadata, "tensordesc_meta", None):
         run = without_making(run)
     index = current_device() if device.index is None else device.index
-    # No launch metadata and no hooks: they are a profiler's, and cost a call each.
+    # Without launch metadata and hooks, which only profilers need and which cost a call each.
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     dims = (*grid, 1, 1)[:3]
-    # Only GPU drivers have it, and only on a GPU is this called.
+    # Only GPU drivers have this attribute, and this function runs only with a GPU.
     stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
     direct = direct_launch(run, dims, head)
     if direct is None:
         queue = _indirect(run, dims, head, integers, index, stream)
     else:
         queue = _directly(direct, integers, index, stream)
-    # Of the binary only a handle is passed, and Triton 3.9 unloads what nobody holds.
+    # Calls use only a handle, and Triton 3.9 unloads a binary without references.
     vars(queue)["binary"] = compiled
     return queue
 
 
 def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Direct | None:
-    """What a launcher's Python adds to the arguments of a launch, as it is seen to add it once.
+    """Returns the arguments that a launcher adds to a launch, recorded from one call.
 
-    None where that depends on more than the stream and the values: it allocates scratch memory, or is of
-    a kind that adds anything else.
+    Returns None if they depend on more than the stream and the values: the launcher allocates scratch memory
+    or has an unknown structure.
     """
     launch = getattr(run, "launch", None)
     sizes = (getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
@@ -117,7 +117,7 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Dir
     try:
         watched(*grid, stream, *head, *values)
     except (AttributeError, TypeError, ValueError):
-        # It looks at the stream or at the values, and these are neither.
+        # The launcher uses the stream or the values, which are dummies here.
         return None
     if len(seen) != 1:
         return None
@@ -132,12 +132,12 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Dir
 
 def _directly(direct: Direct, integers: tuple[int, ...], device: int, stream: Callable[[int], int]) -> Queue:
     launch, before, after, as_one = direct
-    # Bound once: this is what every call of every kernel comes to.
+    # Bound once, because every call of every kernel uses it.
     current = current_device
 
     def queue(values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
         if current() != device:
-            # The binary belongs to its device's context, which must be the current one.
+            # The binary belongs to its device's context, which must be current.
             with torch.cuda.device(device):
                 queue(values, described)
         elif as_one:
@@ -161,7 +161,7 @@ def _indirect(
             with torch.cuda.device(device):
                 queue(values, described)
             return
-        # Descriptors made on the device live in scratch memory, from torch's stream-ordered pool.
+        # Device-side descriptors are in scratch memory, from torch's stream-ordered pool.
         previous = _allocator.set(_allocate_scratch)
         try:
             run(*grid, stream(device), *head, *described, *values, *integers)
@@ -174,7 +174,7 @@ def _indirect(
 def interpreted_queue(
     module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
 ) -> Callable[..., None]:
-    """A kernel of a rendered module, run by Triton's interpreter on the CPU. `integers` come last."""
+    """Returns a queue for a kernel in Triton's interpreter on the CPU. `integers` are the last arguments."""
     launch = getattr(module, entry)[grid]
 
     def queue(*values: Any) -> None:

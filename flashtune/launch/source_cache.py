@@ -1,8 +1,8 @@
-"""The kernel of a record, without rendering it again where a proven copy of its source lies around.
+"""The kernel of a record, from a verified copy of its source if there is one.
 
-A process that serves a tuned shape then pays for no template engine. The copy is the file that
-`compilation.load_module` leaves. It is used only if it hashes to the digest that the record carries,
-so a file that someone changed is no copy.
+A process that serves a tuned shape then does not import the template engine. The copy is the file that
+`compilation.load_module` writes. It is used only if its digest is that of the record, so a file with modified
+code is never used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flashtune.templates.registry import find_family
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
-    """The kernel of a record's config for tensors of a specialisation.
+    """Returns the kernel of a record's config for tensors of a specialization.
 
     Raises:
-        KernelError: The template refuses the config.
+        KernelError: The template rejects the config.
     """
     family = find_family(record.family)
     return _proven_copy(record, family, specialization) or _render(record, family, specialization)

@@ -1,8 +1,7 @@
-"""Descriptors of the copy engine as kernel arguments: made once for an address, then found again.
+"""TMA descriptors as kernel arguments, cached by address.
 
-Making the descriptors of a call takes most of the host time that a call may cost. They depend on
-addresses, shapes and strides alone; shapes and strides are bound, and allocators hand out the same
-few addresses again and again.
+The creation of descriptors would take most of a call's host time. A descriptor depends only on address,
+shape and strides. Shapes and strides are bound, and allocators reuse a few addresses.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Addresses of one tensor, and of all together, that are remembered; then all are forgotten.
+# The largest number of cached addresses, per tensor and in combination. A full cache is cleared.
 MOST_ADDRESSES = 512
 
-# Devices whose context is current in a thread, as far as it is known here.
+# Devices known to have a current context in this thread.
 _thread = threading.local()
 
 
 class DescriptorArguments:
-    """What stands for tensors of bound shapes and strides among a kernel's arguments."""
+    """The kernel arguments for described tensors of bound shapes and strides."""
 
     __slots__ = ("_known", "_patterns", "_together", "at")
 
@@ -42,28 +41,28 @@ class DescriptorArguments:
         """Binds shapes and strides.
 
         Args:
-            patterns: For each tensor its descriptors, on tensors of any address; they are kept as
-                long as this is, so give them tensors `without_memory`.
-            metadata: The compiler's notes on each descriptor, in order.
+            patterns: The descriptors of each tensor, on tensors of any address. They live as long as this
+                object, so pass tensors from `without_memory`.
+            metadata: The compiler's metadata of each descriptor, in order.
 
         Raises:
-            KernelError: This Triton makes descriptors in another way.
+            KernelError: This version of Triton creates descriptors in an unknown way.
         """
-        _maker()  # what cannot be made is told now, not in the first call
+        _maker()  # fail now, not in the first call
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
         self._together: dict[tuple[int, ...], list[Any]] = {}
-        # The arguments for tensors at these addresses, if such ones came before: one look-up for all.
+        # Returns the arguments for a known combination of addresses, with one look-up for all.
         self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
 
     def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[Any]:
-        """The arguments for tensors at addresses that `at` does not know together; do not change them.
+        """Returns the arguments for addresses that `at` does not know in combination. Do not modify them.
 
         Args:
-            addresses: Those of all tensors, in order.
-            tensor_of: Gives the tensor of a place, where an address is new there; only its address and its
-                type are read.
+            addresses: The addresses of all tensors, in order.
+            tensor_of: Returns the tensor at an index if its address is new. Only its address
+                and type are used.
         """
         values: list[Any] = []
         for place, (address, known) in enumerate(zip(addresses, self._known, strict=True)):
@@ -87,9 +86,9 @@ class DescriptorArguments:
 
 
 def _make_context_current(device: torch.device) -> None:
-    """The driver makes descriptors in a thread's current context, and autograd's threads begin with none.
+    """Makes a device's context current in this thread, as the driver requires for descriptors.
 
-    What torch launches first in a thread gives it one.
+    Threads of autograd start without a context. The first launch by torch in a thread sets it.
     """
     known: set[torch.device] = _thread.__dict__.setdefault("devices", set())
     if device not in known:
@@ -98,7 +97,7 @@ def _make_context_current(device: torch.device) -> None:
 
 
 def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> list[Any]:
-    """A descriptor as the launcher takes it: the tensor map, then its shape and strides."""
+    """Returns a descriptor as the launcher takes it: the tensor map, then its shape and strides."""
     make, rest = _maker()
     made: list[Any] = make(dataclasses.replace(pattern, base=tensor), notes, *rest)
     return made
@@ -106,10 +105,10 @@ def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> l
 
 @functools.cache
 def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
-    """Triton's own way to make them, and what it is given besides the descriptor and the notes.
+    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata.
 
     Raises:
-        KernelError: This Triton has none under that name.
+        KernelError: This version of Triton has no function of that name.
     """
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -118,15 +117,15 @@ def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
             "this Triton makes descriptors in a way that flashtune does not know: install one from 3.6 to 3.9"
         ) from error
 
-    # Later releases pass the launch's other arguments too, for descriptors of another kind.
+    # Later releases also pass the launch's other arguments, for descriptors of another kind.
     return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
 def without_making(run: Any) -> Callable[..., None]:
-    """A binary's launcher that takes descriptors as they were made before, instead of making them.
+    """Returns a binary's launcher that takes existing descriptors instead of creating them.
 
     Raises:
-        KernelError: This Triton's launcher is built in another way.
+        KernelError: The launcher of this version of Triton has an unknown structure.
     """
     inner = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
     if inner is None:
@@ -140,10 +139,10 @@ def without_making(run: Any) -> Callable[..., None]:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor's type, shape and strides alone: what is kept of it holds no memory of the GPU."""
+    """Returns a meta tensor with the type, shape and strides of a tensor, without GPU memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def typed(workspace: Tensor, like: Tensor) -> Tensor:
-    """A workspace, which is allocated in float32, as elements of another tensor's type."""
+    """Returns a view of a float32 workspace in another tensor's type."""
     return workspace.view(like.dtype)

@@ -1,4 +1,4 @@
-"""Scratch memory of launches, and tensors to allocate others like: what a call allocates is here."""
+"""Workspaces of launches, and prototypes for allocations. This code runs in every call."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
-# Bound once: the cheapest allocation that there is from Python.
+# Bound once. It is the fastest allocation from Python.
 empty_like = torch.empty_like
 
 FLOAT32 = 4
-# Each workspace begins on a border of so many bytes, as allocations of their own do at least.
+# Alignment of each workspace in bytes. Separate allocations have at least this alignment.
 BORDER = 512
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 scratch memory that a kernel writes before it reads; allocated per call."""
+    """Returns float32 scratch memory for one call. A kernel writes it before it reads it."""
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def prototype(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor to give to `empty_like`, which takes half the host time of an allocation by shape.
+    """Returns a contiguous prototype for `empty_like`, which takes half the host time of `empty`.
 
-    It has no memory: never read or write it.
+    The prototype has no memory: never read or write it.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
@@ -45,7 +45,7 @@ class Workspaces:
     def __init__(
         self, shapes: tuple[tuple[int, ...], ...] = (), allocate: Allocate = allocate_workspace
     ) -> None:
-        """Plans one allocation for all; with an `allocate` of somebody's own each has one."""
+        """Plans one allocation for all workspaces. With a custom `allocate`, each has its own."""
         self._shapes = shapes
         self._allocate = None if allocate is allocate_workspace else allocate
         self._offsets: list[int] = []
@@ -56,7 +56,7 @@ class Workspaces:
         self._like: Tensor | None = None
 
     def __call__(self, beside: Tensor) -> tuple[Sequence[Tensor], list[int]]:
-        """What holds the memory until all kernels are queued, and the address of each workspace.
+        """Returns tensors that keep the memory alive until all kernels are queued, and all addresses.
 
         Args:
             beside: A tensor on the device.
@@ -74,7 +74,7 @@ class Workspaces:
         return (memory,), [*map(address.__add__, self._offsets)]
 
     def tensors(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """The workspaces as tensors of their shapes."""
+        """Returns the workspaces as tensors of their shapes."""
         if self._allocate is not None:
             return [*held]
         starts = [offset // FLOAT32 for offset in self._offsets]
