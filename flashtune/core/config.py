@@ -58,8 +58,8 @@ class Axis(msgspec.Struct, frozen=True):
     Attributes:
         name: The config's field.
         values: All values, in ascending order if they have an order.
-        ordered: Whether neighbouring values are similar, such as block sizes. The surrogate then uses their
-            positions. False for the members of most enums.
+        ordered: Whether neighbouring values are similar, as for block sizes but not for enums. The surrogate
+            then uses their positions.
         only_if: Returns whether the axis is searched, given the values of earlier axes. If it is not, the
             field has the value `values[0]`.
     """

@@ -26,7 +26,6 @@ class Side(NamedTuple):
         seqlens_kv: Number of keys of each sequence: int32 [batch].
         block_table: The pages of each sequence, in order: int32 [batch, pages of the longest].
         seed: The seed of dropout: int64 [1].
-        seed: What decides which weights are dropped: int64 [1].
         softcap: Scores s become softcap · tanh(s / softcap).
         dropout: The fraction of probabilities that are dropped.
     """

@@ -336,8 +336,8 @@ SCORE_BYTES = 4
 def product_widths(problem: Problem) -> int:
     """Returns the sum of the head dims of all products of a pass.
 
-    The forward pass has two products, for scores and outputs. The backward pass recomputes the scores and the
-    gradients of the probabilities, and has one product each for dq, dk and dv.
+    The forward pass has two products, for scores and outputs. The backward pass has five: for scores, the
+    gradients of the probabilities, dq, dk and dv.
     """
     if problem.is_backward:
         return 3 * problem.head_dim + 2 * problem.value_head_dim

@@ -161,7 +161,9 @@ def make_pools(
     v_scale: Tensor | float | None,
     page_scales: bool,
 ) -> tuple[LayeredPool, LayeredPool]:
-    """Returns zeroed pools for keys and values: kernels multiply unwritten rows by zero, which keeps NaN.
+    """Returns pools of zeros for keys and values.
+
+    Kernels multiply unwritten rows by zero, so these rows must not have NaN.
 
     Raises:
         ProblemError: The type or the scales are not supported.
