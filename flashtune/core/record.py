@@ -17,7 +17,7 @@ from flashtune.core.target import Target, TargetName
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
-# `$` would let a line break pass at the end.
+# `$` would allow a line break at the end.
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 ShortText = Annotated[str, msgspec.Meta(max_length=400)]
 
