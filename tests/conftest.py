@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.support import families, fuzzing, sampling, times
+
+# benchmarks and scripts are not installed. The root comes last, so that an installed package is found first.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Timings differ widely between machines, and a failure must come back on the next run.
 hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
