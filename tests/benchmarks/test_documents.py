@@ -15,6 +15,7 @@ from flashtune.core.errors import TableError, UsageError
 EXEMPTIONS = numbers.read_exemptions(numbers.EXEMPTIONS)
 
 
+@pytest.mark.slow
 def test_every_table_figure_and_picture_is_what_the_saved_results_give() -> None:
     differing = [
         path.relative_to(numbers.ROOT).as_posix()

@@ -54,6 +54,7 @@ def test_a_space_does_not_contain_its_neighbours(changes: dict[str, Any]) -> Non
     assert not space.contains(QOuterConfig(**(base | changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", [dtype for dtype in Dtype if not dtype.is_quantized])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])

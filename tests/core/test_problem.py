@@ -32,6 +32,7 @@ def counted_pairs(problem: Problem) -> int:
     return sum(min(max(keys, 0), problem.seqlen_kv) for keys in seen)
 
 
+@pytest.mark.slow
 @given(PROBLEMS)
 def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
     assert problem.visible_pairs() == counted_pairs(problem)

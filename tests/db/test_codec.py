@@ -119,6 +119,7 @@ def records(draw: st.DrawFn) -> Record:
     )
 
 
+@pytest.mark.slow
 @given(records())
 @settings(max_examples=80)
 def test_a_record_comes_back_as_it_was(record: Record) -> None:
@@ -136,6 +137,7 @@ def test_noise_is_refused(raw: bytes) -> None:
         decode_record(raw)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80)
 def test_any_field_replaced_by_anything_is_refused_or_typed(

@@ -74,6 +74,7 @@ def test_killed_writers_lose_nothing_and_corrupt_nothing(path: Path) -> None:
     assert len(reader.selections("nvidia-h200")) == 1
 
 
+@pytest.mark.slow
 def test_a_kill_at_creation_leaves_a_database_that_opens(path: Path) -> None:
     for delay in (0.2, 0.4, 0.6, 0.8):
         writer = start(path, 0, ENDLESS)

@@ -70,6 +70,7 @@ def test_selections_that_we_lack_are_taken(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "theirs", "wins"),
     [
@@ -147,6 +148,7 @@ def test_tables_are_taken_as_databases_are(
     assert store.merge_tables(table) == MergeCounts(0, 2, 0, 0, 2, 0)
 
 
+@pytest.mark.slow
 def test_tables_come_to_the_same_at_once_as_row_by_row(
     store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
 ) -> None:
@@ -180,6 +182,7 @@ def _changed(record: Record, number: int) -> Record:
     return msgspec.structs.replace(record, measurement=measurement)
 
 
+@pytest.mark.slow
 def test_a_large_table_takes_few_statements(
     store: Store, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:

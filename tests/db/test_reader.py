@@ -104,6 +104,7 @@ def test_a_hostile_row_is_skipped_with_a_warning(
         assert reader.selections(TARGET if payload is not None else "amd-mi300x") == ()
 
 
+@pytest.mark.slow
 def test_threads_read_while_a_store_writes(path: Path, make_record: MakeRecord) -> None:
     failures: list[BaseException] = []
     done = threading.Event()

@@ -13,6 +13,7 @@ from flashtune.templates.rendering import render
 SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_records_name_the_kernels_that_render_here(name: str) -> None:
     table = shipped_table(name)

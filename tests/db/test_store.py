@@ -146,6 +146,7 @@ def test_the_last_check_counts(store: Store, make_record: MakeRecord) -> None:
     assert reader.check("b" * 32, "nvidia-h200", versions) is None
 
 
+@pytest.mark.slow
 def test_threads_share_a_store(store: Store, make_record: MakeRecord) -> None:
     def write(thread: int) -> None:
         for number in range(25):

@@ -113,6 +113,7 @@ def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file:
     assert found == {problem: (3, True), backward: (3, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_compiled_programs_are_recorded(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch

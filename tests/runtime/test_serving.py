@@ -147,6 +147,7 @@ def test_a_plan_takes_tensors_like_its_own_alone(
             planned(other, k, v)
 
 
+@pytest.mark.slow
 def test_threads_prepare_a_kind_of_call_once(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)

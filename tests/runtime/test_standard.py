@@ -49,6 +49,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> Problem:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 @pytest.mark.parametrize("causal", list(Causal))

@@ -17,6 +17,7 @@ from tests.runtime.training_calls import Make, backward_record, close, gradients
 from tests.support.machine import Machine, tuned
 
 
+@pytest.mark.slow
 @quiet
 def test_both_passes_are_prepared_by_the_first_forward_pass(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
@@ -106,6 +107,7 @@ def test_explanations_tell_of_each_pass(machine: Machine, problem: Problem, make
     assert (machine.launches, machine.kernels, machine.checked) == (0, [], [])
 
 
+@pytest.mark.slow
 @quiet
 def test_reproducible_gradients_are_another_problem(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
@@ -133,6 +135,7 @@ def test_reproducible_gradients_are_another_problem(machine: Machine, problem: P
     assert len(call_cache._servers) == 3, "of no meaning where nobody goes back"
 
 
+@pytest.mark.slow
 @quiet
 def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
@@ -174,6 +177,7 @@ def test_gradients_that_no_kernel_computes_are_named(machine: Machine, problem: 
         flashtune.attention(q, *cache, k_scale=scale, v_scale=torch.ones(1), prefer="generated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"return_lse": True}])
 def test_float64_is_computed_unfused(options: dict[str, Any]) -> None:
     torch.manual_seed(1)

@@ -18,6 +18,7 @@ from tests.runtime.training_calls import close, leaves, quiet, server_of
 from tests.support.machine import Machine, expected
 
 
+@pytest.mark.slow
 @quiet
 def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
@@ -30,6 +31,7 @@ def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem:
     assert len(machine.checked) == 2, "strides alone are bound anew"
 
 
+@pytest.mark.slow
 @quiet
 def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
@@ -79,6 +81,7 @@ def test_strides_that_hooks_change_are_bound_anew(
     assert bound == [bias.stride(), bias.contiguous().stride()]
 
 
+@pytest.mark.slow
 @quiet
 def test_launches_are_kept_for_so_many_strides(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch

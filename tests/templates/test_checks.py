@@ -125,6 +125,7 @@ LARGE = [(name, tensor) for name, tensor in TENSORS if tensor in ("q", "k", "v",
 ALIGNED = [one for one in LARGE if COMBINATIONS[one[0]][5].alignment is not Alignment.ANY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
 def test_another_dtype_is_refused(name: str, tensor: str) -> None:
     expected = call_of(name)[tensor].dtype
@@ -135,6 +136,7 @@ def test_another_dtype_is_refused(name: str, tensor: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
 def test_another_device_is_refused(name: str, tensor: str) -> None:
     if tensor == "q":
@@ -145,6 +147,7 @@ def test_another_device_is_refused(name: str, tensor: str) -> None:
         refused(name, put(tensor, lambda one: one.to("meta")), rf"^{tensor} is on meta, expected cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
 def test_another_last_size_is_refused(name: str, tensor: str) -> None:
     """Head dims among them. The first of `cu_seqlens_q` decides how many sequences others must describe."""
@@ -158,11 +161,13 @@ def test_another_last_size_is_refused(name: str, tensor: str) -> None:
         refused(name, put(tensor, wider), rf"^{tensor} has shape \(.*\), expected \(.*\)$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), LARGE)
 def test_other_numbers_of_dimensions_are_refused(name: str, tensor: str) -> None:
     refused(name, put(tensor, lambda one: one[0]), rf"^{tensor} has 3 dimensions, expected 4$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_kv_heads_that_do_not_divide_heads_are_refused(name: str) -> None:
     def change(call: Call) -> None:
@@ -172,6 +177,7 @@ def test_kv_heads_that_do_not_divide_heads_are_refused(name: str) -> None:
     refused(name, change, r"^k has 3 heads, expected (1|a divisor of the 4 heads of q)$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in COMBINATIONS if not FEATURES.get(name, {}).get("page_size")]
 )
@@ -183,6 +189,7 @@ def test_unequal_batches_are_refused(name: str) -> None:
     refused(name, change, r"^k has shape \(\d, .*\), expected \(\d, .*\)$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), [one for one in TENSORS if "scale" not in one[1]])
 def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str, tensor: str) -> None:
     if tensor == "seed":
@@ -192,6 +199,7 @@ def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str, tensor: s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), ALIGNED)
 def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor: str) -> None:
     message = rf"^{tensor} has strides \(.*\), expected multiples of (4|8|16) before the last$"
@@ -208,6 +216,7 @@ def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor:
         refused(name, put(tensor, odd_rows), message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), ALIGNED)
 def test_addresses_off_16_byte_borders_are_refused(name: str, tensor: str) -> None:
     if FEATURES.get(name, {}).get("latent") and tensor != "q":
@@ -221,6 +230,7 @@ def test_addresses_off_16_byte_borders_are_refused(name: str, tensor: str) -> No
         refused(name, put(tensor, moved), rf"^{tensor} has the address \d+, expected a multiple of 16$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), LARGE)
 def test_offsets_beyond_32_bits_are_refused(name: str, tensor: str) -> None:
     """Tensors without memory, which all lie on one device."""
@@ -281,6 +291,7 @@ def test_kernels_in_gluon_refuse_tensors_of_the_cpu(name: str) -> None:
     refused(name, lambda call: None, r"^q is on cpu, expected a GPU$")
 
 
+@pytest.mark.slow
 def test_changed_checks_change_no_version_and_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: kernel_of(name) for name in COMBINATIONS}
     versions = {name: template_hash(name) for name in family_names()}

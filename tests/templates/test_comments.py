@@ -63,6 +63,7 @@ def kernels() -> dict[str, Kernel]:
     return {name: kernel_of(name) for name in COMBINATIONS}
 
 
+@pytest.mark.slow
 def test_changed_comments_change_no_version_and_no_digest(install: Callable[[Read], None]) -> None:
     versions = {name: template_hash(name) for name in family_names()}
     before = kernels()
@@ -82,6 +83,7 @@ def test_every_template_has_a_comment_that_the_test_changes(name: str) -> None:
     assert canonical_template(reworded(text)) == canonical_template(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", all_templates())
 def test_changed_code_changes_the_canonical_form(name: str) -> None:
     text = read(name)

@@ -47,6 +47,7 @@ def test_rendered_as_before(updates_golden: bool) -> None:
     golden_files.check(GOLDEN, {name: kernel_of(name).source for name in COMBINATIONS}, updates_golden)
 
 
+@pytest.mark.slow
 def test_a_person_can_read_it(name: str) -> None:
     source = kernel_of(name).source
     ast.parse(source)
@@ -61,6 +62,7 @@ def test_a_person_can_read_it(name: str) -> None:
     assert re.findall(r"\n\n\n(?!\n|@|def |[A-Z]+ = )", source) == []
 
 
+@pytest.mark.slow
 def test_functions_use_every_name_that_they_set(name: str) -> None:
     kernel = kernel_of(name)
     for function in functions(kernel.source).values():
@@ -74,6 +76,7 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_the_header_says_what_it_is(name: str) -> None:
     kernel = kernel_of(name)
     header = ast.get_docstring(ast.parse(kernel.source)) or ""
@@ -88,6 +91,7 @@ def test_the_header_says_what_it_is(name: str) -> None:
     assert kernel.family in header
 
 
+@pytest.mark.slow
 def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
     tree = ast.parse(kernel_of(name).source)
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
@@ -106,6 +110,7 @@ def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
         assert sources == []
 
 
+@pytest.mark.slow
 def test_arguments_are_those_of_the_function(name: str) -> None:
     kernel = kernel_of(name)
     found = functions(kernel.source)

@@ -48,6 +48,7 @@ def a_problem(
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 60), st.integers(1, 40), st.integers(0, 90), st.integers(0, 90))
 def test_floor_sum(count: int, divisor: int, step: int, start: int) -> None:
     assert floor_sum(count, divisor, step, start) == sum((start + step * i) // divisor for i in range(count))
@@ -175,6 +176,7 @@ def test_items_are_named_apart_and_not_negative(name: str) -> None:
         assert all(item.bytes >= 0 for item in items)
 
 
+@pytest.mark.slow
 def test_the_share_that_misses_is_none_of_what_fits_and_solves_its_equation() -> None:
     assert missed(H200.l2_bytes / 2, H200) == 0
     assert missed(1, None) == 1
@@ -221,6 +223,7 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
 STEEPEST = {"forward_kv_outer": 800.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200", "a100", "l4"])
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_traffic_grows_with_length_and_never_jumps(family: Family, target: str) -> None:

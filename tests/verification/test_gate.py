@@ -162,12 +162,14 @@ def test_small_mistakes_fail(dtype: Dtype, spoil: Spoil) -> None:
     assert max(worst) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", [Probe.RANDOM, Probe.NEEDLE])
 def test_a_forgotten_block_of_quantized_keys_fails(probe: Probe) -> None:
     problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
     assert ratios(problem, probe, 5, forget_block)[0] > 2
 
 
+@pytest.mark.slow
 def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
     problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
     assert ratios(problem, Probe.RANDOM, 5, forget_key)[1] < 1, "8-bit scores are not that exact"

@@ -103,6 +103,7 @@ def uncovered(family: Family, problem: Problem, config: Config) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_every_level_reaches_third_tiles_in_default_configs(family: Family) -> None:
     problems = tuple(problems_of(family))

@@ -143,11 +143,13 @@ def test_right_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), PlainConfig(), right) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODES)
 def test_right_results_of_decoding_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert refused(monkeypatch, a_problem(**DECODES[name]), DecodingConfig(), right) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MASKS, *(f"decoding {name}" for name in DECODES)])
 def test_the_reference_is_the_definition(name: str) -> None:
     decoding = name.removeprefix("decoding ")

@@ -82,6 +82,7 @@ def test_thinner_tables_nest_and_keep_every_kind(records: tuple[Record, ...]) ->
     assert set(map(id, thinned(reversed(records), 0.5))) == set(map(id, half))
 
 
+@pytest.mark.slow
 def test_finalists_hold_the_tuned_configs_and_can_be_rendered(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:

@@ -51,6 +51,7 @@ def listed() -> tuple[Subject, ...]:
     return sanitized()
 
 
+@pytest.mark.slow
 def test_families_come_in_turn(listed: tuple[Subject, ...]) -> None:
     digests = [subject.digest for subject in listed]
     assert len(set(digests)) == len(digests)
@@ -79,6 +80,7 @@ def test_an_architecture_without_some_families_has_the_others() -> None:
     assert "forward_hopper" not in drawn
 
 
+@pytest.mark.slow
 def test_every_launch_fills_the_gpu_more_than_once_or_is_small_and_ragged(
     listed: tuple[Subject, ...],
 ) -> None:
@@ -173,6 +175,7 @@ def test_reports_come_back(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_report_goes_on_with_what_is_listed_now(listed: tuple[Subject, ...]) -> None:
     known = Finding(RACECHECK, listed[0].digest, listed[0].candidate.family, "a kernel", True)
     gone = msgspec.structs.replace(known, digest="f" * 32)

@@ -119,6 +119,7 @@ def test_only_the_best_are_timed_once_more(tmp_path: Path) -> None:
     assert table.peers == (PeerTime("sdpa-cudnn", 3.0),)
 
 
+@pytest.mark.slow
 def test_a_batch_that_lost_its_process_is_tried_one_by_one(tmp_path: Path) -> None:
     def turns(candidate: Candidate) -> bool:
         return bool(getattr(candidate.config, "ping_pong", False))

@@ -71,6 +71,7 @@ def test_text_that_is_not_utf8_beside_a_record_is_no_traceback(filled: Path, mak
     assert (counts.selections_added, counts.checks_added) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
 @pytest.mark.parametrize("table", ["selections", "stand_ins"])
 @pytest.mark.parametrize("column", ["problem_key", "target"])

@@ -92,6 +92,7 @@ def test_expressions_in_a_table_are_refused_before_they_run(
             use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sqlite_autoindex_selections_1", "records"])
 def test_rows_without_end_are_stopped_within_five_seconds(filled: Path, name: str) -> None:
     repeat_rows(filled, name)
@@ -108,6 +109,7 @@ def test_rows_without_end_are_stopped_within_five_seconds(filled: Path, name: st
     assert time.process_time() - start < 5
 
 
+@pytest.mark.slow
 def test_a_merge_may_take_longer_than_one_statement(
     filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ print(*found, sep=";")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "found"),
     [

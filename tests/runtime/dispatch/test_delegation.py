@@ -29,6 +29,7 @@ def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> Triple:
     return q, k, v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("kv_heads", [1, 4])

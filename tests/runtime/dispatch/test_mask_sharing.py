@@ -263,6 +263,7 @@ def masks() -> dict[str, tuple[Tensor, bool]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_calls_and_plans_choose_for_each_way_of_sharing_anew(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str], *, reverse: bool
@@ -292,6 +293,7 @@ def test_a_plan_of_one_way_refuses_masks_of_another(
                 plan(*call, attn_mask=given[other])
 
 
+@pytest.mark.slow
 def test_compiled_calls_choose_for_each_way_of_sharing_anew(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str]
 ) -> None:

@@ -57,6 +57,7 @@ def by_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("shape", SHAPES)
@@ -154,6 +155,7 @@ def call_of(problem: Problem, **changes: Any) -> tuple[tuple[Tensor, Tensor, Ten
     return (q, k, k.flip(2)), {"attn_bias": bias, **changes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_sdpa_serves_masks_where_it_was_measured_as_faster(

@@ -124,6 +124,7 @@ def test_other_head_dims_and_far_shapes_are_told_with_the_command(
         assert search_command(problem) in str(warning.message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 80, 96, 112, 160, 192, 224])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_configs_that_are_carried_over_are_in_the_space_of_their_head_dim(

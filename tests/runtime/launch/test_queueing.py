@@ -121,6 +121,7 @@ def test_amds_launcher_is_gone_past_alike(devices: Devices) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_binary_is_held_as_long_as_it_may_be_queued(devices: Devices) -> None:
     for run in (a_launcher([]), a_launcher([], global_scratch_size=64)):
         binary = compiled(run)

@@ -104,6 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [dense, varlen, pages, planned, explained])
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=[text[:24] for _, text in REFUSED])
 def test_a_wrong_argument_is_refused(

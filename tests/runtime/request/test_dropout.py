@@ -40,6 +40,7 @@ def lagged(drawn: Tensor, rows: int, keys: int) -> tuple[Tensor, Tensor]:
     return drawn[:, : ROWS - rows, first:last], drawn[:, rows:, first + keys : last + keys]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
 def test_means_and_variances(dropout: float) -> None:
     for seed in SEEDS:
@@ -77,6 +78,7 @@ def test_heads_and_seeds_do_not_know_of_each_other(dropout: float) -> None:
         assert abs(z_score(one * other)) < 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [(1, 1), (2, 3), (8, 8), (64, 32)], ids=str)
 def test_patterns_of_four(lag: tuple[int, int]) -> None:
     """Chi-square of the 16 patterns at the corners of squares, each corner in one square alone."""
@@ -93,6 +95,7 @@ def test_patterns_of_four(lag: tuple[int, int]) -> None:
         assert ((counts - expected).square() / expected).sum() < 50.5
 
 
+@pytest.mark.slow
 def test_long_rows_do_not_repeat() -> None:
     """All lags of rows of 64k keys at once, by a Fourier transform."""
     keys, dropout = 2**16, 0.1
@@ -106,6 +109,7 @@ def test_long_rows_do_not_repeat() -> None:
     assert abs(scores.square().mean() - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_pairs_of_rows_and_of_keys() -> None:
     """The largest correlations of any two, and their mean square, are those of independent ones."""
     drawn = standardized(5, 0.5, 1024, 1024)[0]

@@ -17,6 +17,7 @@ PROBLEM = Problem(
 )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=400)
 @hypothesis.given(
     seqlen_q=st.integers(0, 9),

@@ -53,6 +53,7 @@ def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem
         assert descriptor.padding == "zero"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "block_m", "blocks"), [(64, 128, 9), (128, 64, 9), (192, 64, 18), (256, 64, 18)]
 )

@@ -125,6 +125,7 @@ def test_batches_draw_weights_of_their_own() -> None:
     assert worst_error(render(FAMILY, problem, config, PLAIN), problem, config) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

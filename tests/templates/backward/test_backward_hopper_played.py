@@ -135,6 +135,7 @@ def test_gradients_are_those_of_plain_attention(
     played(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "queries", "stages"), [(1, 40, 2), (1, 70, 2), (3, 150, 2), (3, 150, 3), (2, 300, 4)]
 )
@@ -150,6 +151,7 @@ def test_either_group_s_turn_may_be_the_last(
     assert all(sorted(one.program for one in added) == [*range(blocks)] for added in sums.added.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -174,6 +176,7 @@ def test_playing_finds_what_is_wrong_with_turns(
         played(problem, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("delay", "init"), [(False, True), (False, False), (True, False)])
 def test_steps_of_other_orders(delay: bool, init: bool) -> None:
     # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.

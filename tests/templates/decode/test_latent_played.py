@@ -208,6 +208,7 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         worst_error(broken(kernel, "mbarrier.arrive(rest_empty.index(0))", "pass"), problem, LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EARLY, SPLIT], ids=["early", "split"])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("page", [0, 16, 64])

@@ -70,6 +70,7 @@ def played_backward(
     test_backward_hopper_played.played(msgspec.structs.replace(subject.problem, **lengths), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", subjects("backward_hopper", BACKWARD), ids=lambda one: one.label)
 def test_gradients_of_the_right_kernels_are_right(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     played_backward(rendered(subject), subject, monkeypatch)
@@ -120,6 +121,7 @@ def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) 
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", third_tiles.gluon(), ids=lambda mutant: mutant.id)
 def test_a_kernel_that_is_broken_from_a_third_tile_on_is_wrong_there(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch

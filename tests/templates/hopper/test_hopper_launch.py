@@ -62,6 +62,7 @@ def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", DESCRIBED, ids=lambda problem: problem.key)
 def test_arguments_are_typed_as_the_descriptors_that_the_host_makes(problem: Problem) -> None:
     tensors = like(problem)

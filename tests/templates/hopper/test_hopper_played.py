@@ -94,6 +94,7 @@ def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:
     return msgspec.structs.replace(a_problem(16, causal=causal), **shape)
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
 def test_attention_as_it_was(config: dict[str, Any], causal: Causal) -> None:
@@ -167,6 +168,7 @@ def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
     return msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
 
 
+@pytest.mark.slow
 def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     window = a_small(Causal.BOTTOM_RIGHT, window_left=100)
     kernel = kernel_of(window, **SMALL)

@@ -77,6 +77,7 @@ def test_weights_meet_their_values(config: dict[str, Any], causal: Causal) -> No
         assert worst_error(shape, config) < 1e-12, (queries, keys)
 
 
+@pytest.mark.slow
 @CONFIGS
 def test_windows(config: dict[str, Any]) -> None:
     problem = a_problem(32, dtype=Dtype.E4M3, heads=2, kv_heads=1, batch=1, seqlen_q=400, seqlen_kv=420)

@@ -52,6 +52,7 @@ def test_every_config_of_a_space_renders(problem: Problem) -> None:
         assert ("transpose_values" in names) is problem.dtype.is_quantized
 
 
+@pytest.mark.slow
 @BY_SPACE
 def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
     space = FAMILY.space(problem, H200)

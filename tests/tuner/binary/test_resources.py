@@ -69,6 +69,7 @@ def test_a_blackwell_kernel_takes_tensor_memory() -> None:
     assert read_resources(a_kernel(block_m=128), find_target("b200")).tensor_memory_columns == 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["b200", "mi300x"])
 def test_sizes_alone_are_read_without_a_tool(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = a_kernel(128, block_m=128, block_n=128)
@@ -83,6 +84,7 @@ def test_sizes_alone_are_read_without_a_tool(target: str, monkeypatch: pytest.Mo
     assert found.sram_bytes > 0
 
 
+@pytest.mark.slow
 def test_an_amd_kernel() -> None:
     found = read_resources(a_kernel(), find_target("mi300x"))
     assert 0 < found.sram_bytes <= 64 * 1024
@@ -162,6 +164,7 @@ def test_serialisation_is_found_with_and_without_ptxas_remarks_at_hand(
     assert calls == ["again"], "a binary from the cache does not"
 
 
+@pytest.mark.slow
 def test_reading_resources_prints_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

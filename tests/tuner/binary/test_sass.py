@@ -75,6 +75,7 @@ def test_natural_loops(successors: list[list[int]], expected: list[set[int]]) ->
     assert sorted(found, key=sorted) == sorted(expected, key=sorted)
 
 
+@pytest.mark.slow
 def test_a_compiled_kernel_has_an_exponential_for_each_score() -> None:
     candidate = Candidate(FAMILY, a_config(block_m=64, block_n=64, num_warps=4))
     described = describe_candidate(a_problem(), candidate, Specialization(), find_target("h100"))

@@ -84,6 +84,7 @@ def test_what_nothing_can_have_written(lines: tuple[str, ...], address: int) -> 
     assert unwritten(listed(*lines)) == f"{lines[address // 16]} at {address:#x}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not triton.__version__.startswith(("3.6.", "3.7.")),
     reason="its ptxas is not the one that loses an address",

@@ -208,6 +208,7 @@ def test_options_are_grouped(run: Run) -> None:
     assert text.index("--shape SHAPE") < text.index("\nGPU:") < text.index("--device INDEX")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("targets",), ("targets", "--json"), ("export", "--shipped", "--target", "h200")],

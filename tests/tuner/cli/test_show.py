@@ -128,6 +128,7 @@ def test_show_of_records_of_another_triton_imports_no_triton(
     assert imported == "[]"
 
 
+@pytest.mark.slow
 def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> None:
     code = "from flashtune.dispatch.versions import torch_version\nprint(torch_version())\n"
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -98,6 +98,7 @@ def test_recorded_calls_are_warmed_as_their_tensors_lay(
     assert [scope.specialization for scope, _ in submitted] == [assumed]
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_a_failure(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Future[Compiled]:
         done: Future[Compiled] = Future()
@@ -120,6 +121,7 @@ def test_nothing_to_warm_is_a_usage_error(run: Run) -> None:
     assert "no kernel family computes any of these calls" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_a_later_process_compiles_nothing(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

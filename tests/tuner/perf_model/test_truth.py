@@ -41,6 +41,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert not table.is_whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -90,6 +91,7 @@ def test_drift_of_batches_and_heat_of_the_finals_are_taken_out() -> None:
     assert fastest(table) == 2.5
 
 
+@pytest.mark.slow
 def test_draws_for_several_problems_hold_the_same_configs_where_their_spaces_do() -> None:
     def drawn(shape: str, count: int) -> tuple[Any, ...]:
         problem, target = a_problem(shape), find_target("h200")

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
+
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
@@ -69,6 +71,7 @@ def test_flags_and_relocations_of_sections_count() -> None:
         assert [one for one in before if before[one] != after[one]] == ([section] if section else [])
 
 
+@pytest.mark.slow
 def test_launch_parameters_of_amd_count_and_names_do_not() -> None:
     binary, name = compiled("amd-mi300x")
     before = parts(binary, name)

@@ -59,6 +59,7 @@ def test_only_families_of_the_pass_are_searched() -> None:
     assert only.family.name == "backward_split"
 
 
+@pytest.mark.slow
 def test_both_passes_of_a_shape_are_stored_side_by_side(store: Store) -> None:
     ahead, back = search(store, FORWARD, lse=True), search(store, BACKWARD)
     assert ahead.best is not None
@@ -91,6 +92,7 @@ def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
     assert seen.tally.tried == 8
 
 
+@pytest.mark.slow
 def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> None:
     request = SearchRequest(problem=BACKWARD, target=H200, budget=Budget(3, None, None))
     equipment = Equipment(FakeCompiler(compiled), Predictor(), 1)

@@ -37,6 +37,7 @@ def ranked(tmp_path: Path) -> list[Candidate]:
     return sorted(measurer.seen, key=lambda candidate: by_tile(candidate).measurement.ms)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.outcome.value)
 def test_a_choice_that_is_wrong_when_warps_are_late_makes_way(
     store: Store, ranked: list[Candidate], failure: Evaluation
@@ -108,6 +109,7 @@ def test_after_all_finalists_failed_there_are_others(
     assert result.best.measurement.samples == 21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch, failing: int

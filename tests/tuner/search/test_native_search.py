@@ -90,6 +90,7 @@ def test_nothing_stands_in_for_a_portable_winner(native: Family, store: Store) -
     assert chosen(store) == ([PORTABLE], [])
 
 
+@pytest.mark.slow
 def test_a_search_of_the_portable_family_alone_renews_the_stand_in(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
     before = store.stand_ins()[0].record
@@ -101,6 +102,7 @@ def test_a_search_of_the_portable_family_alone_renews_the_stand_in(native: Famil
     assert (result.stand_in.ms or 0) < (before.ms or 0)
 
 
+@pytest.mark.slow
 def test_predictions_stand_in_for_predictions_alone(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
     measured = chosen(store), store.stand_ins()[0].record

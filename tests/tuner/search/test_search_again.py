@@ -59,6 +59,7 @@ def test_a_search_without_trials_times_what_is_known_again_and_selects_that(stor
     assert selected.record.ms == slower
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["triton", "template", "ptxas", "driver"])
 def test_records_of_other_makers_are_made_again(
     store: Store, monkeypatch: pytest.MonkeyPatch, changed: str

@@ -235,6 +235,7 @@ def test_a_dry_run_says_what_a_search_would_do_and_creates_nothing(own_database:
     assert (expected["known"], expected["tried"]) == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_search_shows_as_much_as_it_is_asked_for() -> None:
     usual = CliRunner().invoke(main, [*ARGUMENTS])
     assert usual.exit_code == 0, usual.output
@@ -277,6 +278,7 @@ def test_an_interrupt_prints_the_best_so_far_and_the_command_that_resumes(
     assert done.stderr.endswith("flashtune: interrupted; what was finished is stored\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_whole_process_group_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "flashtune.tuner.cli", *ARGUMENTS]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:

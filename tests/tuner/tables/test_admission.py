@@ -46,6 +46,7 @@ def changed(record: Record, part: str, **changes: Any) -> Record:
     return msgspec.structs.replace(record, **{part: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [target.name for target in TARGETS if shipped_table(target.name)])
 def test_every_shipped_record_is_admitted(name: str) -> None:
     table = shipped_table(name)

@@ -86,6 +86,7 @@ def require_verified(records: list[Record]) -> None:
             assert not is_proven(record, current_versions(record.family))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_jobs")
 def test_mutated_tables_are_refused_or_verified(tmp_path: Path, fuzz_count: FuzzCount) -> None:
     base = base_records()
@@ -145,6 +146,7 @@ def list_all(path: Path) -> int:
         return len((*store.records(), *store.selections(), *store.stand_ins()))
 
 
+@pytest.mark.slow
 def test_damaged_databases_are_refused_or_read(filled: Path, tmp_path: Path, fuzz_count: FuzzCount) -> None:
     path, copy = tmp_path / "damaged.sqlite", tmp_path / "copy.sqlite"
     whole = len(base_records())

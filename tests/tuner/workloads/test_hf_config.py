@@ -172,6 +172,7 @@ field_names = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(document=st.dictionaries(field_names, json_values))
 def test_any_config_is_a_model_or_one_sentence(
     document: Any, tmp_path_factory: pytest.TempPathFactory

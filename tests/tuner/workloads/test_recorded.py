@@ -111,6 +111,7 @@ def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.Capture
     assert "1 recorded problems are left out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_searches_both_passes_of_what_was_called(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_weights_below_the_normal_numbers_of_float32_may_be_lost(
     assert found(2.0**-110) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MASKS])
 def test_the_reference_is_what_autograd_makes(name: str) -> None:
     fields = MASKS.get(name, {})

@@ -58,6 +58,7 @@ def shown(runs: list[Run]) -> str:
     return "\n".join(pages.texts(runs).values())
 
 
+@pytest.mark.slow
 def test_pages_show_the_largest_run_and_all_counts() -> None:
     filled = shown([a_run(), a_run(found=())])
     assert "| `forward_q_outer` | wrong result | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
@@ -72,6 +73,7 @@ def test_pages_show_the_largest_run_and_all_counts() -> None:
     assert "3 of the 3 mutants still render to the source that was run." in filled
 
 
+@pytest.mark.slow
 def test_pages_name_refused_kernels_and_kernels_that_changed_since() -> None:
     changed = msgspec.structs.replace(a_run().found[0], kernel="0" * 32)
     judged = (("d40", False), ("d64", True), ("d96", None))

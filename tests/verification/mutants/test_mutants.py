@@ -32,6 +32,7 @@ def test_a_mutant_is_another_program(mutant: Mutant) -> None:
     assert ast.dump(ast.parse(source)) != ast.dump(ast.parse(rendered(mutant.subject).source))
 
 
+@pytest.mark.slow
 def test_mutants_are_many_and_told_apart() -> None:
     names = [mutant.id for mutant in MUTANTS]
     assert len(set(names)) == len(names)

@@ -38,6 +38,7 @@ def rendered(record: Record, **changes: Any) -> Record:
     return msgspec.structs.replace(changed, kernel=kernel.digest)
 
 
+@pytest.mark.slow
 def test_render_writes_the_selection(run: Run, stored: Stored, shape: str, tmp_path: Path) -> None:
     result = run("render", "--shape", shape, "--target", "h200")
     assert result.exit_code == 0, result.output

@@ -52,12 +52,14 @@ def test_seconds_are_simulated(store: Store) -> None:
     assert moments == sorted(moments)
 
 
+@pytest.mark.slow
 def test_failures_of_a_table_are_outcomes_of_the_search(store: Store) -> None:
     table = a_table()
     result, _ = replayed(table, store, Budget(None, None, None))
     assert result.tally.outcomes == {Outcome.OK: 50, Outcome.WRONG_RESULT: 5, Outcome.COMPILE_ERROR: 5}
 
 
+@pytest.mark.slow
 def test_the_same_seed_replays_the_same_search(
     store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
