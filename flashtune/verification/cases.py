@@ -1,7 +1,7 @@
-"""The companion problems of a check: which shapes, probes and layouts a config is put through.
+"""The test cases of a check: shapes, probes and layouts that a config is verified with.
 
-A kernel's source depends on no length, head count or batch, so one binary takes all of them.
-Which lengths those are, and which probes go with them, is in `shapes.py`.
+A kernel's source does not depend on lengths, head counts or batch, so one binary runs all cases. `shapes.py`
+chooses the lengths and their probes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flashtune.verification.serving_shapes import Posed, posed
 from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 TENSORS = ("q", "k", "v", "out")
-# Sides of a tile where a config does not name them.
+# Tile sizes of a config that has no such parameters.
 DEFAULT_TILE = (128, 128)
-# Heads, KV heads and batch, in turn.
+# Heads, KV heads and batch of successive cases.
 HEADS = ((4, 2, 1), (3, 1, 2), (2, 2, 2), (1, 1, 1), (6, 3, 1))
 FEW_HEADS = ((4, 2, 1), (1, 1, 2), (2, 2, 1))
 SCALES = (1.0, 0.6, 1.7)
 MAIN_REPEATS = 4
-# The tuned shape is thinned out beyond this many bytes of inputs and output.
+# A tuned shape with more bytes of inputs and output than this is reduced in batch and heads.
 MAX_MAIN_BYTES = 2**31
 
 
@@ -36,9 +36,9 @@ class Level(enum.Enum):
     """How much is checked.
 
     quick   A self-check before first use: a dozen small problems.
-    full    A search's candidate: the tuned shape, and every border of the tile. What it is about to select
-            is proven so once more, with warps that fall behind.
-    strict  An audit: ten times the probes of full, tensors beyond 2^31 elements, and warps that fall behind.
+    full    For candidates of a search: the tuned shape, and every border of the tile. The candidate to be
+            selected is also verified at this level with delayed warps.
+    strict  An audit: ten times the probes of full, tensors beyond 2^31 elements, and delayed warps.
     """
 
     QUICK = "quick"
@@ -51,14 +51,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         problem: Shape, type and mask.
-        probe: What q, k and v hold.
-        block: Keys of the tile that the probe is made for.
+        probe: The values of q, k and v.
+        block: Number of keys of the tile that the probe is made for.
         scale: Softmax scale.
         layout: Order of heads and positions in memory.
-        repeats: Launches that must agree: bit for bit, but for gradients whose sums may take any order.
-        far: Which of q, k, v, out spans more than 2^31 elements, if any.
-        lengths: Of each sequence, where they differ.
-        faulty: Whether looking up a block table where a sequence has no page ends the process.
+        repeats: Launches that must agree bit for bit, except gradients whose order of summation may vary.
+        far: Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
+        lengths: Lengths of the sequences, if they differ.
+        faulty: Whether unused entries of the block table are page numbers whose use faults.
     """
 
     problem: Problem
@@ -68,13 +68,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout = Layout.BHSD
     repeats: int = 1
     far: int | None = None
-    # What most cases do not say is not in the bytes that their seeds are made of.
+    # Unset fields are not part of the encoded case, from which its seed is computed.
     lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
     faulty: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def label(self) -> str:
-        """The case in a few words, for a verdict."""
+        """A short description of the case, for verdicts."""
         problem = self.problem
         lengths = f"q={problem.seqlen_q} kv={problem.seqlen_kv}"
         heads = f"heads={problem.heads}x{problem.kv_heads} batch={problem.batch}"
@@ -85,30 +85,30 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lengths_of(case: Case) -> Lengths:
-    """Queries and keys of each of a case's sequences."""
+    """Returns the lengths of a case's sequences."""
     return equal_lengths(case.problem) if case.lengths is msgspec.UNSET else case.lengths
 
 
 def splits_of(config: Config) -> int:
-    """Parts that a decoding kernel cuts keys into, at least 1; 0 of a kernel that does not decode."""
+    """Returns the number of splits of a decoding kernel, at least 1, or 0 if the kernel does not decode."""
     splits: int | None = getattr(config, "splits", None)
     return 0 if splits is None else max(1, splits)
 
 
 def tile_of(config: Config) -> tuple[int, int]:
-    """Queries and keys of a config's tile: its `block_m` and `block_n`."""
+    """Returns `block_m` and `block_n` of a config."""
     block_m, block_n = DEFAULT_TILE
     return int(getattr(config, "block_m", block_m)), int(getattr(config, "block_n", block_n))
 
 
 def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
-    """The small problems of a level, in a fixed order.
+    """Returns the small problems of a level in a fixed order.
 
     Args:
-        problem: The problem that a kernel is for.
-        config: The kernel's config: its tile and pipeline decide the lengths.
+        problem: The problem of the kernel.
+        config: The kernel's config. Its tile and pipeline determine the lengths.
         level: How much is checked.
-        reduced: Whether to make do with fewer heads and blocks, as an interpreter needs.
+        reduced: Whether to use fewer heads and blocks, as an interpreter needs.
     """
     block_m, block_n = tile_of(config)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
@@ -119,11 +119,11 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
-        # Without rounds of tiles nothing else has three tiles of queries and of keys in full attention.
+        # No other reduced problem has three tiles of queries and of keys in full attention.
         cases = cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS)
-        # Nothing races in an interpreter, and programs run one after the other.
+        # An interpreter runs programs one after the other, so there are no races.
         return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
-    # Heads that share a tile: some must be left over for a tile of their own.
+    # With packed heads, one head must remain for a partly filled tile.
     pack = getattr(config, "pack", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
     rounds = rounds_of(tile, quick=level is Level.QUICK)
@@ -131,7 +131,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
-    """The tuned shape itself, its batch and heads thinned out where memory would not hold it."""
+    """Returns cases of the tuned shape, with smaller batch and heads if it does not fit in memory."""
     if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
         return ()
     fitting = _thinned(problem)
@@ -143,7 +143,7 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
         )
         heads = (fitting.heads, fitting.kv_heads)
         return tuple(_served(fitting, (Posed(shape, heads, lengths, True) for shape in shapes), 64, (1.0,)))
-    # The block is a fixed one, so that configs with different tiles share inputs and reference.
+    # The block is fixed, so that configs with different tiles share inputs and reference.
     common = {"problem": fitting, "block": 64, "scale": problem.head_dim**-0.5}
     return (
         Case(probe=Probe.RANDOM, repeats=MAIN_REPEATS, layout=Layout.BSHD, **common),
@@ -152,7 +152,7 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
 
 
 def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
-    """Small problems of which one tensor at a time spans more than 2^31 elements."""
+    """Returns small problems in which one tensor at a time spans more than 2^31 elements."""
     block_m, block_n = tile_of(config)
     if is_ragged(problem) or splits_of(config):
         queries = 1 if splits_of(config) else block_m + 1
@@ -186,7 +186,7 @@ def _thinned(problem: Problem) -> Problem:
 def cases_of(
     problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
 ) -> Iterator[Case]:
-    """Cases of equal sequences; `heads` are heads, KV heads and batch, which come in turn like all else."""
+    """Yields cases of equal sequences. Heads, KV heads and batch cycle through `heads`."""
     turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
     for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
         yield Case(
@@ -209,13 +209,13 @@ def cases_of(
 def _served(
     problem: Problem, problems: Iterable[Posed], block: int, factors: tuple[float, ...] = SCALES
 ) -> Iterator[Case]:
-    """Cases of sequences that differ, or of what is asked beside the plain."""
+    """Yields cases of decoding, or with features such as sequences of different lengths."""
     turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))
     for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
         heads, kv_heads = one.heads
         queries, keys = _longest(one.lengths)
         if problem.page_size:
-            # Tables have room for a page more than any sequence has, every other time.
+            # In every second case, block tables have one more page than the longest sequence.
             keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
         elif problem.lengths:
             keys += 5 * (turn % 2)

@@ -1,7 +1,7 @@
-"""Proves a kernel of either pass: launches it on every case of a level, compares with the reference.
+"""Verifies a kernel of either pass: launches it on every case of a level and compares with the reference.
 
-What decides is gathered on the device and read once at the end, so that a check costs the launches
-and little more.
+The figures stay on the device and are read once at the end. A check therefore takes little longer than its
+launches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flashtune.verification.comparison import Finding
 
 INTERPRETER = "interpreter"
-# What a verdict says of a result that is not finite; JSON knows no infinity.
+# The ratio that a verdict stores for a result that is not finite. JSON has no infinity.
 NOT_FINITE = 1e9
 
 
@@ -51,26 +51,26 @@ def check_kernel(
     *,
     seed: int | None = None,
 ) -> Verdict:
-    """Renders the kernel of a config and proves it, on the device or under Triton's interpreter.
+    """Renders the kernel of a config and verifies it, on the device or under Triton's interpreter.
 
     Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
-    failure. The strict level also checks the binaries with and without the log-sum-exp (of a backward
-    pass, its gradient), the other causal alignment, and each with warps that fall behind.
+    failure. The strict level also checks the binaries with and without the log-sum-exp (in a backward
+    pass, its gradient) and the other causal alignment. It checks each of these with delayed warps too.
 
     Args:
         family: The kernel's family.
-        problem: What it must compute; also the shape that the full level checks it at.
-        config: Its config.
-        specialization: What it may assume of its tensors.
-        target: The GPU that it is compiled for.
-        device: Where to run it.
+        problem: The problem of the kernel. The full level also checks its shape.
+        config: The kernel's config.
+        specialization: Properties that the kernel may assume of its tensors.
+        target: The GPU that the kernel is compiled for.
+        device: The device to run it on.
         level: How much to check.
-        seed: Seed of all inputs; a fresh one where left out.
+        seed: Seed of all inputs. A fresh one by default.
 
     Raises:
-        KernelError: It does not compile, load or launch.
+        KernelError: The kernel does not compile, load or launch.
     """
-    # The template engine, which whoever has a rendered kernel may do without.
+    # Imported here because callers with a rendered kernel do not need the template engine.
     from flashtune.templates.rendering import render
 
     problem = interpretable(problem) if interpreting() else problem
@@ -96,10 +96,10 @@ def check_rendered(
     seed: int | None = None,
     compiled: Binary | None = None,
 ) -> Verdict:
-    """As `check_kernel`, of a kernel that is rendered already, and compiled where that is at hand.
+    """Verifies a rendered kernel as `check_kernel` does; `compiled` is its binary if there is one already.
 
     Raises:
-        KernelError: It does not compile, load or launch.
+        KernelError: The kernel does not compile, load or launch.
     """
     seed = next_seed() if seed is None else seed
     binary = None if interpreting() else compiled or compile_binary(kernel, target)
@@ -111,7 +111,7 @@ def check_rendered(
             for case, case_seed in planned:
                 found = tuple(case_findings(kernel, binary, case, case_seed, target, device, keep=keep))
                 findings += found
-                # On the CPU figures are known at once, and launches are slow: one failure will do.
+                # On the CPU, figures are known at once and launches are slow, so stop at the first failure.
                 if interpreting() and not all(finding.holds() for finding in found):
                     break
             assert findings, "a kernel without problems is not proven"
@@ -135,14 +135,14 @@ def check_delayed(
     *,
     seed: int | None = None,
 ) -> Verdict | None:
-    """As `check_rendered` at the full level, with warps that fall behind: does it wait for what it needs?
+    """Verifies a kernel at the full level with random delays of its warps, to find missing waits.
 
-    None of a kernel that leaves that to the compiler.
+    Returns None for a kernel whose compiler inserts all waits.
 
     Raises:
-        KernelError: It does not compile, load or launch.
+        KernelError: The kernel does not compile, load or launch.
     """
-    # A first call, which is not proven so, imports nothing for it.
+    # Imported here because the self-check of a first call does not need it.
     from flashtune.verification.schedule_fuzzing import DELAYS, delayed
 
     late = delayed(kernel)
@@ -155,7 +155,7 @@ def check_delayed(
 
 
 def full_probes(kernel: Kernel, problem: Problem, config: Config, target: Target) -> frozenset[str]:
-    """The probes that a pass at the full level names; `delays` too where `check_delayed` gives a verdict."""
+    """Returns the probes of a full check, and `delays` if `check_delayed` returns a verdict."""
     from flashtune.verification.schedule_fuzzing import DELAYS, delayed
 
     planned = _planned(kernel, problem, config, target, Level.FULL, 0)
@@ -164,7 +164,7 @@ def full_probes(kernel: Kernel, problem: Problem, config: Config, target: Target
 
 
 def read_figures(findings: list[Finding]) -> list[float]:
-    """All figures, in their order, which are on the device: it is waited for once for each type of them."""
+    """Returns all figures in order. Waits for the device once for each dtype of the figures."""
     values = [0.0] * len(findings)
     for dtype in {finding.figure.dtype for finding in findings}:
         alike = [place for place, finding in enumerate(findings) if finding.figure.dtype is dtype]
@@ -175,12 +175,12 @@ def read_figures(findings: list[Finding]) -> list[float]:
 
 
 def interpretable(problem: Problem) -> Problem:
-    """The problem as the interpreter can compute it: its products of 16-bit tiles are garbage."""
+    """Returns the problem in float32: Triton's interpreter computes wrong products of 16-bit tiles."""
     return msgspec.structs.replace(problem, dtype=Dtype.FP32)
 
 
 def joined(verdicts: list[Verdict]) -> Verdict:
-    """Several verdicts on variants of one kernel as one."""
+    """Returns one verdict for several variants of a kernel."""
     worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_ratio))
     found = msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
     if not found.passed:
@@ -204,7 +204,7 @@ def _variants(
 def _planned(
     kernel: Kernel, problem: Problem, config: Config, target: Target, level: Level, seed: int
 ) -> tuple[tuple[Case, int], ...]:
-    """The cases of a level that the kernel's family computes."""
+    """Returns the cases of a level that the kernel's family supports."""
     planned = tuple(planned_cases(kernel, problem, config, level, seed))
     return _supported(kernel, target, planned) if problem.features or splits_of(config) else planned
 
@@ -212,10 +212,10 @@ def _planned(
 def _supported(
     kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
 ) -> tuple[tuple[Case, int], ...]:
-    """Those cases that the kernel's family computes: how many queries it decodes, say, is its own affair.
+    """Returns the cases that the kernel's family supports. Families may limit, for example, the queries.
 
     Raises:
-        KernelError: There is none of them.
+        KernelError: The family supports none of the cases.
     """
     family, tensors = find_family(kernel.family), kernel.specialization
     cases = tuple(one for one in planned if why_not(family, one[0].problem, target, tensors) is None)

@@ -1,4 +1,4 @@
-"""Launches a kernel on one case and says what decides whether it is right there."""
+"""Launches a forward kernel on one case and compares its results with the reference."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One figure that decides: it must not exceed `limit`, nor be NaN.
+    """One figure of a check. It must not exceed `limit`, nor be NaN.
 
     Attributes:
-        what: What was compared, in words.
+        what: A description of the comparison.
         figure: A scalar on the device.
         limit: 1 for error ratios, 0 for counts.
     """
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     limit: float
 
     def holds(self) -> bool:
-        """Whether the figure is within its limit; reads it, and so waits for the device."""
+        """Returns whether the figure is within its limit. Waits for the device."""
         return self.figure.item() <= self.limit
 
 
@@ -58,17 +58,17 @@ def findings_of(
     *,
     launched: bool = True,
 ) -> Iterator[Finding]:
-    """Launches a kernel on a case, as often as the case asks, and yields what decides.
+    """Launches a kernel on a case `case.repeats` times and yields the findings.
 
     Args:
         kernel: The kernel.
-        compiled: Its binary; None under the interpreter.
+        compiled: Its binary, None under the interpreter.
         case: The problem.
-        prepared: Its tensors, and what must come of them.
+        prepared: Its tensors and reference.
         target: The GPU.
-        cold: Bytes of the cache that is emptied before each launch but the first, so that copies arrive
-            later than a kernel that does not wait for them expects; 0 to leave it.
-        launched: Whether it is launched; without, the findings say that nothing was written.
+        cold: Bytes of the L2 cache to flush before each launch but the first, or 0. Copies then arrive later,
+            which exposes missing waits.
+        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
     """
     q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     lse = prepared.lse.given if kernel.specialization.lse else None
@@ -81,7 +81,7 @@ def findings_of(
     launch: Callable[..., None] = no_launch
     if launched:
         launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
-    # What is behind the rows of sequences is like what is around a tensor.
+    # Rows after those of the sequences are checked like the memory around a tensor.
     written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
     first: tuple[Tensor, ...] = ()
     for repeat in range(case.repeats):
@@ -106,14 +106,14 @@ def findings_of(
 
 
 def no_launch(*_: object) -> None:
-    """In place of a launch."""
+    """Does nothing, in place of a launch."""
 
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
     expected, out = prepared.expected, prepared.out.view
     rows = _picked(case, prepared, out)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
-    # Infinity times zero is NaN, and nothing else than zero comes of a number.
+    # Infinity or NaN times zero is NaN, and a finite number times zero is zero.
     yield Finding(f"{case.label}: elements not written or not finite", nonzero(out * 0), 0.0)
     if lse:
         exact = expected.lse[..., None]
@@ -123,5 +123,5 @@ def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
 
 
 def _picked(case: Case, prepared: Prepared, written: Tensor) -> Tensor:
-    """What was written at the compared rows, [heads, rows, ...]; some other row where there is none."""
+    """Returns the results at the compared rows, [heads, rows, ...]. Absent rows are replaced by others."""
     return pick(written, case.problem, prepared.lengths, *prepared.chosen)

@@ -1,4 +1,4 @@
-"""How many queries and keys each sequence of a problem has."""
+"""Numbers of queries and keys of a problem's sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from flashtune.core.problem import Problem
 
-# Lengths of packed sequences are drawn log-uniformly from this part of the longest on, as requests' are.
+# Lengths of varlen sequences are log-uniform between this fraction of the longest and the longest, like those
+# of requests.
 SHORTEST_PART = 1 / 16
-# A fixed seed: what is timed and what is proven at a tuned shape are the same lengths everywhere.
+# The seed is fixed so that timing and verification of a tuned shape use the same lengths on all machines.
 SEED = 20
 
 
@@ -17,8 +18,8 @@ class Lengths(NamedTuple):
     """Queries and keys of each sequence.
 
     Attributes:
-        queries: Of each sequence, none longer than the problem's `seqlen_q`.
-        keys: Likewise, `seqlen_kv`.
+        queries: Number of queries of each sequence, at most the problem's `seqlen_q`.
+        keys: Number of keys of each sequence, at most `seqlen_kv`.
     """
 
     queries: tuple[int, ...]
@@ -26,26 +27,27 @@ class Lengths(NamedTuple):
 
     @property
     def total_q(self) -> int:
-        """Rows of packed queries."""
+        """The number of query tokens in a varlen batch."""
         return sum(self.queries)
 
 
 def is_ragged(problem: Problem) -> bool:
-    """Whether sequences of a problem may differ in length."""
+    """Returns whether sequences of a problem may differ in length."""
     return bool(problem.packed or problem.lengths or problem.page_size)
 
 
 def equal_lengths(problem: Problem) -> Lengths:
-    """All sequences as long as the longest."""
+    """Returns lengths with all sequences as long as the longest."""
     return Lengths((problem.seqlen_q,) * problem.batch, (problem.seqlen_kv,) * problem.batch)
 
 
 def usual_lengths(problem: Problem) -> Lengths:
-    """Lengths as at a tuned shape, the same at every call.
+    """Returns the lengths of a tuned shape. Every call returns the same.
 
-    Packed queries: log-uniform between a sixteenth of the longest and the longest, which is there once, and
-    as many in all as `packed` says, as far as that can be. Keys of packed sequences are longer than their
-    queries by the ratio of the longest. Keys of others: the longest once, else uniform from half of it on.
+    Query lengths of a varlen batch are log-uniform between a sixteenth of the longest and the longest. The
+    longest occurs at least once, and the lengths sum up to `packed` if possible. Its key lengths are the
+    query lengths times the ratio of the longest ones. Other key lengths are uniform between half of the
+    longest and the longest, which occurs at least once.
     """
     if not (is_ragged(problem) and problem.batch):
         return equal_lengths(problem)
@@ -60,7 +62,7 @@ def usual_lengths(problem: Problem) -> Lengths:
 
 
 def _with_total(problem: Problem, chance: random.Random) -> tuple[int, ...]:
-    """Query lengths with the sum that a problem asks for: all are stretched alike, and cut at the longest."""
+    """Returns query lengths with the problem's total: all scaled by one factor and clamped to the longest."""
     longest = problem.seqlen_q
     drawn = [SHORTEST_PART ** chance.random() for _ in range(problem.batch - 1)]
     wanted = problem.packed - longest
@@ -73,7 +75,7 @@ def _with_total(problem: Problem, chance: random.Random) -> tuple[int, ...]:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(stretched(middle)) < wanted else (low, middle)
     lengths = stretched(high)
-    # Rounding leaves a few tokens: they go to or come from whoever has room.
+    # Rounding changes the total by a few tokens. Correct lengths that are not at a bound.
     over = sum(lengths) - wanted
     for index, length in enumerate(lengths):
         lengths[index] = max(1, min(longest, length - over))

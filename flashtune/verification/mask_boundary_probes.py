@@ -1,4 +1,4 @@
-"""Probes of masks, and of keys whose first columns are the values."""
+"""Inputs that expose errors at mask boundaries, and inputs for keys whose first columns are the values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
-# Pairs of queries and keys worked on at a time, in elements: a few dozen bytes for each border.
+# Pairs of queries and keys that are processed at a time. Each border takes a few dozen bytes.
 CHUNK_PAIRS = 2**27
-# Scores of a visible key beside a border and of the hidden one across it, over the others'.
+# Scores of the visible and of the hidden key at a border, relative to those of other keys.
 LAST_VISIBLE = 6.0
 FIRST_HIDDEN = 9.0
 
@@ -33,11 +33,11 @@ FIRST_HIDDEN = 9.0
 def at_edges(
     problem: Problem, scale: float, lengths: Lengths, side: Side, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys such that each query asks for two neighbours, one visible and one not.
+    """Returns queries and keys such that each query matches two neighbour keys, one visible and one hidden.
 
-    Which border a row asks at is drawn: of its window, its chunk, the first tokens, the prefix, the diagonal,
-    a bias, or the sequence's end. Each key has a random word of signs. What lies behind a packed sequence's
-    last key is the next one's first.
+    The two keys are at a random border of the row's mask: the border of its window, chunk, first tokens,
+    prefix, diagonal or bias, or the end of the sequence. Each key is a random vector of signs. In varlen
+    batches, the key after the last one of a sequence is the first one of the next sequence.
 
     Returns:
         q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_kv, head_dim] in float32.
@@ -52,7 +52,7 @@ def at_edges(
     asked_for = _neighbours(problem, lengths, side, generator)
     batch = torch.arange(problem.batch)[:, None, None]
     head = (torch.arange(problem.heads) // problem.group_size)[None, :, None]
-    # Words are looked up on the CPU, which loads no kernels for it; signs travel as bytes.
+    # Indexing on the CPU loads no CUDA kernels. Signs are copied to the device as bytes.
     signs = words.to(torch.int8).cpu()
     last_visible, first_hidden = (signs[batch, head, key].to(device) for key in asked_for)
     asked = LAST_VISIBLE * last_visible + FIRST_HIDDEN * first_hidden
@@ -60,7 +60,7 @@ def at_edges(
 
 
 def _next(lengths: Lengths, sequence: int) -> int:
-    """The sequence whose first key follows another's last in memory; that one itself where none does."""
+    """Returns the sequence whose first key follows the last key of `sequence`, or `sequence` if none does."""
     following = range(sequence + 1, len(lengths.keys))
     return next((other for other in following if lengths.keys[other]), sequence)
 
@@ -68,7 +68,7 @@ def _next(lengths: Lengths, sequence: int) -> int:
 def _neighbours(
     problem: Problem, lengths: Lengths, side: Side, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A key that each row sees and one beside it that it does not: [batch, heads, seqlen_q], on the CPU."""
+    """Returns a visible key of each row and a hidden neighbour: [batch, heads, seqlen_q] on the CPU."""
     number = torch.arange(problem.batch * problem.heads)
     all_rows = Rows(number // problem.heads, number % problem.heads, torch.arange(problem.seqlen_q))
     masks = distinct_masks(lengths, side, all_rows)
@@ -86,12 +86,12 @@ def _neighbours(
 
 
 class Borders(NamedTuple):
-    """Where each row of a mask stops seeing, or begins to; on the CPU.
+    """Pairs of a visible and a hidden key that are neighbours in a row of a mask; on the CPU.
 
     Attributes:
-        counts: How many borders each row has, [rows].
-        hidden: The key beyond each border, those of one row after the other: [borders].
-        visible: The key on this side, likewise.
+        counts: Number of borders of each row, [rows].
+        hidden: The hidden key at each border, row by row, [borders].
+        visible: The visible key at each border, [borders].
     """
 
     counts: Tensor
@@ -100,23 +100,23 @@ class Borders(NamedTuple):
 
 
 def _borders(seen: Tensor) -> Iterator[Borders]:
-    """The borders of some masks, [masks, rows, keys]. Nobody sees what is before or behind all keys."""
+    """Yields the borders of masks [masks, rows, keys]. Positions before and after all keys are hidden."""
     padded = torch.nn.functional.pad(seen, (1, 2))
     before, own, after = padded[..., :-2], padded[..., 1:-1], padded[..., 2:]
     border = ~own & (before | after)
     for one, left in zip(border, before, strict=True):
         row, hidden = one.nonzero(as_tuple=True)
-        # A border whose left side is seen is asked for there.
+        # If both neighbours are visible, the left one is used.
         visible = hidden + 1 - 2 * left[row, hidden].long()
         yield Borders(row.cpu().bincount(minlength=len(one)), hidden.cpu(), visible.cpu())
 
 
 def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The key on this side of one border of each row, and the one beyond; any where a row has none.
+    """Returns the visible and the hidden key at one border of each row. Rows without a border get any keys.
 
     Args:
-        borders: Of the heads' mask.
-        drawn: Which of its borders each row gets, between 0 and 1: [heads, rows].
+        borders: Borders of the heads' mask.
+        drawn: Position of the border among those of its row, between 0 and 1, [heads, rows].
     """
     if not len(borders.hidden):
         return torch.zeros_like(drawn, dtype=torch.int64), torch.zeros_like(drawn, dtype=torch.int64)
@@ -126,11 +126,11 @@ def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with values as the keys' first columns, which queries do not ask for.
+    """Returns queries and keys with the values as first columns of the keys. Queries are zero there.
 
     Args:
-        q: What makes the scores, [batch, heads, seqlen_q, other columns].
-        k: Likewise, [batch, kv_heads, seqlen_kv, other columns].
+        q: The other columns of the queries, [batch, heads, seqlen_q, other columns].
+        k: The other columns of the keys, [batch, kv_heads, seqlen_kv, other columns].
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
     """
     quiet = q.new_zeros(*q.shape[:3], v.shape[-1])

@@ -1,7 +1,7 @@
-"""What a check does differently for the forward pass and for the backward one: problems, inputs, launches.
+"""Cases, inputs and launches of a check, for the forward and the backward pass.
 
-The modules of gradients are imported where a backward pass is proven: a forward kernel's first call pays for
-no others.
+The modules of `gradients` are imported only for a backward pass, so that the first call of a forward kernel
+does not load them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from flashtune.launch.forward import Binary
 
 STRICT_REPEATS = 50
-# Cases whose block tables end the process that looks up what is not there.
+# Number of cases with block tables whose unused entries fault when they are used.
 FAULTY_CASES = 4
 
 
 def planned_cases(
     kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int
 ) -> Iterator[tuple[Case, int]]:
-    """The cases of a level, each with the seed of its inputs."""
+    """Yields the cases of a level, each with the seed of its inputs."""
     own = _cases(problem)
     reduced = interpreting()
     small = own.companions(problem, config, level, reduced=reduced)
@@ -57,7 +57,7 @@ def planned_cases(
 
 
 def _cases(problem: Problem) -> ModuleType:
-    """Which cases there are for a pass."""
+    """Returns the module with the cases of the problem's pass."""
     if not problem.is_backward:
         return cases
     from flashtune.verification.gradients import cases as gradient_cases
@@ -76,18 +76,18 @@ def case_findings(
     keep: bool,
     launched: bool = True,
 ) -> Iterator[Finding]:
-    """Prepares a case, launches the kernel on it and yields what decides.
+    """Prepares a case, launches the kernel on it and yields the findings.
 
     Args:
         kernel: The kernel.
-        binary: Its binary; None under the interpreter.
+        binary: Its binary, None under the interpreter.
         case: The problem.
-        seed: Of its inputs.
-        target: The GPU that it is compiled for.
-        device: Where to run it.
-        keep: Whether inputs and reference are kept for kernels to come, and caches emptied between
-            launches. A self-check leaves nothing behind in a user's memory.
-        launched: Whether the kernel is launched; without, all findings say that nothing was written.
+        seed: Seed of its inputs.
+        target: The GPU that the kernel is compiled for.
+        device: The device to run it on.
+        keep: Whether to cache inputs and reference for later kernels, and to flush the L2 cache between
+            launches. False in a self-check, which must not hold a user's memory.
+        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
     """
     alignment = kernel.specialization.alignment
     cold = target.l2_bytes if keep else 0
@@ -103,7 +103,7 @@ def case_findings(
 
 
 def forget() -> None:
-    """Drops what is kept: a wrong kernel may have written anywhere."""
+    """Clears the cached cases, because a wrong kernel may have written anywhere."""
     from flashtune.verification.gradients import inputs as prepared_gradients
 
     prepared.prepare_and_keep.forget()

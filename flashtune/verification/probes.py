@@ -1,4 +1,4 @@
-"""The inputs that one wrong tile cannot pass: what q, k and v hold in each probe."""
+"""Probes: values of q, k and v with which a single wrong tile fails verification."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
-# Scores of `far_below`: so far under zero that a key of zeros, as padding is, would outweigh all.
+# Scores of `far_below` are so far below zero that a padding key of zeros would take all the weight.
 DEPTH = 150.0
-# Scores of `rising` climb by this much from the first key to the last.
+# Scores of `rising` rise by this much from the first key to the last.
 CLIMB = 14.0
-# Scores of `steep` climb by so much more, in powers of two, in one row of a few.
+# Scores of `steep` rise by CLIMB times a power of two with an exponent in this range, in a share of the rows.
 LEAST_STEEP, MOST_STEEP = -2.0, 3.5
 STEEP_SHARE = 1 / 12
 NEEDLE = 8.0
-# Queries and keys of `faint`, over normal ones: the product of their scales is zero in float32.
+# Factor of queries and keys of `faint`. The product of their scales is zero in float32.
 FAINTNESS = 2.0**-100
-# Outliers are what quantisation suffers from: one element in a thousand is ten times as large, as in the
+# Outliers increase the error of quantisation. One element in a thousand is ten times as large, as in the
 # experiments of FlashAttention-3 (Shah et al., 2024).
 OUTLIER_SHARE = 0.001
 OUTLIER_SIZE = 10.0
-# Up to so many elements are laid out on the CPU.
+# Tensors of at most this many elements are filled on the CPU.
 FEW_ELEMENTS = 2**20
-# Heads of quantised tensors differ in size by powers of two up to this one, so that no head's scale
-# serves for another.
+# Magnitudes of the heads of quantised tensors differ by up to this power of two, so that the scale of another
+# head gives a wrong result.
 HEAD_POWER = 2
 
 
 class Probe(enum.StrEnum):
-    """What a case is about.
+    """The kind of error that a case exposes.
 
-    random     Normal q, k and v; with outliers where they will be quantised, since those decide the scales.
-    far_below  All scores near -150: padding that is not masked takes all the weight, and weights that
-               are not relative to the maximum vanish.
-    needle     Near-equal weights, and one key of each block stands out in V: a block that is
-               skipped, masked or taken twice is missing or doubled in a column of every row.
+    random     Normal q, k and v, with outliers if they will be quantised, because outliers determine the
+               scales.
+    far_below  All scores near -150. Padding that is not masked takes all the weight, and exponentials that
+               are not relative to the maximum become zero.
+    needle     Nearly equal probabilities, and one key of each block is large in V. A block that is skipped,
+               masked or processed twice is missing or doubled in a column of every row.
     first, last  As needle, at the first and at the last key of each block.
-    rising     Scores climb along the keys for even rows and fall for odd ones: the running maximum
-               changes in every block, or only in the first.
-    steep      As rising, in a few rows each by itself, and by 4 to 150; the others stay calm: threads that
-               share a decision must not miss the one row that needs it, nor let it grow for good.
-    faint      Queries and keys next to nothing, so that all weights are equal and the log-sum-exp is known
-               to the last bits: a forgotten key shows there, whatever 8-bit products lose of other scores.
-    diagonal   The last visible key has much weight, the first hidden one would have more.
-    edge       Likewise at any border of what a row sees: window, chunk, first tokens, prefix, length.
-    sink       As random, with sinks that take nearly all weight in some heads and none in others.
+    rising     Scores rise along the keys in even rows and fall in odd rows. The running maximum changes in
+               every block, or only in the first.
+    steep      As rising, but by 4 to 150, and in a few separate rows only. Threads that decide together
+               must not miss a row that needs rescaling, nor postpone it indefinitely.
+    faint      Queries and keys near zero, so that all probabilities are equal and the log-sum-exp is known
+               to the last bits. A missing key changes it, even if 8-bit products truncate other scores.
+    diagonal   The last visible key has much weight; the first hidden key would have more.
+    edge       As diagonal, at any border of a row's mask: window, chunk, first tokens, prefix, length.
+    sink       As random, with sinks that take nearly all the weight in some heads and none in others.
     """
 
     RANDOM = "random"
@@ -75,7 +76,7 @@ class Probe(enum.StrEnum):
 
 
 class Values(NamedTuple):
-    """q, k and v as [batch, heads, seqlen, head_dim] in float32, not yet rounded to their type."""
+    """q, k and v as [batch, heads, seqlen, head_dim] in float32, not yet rounded to their dtype."""
 
     q: Tensor
     k: Tensor
@@ -91,19 +92,19 @@ def make_values(
     lengths: Lengths | None = None,
     side: Side = NO_SIDE,
 ) -> Values:
-    """Fresh values for a probe.
+    """Returns new values for a probe.
 
     Args:
-        probe: What the values are for.
+        probe: The probe.
         problem: Shape and mask.
-        scale: Softmax scale that they will be used with.
-        block: Keys of a tile.
-        generator: Source of randomness; its device is where the values are made.
-        lengths: Of each sequence, where they are not all of the longest.
-        side: Prefixes and biases: `edge` asks what is visible.
+        scale: Softmax scale that the values will be used with.
+        block: Number of keys of a tile.
+        generator: Random generator. The values are made on its device.
+        lengths: Lengths of the sequences, unless all are equal.
+        side: Prefixes and biases, which determine the visible keys of `edge`.
     """
     if problem.latent and probe not in (Probe.RANDOM, Probe.SINK):
-        # The other columns alone make the scores: the first are what the probe puts into values.
+        # The first columns hold the probe's values, so the other columns alone determine the scores.
         own = msgspec.structs.replace(
             problem, head_dim=problem.head_dim - problem.value_head_dim, latent=False
         )
@@ -152,16 +153,16 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _with_outliers(normal: Tensor, generator: torch.Generator) -> Tensor:
-    # Whole numbers of which one in a thousand is zero: casts are in use anyway, and comparisons are not.
+    # Integers of which one in a thousand is zero. Casts load no new CUDA kernels, comparisons would.
     drawn = torch.rand(normal.shape, generator=generator, device=normal.device) * (1 / OUTLIER_SHARE)
     rare = 1.0 - drawn.int().bool().float()
     return normal + rare * OUTLIER_SIZE * _normal(tuple(normal.shape), generator)
 
 
 def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch.Generator) -> Values:
-    """The same scores from keys whose heads differ in size, and values whose heads differ too.
+    """Returns values with the same scores, but with heads of k and v of different magnitudes.
 
-    With `grow` the scores of some query heads are twice as large.
+    With `grow`, the scores of some query heads are twice as large.
     """
 
     def sizes(heads: int, least: int, largest: int) -> Tensor:
@@ -175,7 +176,7 @@ def _unlike_heads(values: Values, problem: Problem, grow: bool, generator: torch
 
 
 def _far_below(values: Values, scale: float) -> Values:
-    # Every query lies along one direction and every key against it.
+    # All queries point in one direction and all keys in the opposite one.
     width = values.q.shape[-1]
     size = (DEPTH / (scale * width)) ** 0.5
     return Values(0.3 * values.q + size, 0.3 * values.k - size, values.v)
@@ -190,28 +191,31 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     else:
         offset = torch.full((batch, kv_heads, blocks), 0 if probe is Probe.FIRST else block - 1)
     key = (start + offset).clamp_max(keys - 1)
-    # Neighbouring blocks use columns apart; the more blocks share one, the larger its needles.
+    # Neighbouring blocks use different columns.
     column = torch.arange(blocks) * 7 % width
     sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
     place = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
     v = replaced(0.1 * values.v, place, NEEDLE * sign)
-    # Scores of about a quarter in size: weights are near equal, and still tell keys apart.
+    # Scores of about 0.25 in magnitude: probabilities are nearly equal but still differ between keys.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)
 
 
 def replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:
-    """A tensor with some elements, none zero, in place of its own: overwritten where it is large."""
+    """Returns the tensor with some elements replaced by nonzero ones. Large tensors are changed in place."""
     if tensor.numel() > FEW_ELEMENTS:
         tensor[where] = elements.to(tensor.device)
         return tensor
-    # On the CPU, which loads no kernels for it.
+    # Indexing on the CPU loads no CUDA kernels.
     laid = torch.zeros(tensor.shape, dtype=tensor.dtype).index_put_(where, elements.to(tensor.dtype))
     return tensor * (1.0 - laid.bool().float()).to(tensor.device) + laid.to(tensor.device)
 
 
 def _rising(values: Values, scale: float, direction: Tensor) -> Values:
-    """Scores that climb along the keys, by `direction` of CLIMB: [seqlen_q] or [batch, heads, seqlen_q]."""
+    """Returns values whose scores rise along the keys by `direction` times CLIMB.
+
+    `direction` is [seqlen_q] or [batch, heads, seqlen_q].
+    """
     keys, width = values.k.shape[2], values.k.shape[-1]
     size = (CLIMB / 2 / (scale * width)) ** 0.5
     climb = size * torch.linspace(-1.0, 1.0, keys)[:, None]
@@ -221,9 +225,9 @@ def _rising(values: Values, scale: float, direction: Tensor) -> Values:
 
 
 def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Up or down and how steep, for a few rows here and there, and zero for the others.
+    """Returns the slope of the scores: random in a few rows, and zero in the others.
 
-    The last rows of the first and of the last head are as steep as they come, one each way.
+    The last rows of the first and of the last head have the largest positive and negative slope.
     """
     here, power, way = (torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(3))
     steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
@@ -233,8 +237,8 @@ def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.Generator) -> Values:
-    # A random word of signs for each key; the query that ends at a key asks for its word, and more
-    # loudly for the next key's, which it must not see.
+    # Each key is a random vector of signs. A query combines its last visible key and, with a larger factor,
+    # the next key, which is hidden.
     width = problem.head_dim
     shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
     words = torch.randint(2, shape, generator=generator) * 2.0 - 1.0

@@ -1,11 +1,11 @@
-"""Kernels that say themselves who waits for whom, made late wherever that matters.
+"""Schedule fuzzing: random sleeps at the synchronisation points of kernels with explicit barriers.
 
-A wait that is missing is seen where data are late, and on an idle GPU they hardly ever are: copies of small
-problems arrive long before they are read. So warps fall asleep at random before they copy, read, write,
-multiply, wait or tell: what barriers order comes in the right order however long they sleep, and much of what
-nothing orders does not. Only warps are late: copies and products that are under way go on, so that whoever
-does not wait for those is not seen so. The idea is that of noise makers for concurrent programs (Edelstein
-et al., 2002), in PTX.
+A missing wait has an effect only if data are late. On an idle GPU, copies of small problems usually arrive
+long before they are read. Here warps sleep at random before they copy, read, write, multiply, wait or signal.
+Barriers keep the order of accesses for any delay; accesses without a barrier often change their order.
+
+Only warps are delayed. Copies and products in flight continue, so a missing wait for these is not found. The
+method is noise injection for concurrent programs (Edelstein et al., 2002), in PTX.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 
 from flashtune.core.kernel import Kernel
 
-# What a verdict names beside its probes.
+# The name of schedule fuzzing among the probes of a verdict.
 DELAYS = "delays"
-# One place in so many at random, and up to so many nanoseconds, of which `nanosleep` makes twice as many at
-# most: a copy takes about one thousand. Powers of two both.
+# Probability of a sleep as one in so many, and its longest time in ns; both powers of two. `nanosleep` may
+# sleep twice as long. A copy takes about 1000 ns.
 ONE_IN = 4
 LONGEST_NS = 4096
 
-# A statement that begins with, or assigns, what others may have to come before or after.
+# A statement that starts with, or assigns the result of, an operation that needs an order between warps.
 _PLACE = re.compile(
     r"^(?P<indent> +)(?:return |[\w, ]+ \+?= )?"
     r"(?:copy_in|copy_out|mbarrier\.(?:wait|arrive)|warpgroup_mma(?:_wait)?|fence_async_shared|tma\.store_wait"
@@ -32,7 +32,7 @@ _PLACE = re.compile(
     re.MULTILINE,
 )
 
-# An odd factor spreads the clock's last bits, in which neighbours differ, over all.
+# The odd factor spreads the low bits of the clock, in which neighbours differ, over all bits.
 _SLEEP = f'''
 
 @gluon.jit
@@ -57,7 +57,7 @@ def fall_behind():
 
 
 def delayed(kernel: Kernel) -> Kernel | None:
-    """The same kernel with warps that fall behind; None of one whose compiler alone orders its accesses."""
+    """Returns the kernel with random delays of its warps, or None if the compiler inserts all barriers."""
     if "mbarrier.wait(" not in kernel.source:
         return None
     source = _PLACE.sub(lambda place: f"{place['indent']}fall_behind()\n{place[0]}", kernel.source)

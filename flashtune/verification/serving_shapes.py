@@ -1,8 +1,8 @@
-"""The problems of a check where sequences, masks or caches are not the plain ones, and of decoding.
+"""Shapes of the problems that verify decoding kernels, and kernels with varlen, mask or cache features.
 
-Windows, chunks and first tokens are compiled in, so lengths lie around these as well; lengths of sequences,
-pages and splits have borders of their own. Sequences that may differ in length do: some have no key, one key,
-or no query.
+Windows, chunks and first tokens are compile-time constants, so lengths are also chosen around these. Sequence
+lengths, pages and splits add further borders. Sequences have different lengths where the problem permits it:
+some have no key, one key, or no query.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
 from flashtune.verification.shapes import SMALL_REPEATS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
-# Bounds of windows and chunks that a check reaches: with few queries, and where it takes as many as keys.
+# Largest windows and chunks that a check covers: with few queries, with as many queries as keys, and in an
+# interpreter.
 FARTHEST, FARTHEST_SQUARE, FARTHEST_REDUCED = 2**15 + 1, 2**13 + 1, 600
-# Heads and KV heads, in turn; of decoding they share more, of latent keys all.
+# Heads and KV heads of successive problems. In decoding more heads share a KV head, with latent keys all do.
 HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (6, 3))
 DECODE_HEADS = ((8, 2), (4, 4), (16, 1), (6, 3), (32, 4), (7, 1))
 LATENT_HEADS = ((16, 1), (5, 1), (32, 1), (128, 1))
 BATCHES = (1, 2, 2, 1, 3)
-# An interpreter runs programs one by one: groups are as large there, but fewer, and so are sequences.
+# An interpreter runs programs one by one, so there are fewer KV heads and sequences. Groups are as large.
 FEW_HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (2, 1))
 FEW_DECODE_HEADS = ((8, 2), (2, 2), (16, 1), (4, 2), (8, 1), (7, 1))
 FEW_BATCHES = (1, 1, 2, 1, 2)
-# Rows of a decoding tile: queries times heads that share keys.
+# Rows of a decoding tile: queries times heads that share a KV head.
 DECODE_ROWS, LATENT_ROWS = 64, 128
-# Heads that share keys where rows are to fill three tiles, and parts that all have three blocks there.
+# Group size of the problem that fills three tiles of rows, and the most splits that have three blocks in it.
 DECODED_GROUP, FEW_PARTS = 16, 8
-# Enough sequences and KV heads for several rounds of programs, with two splits or more each.
+# Enough sequences and KV heads for several waves of programs, with at least two splits each.
 MANY_HEADS, MANY_BATCH = (8, 4), 41
 
 
 class Posed(NamedTuple):
-    """A probe at a pair of lengths, with all that makes a problem of it.
+    """A shape with the heads and sequence lengths of a test case.
 
     Attributes:
-        shape: The probe, and its lengths: those of the longest sequence, at least.
+        shape: The probe, and lengths that are at least those of the longest sequence.
         heads: Query heads and KV heads.
-        lengths: Of each sequence.
-        ragged: Whether they are given to the kernel.
+        lengths: Lengths of the sequences.
+        ragged: Whether the kernel gets the lengths.
     """
 
     shape: Shape
@@ -53,14 +54,14 @@ class Posed(NamedTuple):
 
 
 def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[Posed]:
-    """The problems of a check, in a fixed order.
+    """Yields the problems of a check in a fixed order.
 
     Args:
-        tile: Of the kernel; in decoding its queries are rows: queries times heads that share keys.
-        splits: Parts that decoding cuts keys into; 0 of what is no decoding kernel.
-        problem: What the kernel is for.
-        quick: Whether to make do with a few.
-        reduced: Whether they must be short, as an interpreter needs.
+        tile: The kernel's tile. In decoding its queries are rows: queries times heads that share a KV head.
+        splits: Number of splits of the keys, 0 for a kernel that does not decode.
+        problem: The problem of the kernel.
+        quick: Whether to yield only a few.
+        reduced: Whether they must be small, as an interpreter needs.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
@@ -70,7 +71,6 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
     for turn, shape in enumerate((*shapes, *beside)):
         heads = turns[turn % len(turns)]
         few = _few_queries(shape, heads, problem) if splits else shape
-        # Where a row may see no key for want of keys, the last problems are the longest: fewer heads will do.
         yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)
     if splits:
         yield _decoded_tiles(tile, splits, problem)
@@ -90,12 +90,12 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
 
 
 def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
-    """Three tiles of rows of a KV head, and three blocks of keys in each part, where parts are few."""
+    """Returns a problem with three tiles of rows per KV head, and three blocks of keys in each of few splits."""
     group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
     queries = 2 * tile.queries // group + 1
     keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1
     if problem.latent and problem.causal is Causal.TOP_LEFT:
-        # As many queries as keys, or none sees a third block. Without latent keys there cannot be so many.
+        # A third block is visible only if there are as many queries as keys.
         group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
         keys = queries
     lengths = Lengths((queries,), (keys,))
@@ -103,7 +103,7 @@ def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
 
 
 def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:
-    """Those of plain problems: what was about the diagonal is about all borders."""
+    """Yields the shapes of plain problems, with the probe `edge` in place of `diagonal`."""
     for shape in shapes_of(tile, problem, quick=quick):
         edge = shape.probe is Probe.DIAGONAL
         yield msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
@@ -111,7 +111,7 @@ def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:
 
 
 def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
-    """Few queries, and keys around the borders of blocks and of splits, fewer than there are splits too."""
+    """Yields shapes with few queries, and keys around borders of blocks and splits, or fewer than splits."""
     _, n, depth = tile
     long, border = (depth + 1) * n + n // 2 + 1, splits * n
     yield Shape(Probe.RANDOM, 1, long, SMALL_REPEATS)
@@ -126,7 +126,7 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
     yield Shape(Probe.STEEP, 16, border + n + 1)
     yield Shape(Probe.EDGE, 1, border)
     yield Shape(Probe.EDGE, 5, long)
-    # More queries than keys: rows that see none.
+    # More queries than keys: some rows have no visible key.
     yield Shape(Probe.RANDOM, 5, 2)
     if quick:
         return
@@ -144,7 +144,7 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
 def beside_plain(
     tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool
 ) -> Iterator[Shape]:
-    """What borders of masks, pages and sinks add to the problems of plain kernels."""
+    """Yields the additional shapes for borders of masks and pages, and for sinks."""
     queries = 4 if decoding else tile.queries + 1
     lengths = dict.fromkeys(_around_masks(queries, tile, problem, reduced))
     for one, keys in lengths:
@@ -164,7 +164,7 @@ def beside_plain(
 
 
 def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> Iterator[tuple[int, int]]:
-    """Lengths at which some rows of a tile see all keys before them, and others no longer do."""
+    """Yields lengths at which a mask hides earlier keys from some rows of a tile, but not from others."""
     n = tile.keys
     farthest = FARTHEST_REDUCED if reduced else FARTHEST
     square = min(farthest, FARTHEST_SQUARE)
@@ -199,7 +199,10 @@ def _few_queries(shape: Shape, heads: tuple[int, int], problem: Problem) -> Shap
 def with_lengths(
     problem: Problem, shape: Shape, heads: tuple[int, int], turn: int, batch: int, *, quick: bool
 ) -> Posed:
-    """The longest sequence among others that are at borders of their own, each problem in another order."""
+    """Returns a problem with the longest sequence and shorter ones with border lengths.
+
+    `turn` rotates the order of the sequences.
+    """
     queries, keys = max(1, shape.seqlen_q), max(1, shape.seqlen_kv)
     if not is_ragged(problem):
         return Posed(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
@@ -216,7 +219,7 @@ def with_lengths(
 
 
 def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> Posed:
-    """Sequences that are nearly as long as one another: many tiles."""
+    """Returns a problem with sequences of nearly equal lengths, which has many tiles."""
     if problem.latent:
         heads = LATENT_HEADS[0]
     step = 1 if is_ragged(problem) else 0

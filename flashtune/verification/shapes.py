@@ -1,7 +1,7 @@
-"""The lengths of a check's problems, and which probe goes with them.
+"""The lengths of a check's problems, and their probes.
 
-Lengths lie around the multiples of both sides of the tile, up to more blocks than the pipeline has
-stages, because a tail mask, a prologue or an epilogue fails at a border or nowhere.
+Lengths are chosen around multiples of both sides of the tile, up to more blocks than the pipeline has stages.
+Errors of tail masks, prologues and epilogues occur only at these borders.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import msgspec
 from flashtune.core.problem import Causal, Problem
 from flashtune.verification.probes import Probe
 
-# Blocks of keys that ragged lengths go up to; deeper pipelines than this fill all the same.
+# Most blocks of keys of a problem, also for deeper pipelines.
 MAX_BLOCKS = 6
 LONGEST = 1536
 SMALL_REPEATS = 3
-# Heads, KV heads and batch whose tiles, three a head, are more than a GPU has multiprocessors (108 to 148):
-# 195 are two rounds, 315 are three, and the last one is not whole.
+# Heads, KV heads and batch that give more tiles, at three per head, than a GPU has SMs (108 to 148). 195
+# tiles take two waves and 315 take three, with an incomplete last wave.
 ROUNDS = ((13, 1, 5), (15, 5, 7))
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, and blocks of keys in flight."""
+    """Queries and keys of a tile, and the number of blocks of keys in flight."""
 
     queries: int
     keys: int
@@ -41,7 +41,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def shapes_of(tile: Tile, problem: Problem, *, quick: bool) -> Iterator[Shape]:
-    """The small problems of a check, in a fixed order."""
+    """Yields the small problems of a check in a fixed order."""
     return (_quick if quick else _full)(tile, problem)
 
 
@@ -93,7 +93,7 @@ def _full(tile: Tile, problem: Problem) -> Iterator[Shape]:
 
 
 def rounds_of(tile: Tile, *, quick: bool) -> Iterator[Shape]:
-    """Programs that take one tile after the other, two or three each: what they carry over must be right."""
+    """Yields problems in which persistent programs compute two or three tiles each, to test carried state."""
     m, n, depth = tile
     long = (depth + 1) * n + 1
     if quick:
@@ -107,12 +107,12 @@ def rounds_of(tile: Tile, *, quick: bool) -> Iterator[Shape]:
 
 
 def third_tiles(tile: Tile) -> Shape:
-    """Three tiles of queries and three of keys at once, the last ones not whole."""
+    """Returns a problem with three tiles of queries and of keys, of which the last are partly filled."""
     return Shape(Probe.RANDOM, 2 * tile.queries + 1, 2 * tile.keys + 1)
 
 
 def _around_diagonal(tile: Tile) -> Iterator[Shape]:
-    """Square problems, more keys than queries and fewer: rows that see nothing, or a key at most."""
+    """Yields problems with as many, more and fewer keys than queries. Some rows see at most one key."""
     m, n, depth = tile
     for side in sorted({*_around(m, (1, 2)), *_around(n, (1, 2))}):
         yield Shape(Probe.DIAGONAL, side, side)
@@ -124,6 +124,6 @@ def _around_diagonal(tile: Tile) -> Iterator[Shape]:
 
 
 def _around(side: int, multiples: Iterable[int]) -> tuple[int, ...]:
-    """Lengths one below, at and one above multiples of a tile's side, none beyond the longest."""
+    """Returns lengths one below, at and one above multiples of a tile's side, up to LONGEST."""
     lengths = (multiple * side + step for multiple in multiples for step in (-1, 0, 1))
     return tuple(length for length in lengths if length <= LONGEST)

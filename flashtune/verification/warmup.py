@@ -1,7 +1,7 @@
-"""A self-check without its launches, gone through while the kernel is compiled.
+"""Preload for a self-check: runs it without launches while the kernel compiles.
 
-A process imports modules at their first use, and loads torch's kernels at theirs: for a check that takes as
-long as the check itself. Neither hangs on the kernel, and a compiler leaves time for both.
+The first check of a process imports modules and loads torch's CUDA kernels. This takes as long as the check
+itself and does not depend on the kernel, so it can overlap with compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
 
-# Of inputs that nobody keeps.
+# Seed of inputs that are discarded.
 SEED = 0
 
 
@@ -36,15 +36,15 @@ def rehearse(
     device: torch.device,
     enough: Callable[[], bool],
 ) -> None:
-    """Goes through one case of each probe as a self-check does, and drops what is found.
+    """Runs one case of each probe as a self-check does, without launches, and discards the findings.
 
     Args:
-        kernel: The kernel; it need not compile.
-        problem: What it computes.
+        kernel: The kernel. It need not be compiled.
+        problem: The problem of the kernel.
         config: Its config.
         target: The GPU.
-        device: Where it will be checked.
-        enough: Whether to leave it at that; asked before each case.
+        device: The device of the later self-check.
+        enough: Whether to stop. Called before each case.
     """
     found: list[Finding] = []
     met: set[Probe] = set()
