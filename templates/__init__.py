@@ -1,5 +1,5 @@
 """Kernel families, one folder each, and the code that finds and renders them.
 
-`common` has the macros, arguments and models that families share. Imports `core` alone; families import no
-other family.
+`common` has the macros, arguments and models that families share. This package imports only `core`. Families
+import no other family.
 """

@@ -1,4 +1,4 @@
-"""The contract of a kernel family, which each folder beside this file fulfils."""
+"""The interface of kernel families. Each folder here implements it."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from flashtune.core.target import Target
 
 
 class Context(msgspec.Struct, frozen=True):
-    """Base of what a family hands to its template: ints, bools and enums only, never text."""
+    """Base of the values that a family passes to its template: ints, bools and enums only, never text."""
 
 
 class TrafficItem(msgspec.Struct, frozen=True):
-    """One line of an explanation: bytes and what they are for."""
+    """One line of an explanation: bytes and their use."""
 
     name: str
     bytes: int
 
 
 class Family(Protocol):
-    """One way to compute attention: a template, its space, its SRAM model, its arguments.
+    """An implementation of attention: template, search space, SRAM model, arguments.
 
-    The template renders a module that depends on torch and triton alone and holds the jitted
-    kernel `name`, `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`; where its arguments are
-    descriptors, also `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Side inputs that its
-    kernel takes are further arguments of all of these, in the order of `Side`.
+    The template renders a module that depends only on torch and triton. It holds the jitted kernel `name`,
+    `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`. If the kernel's arguments are descriptors, it
+    also holds `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Extra inputs of the kernel are
+    further arguments of all of these, in the order of `Side`.
 
-    A family of the backward pass renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, with the side tensors
-    of all its steps behind these, and `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq,
-    dk and dv. Its `descriptors` takes what `launch_plan` does and then the workspaces, and returns them in a
-    dictionary by the tensors' names, in the order in which the kernel takes them.
+    A backward family renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, followed by the side tensors of
+    all its steps. It also renders `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq, dk
+    and dv. Its `descriptors` gets the arguments of `launch_plan` and then the workspaces. It returns a
+    dictionary by the tensors' names, in the order of the kernel's arguments.
 
     Attributes:
         name: Its folder's name.
-        config_type: What its configs are.
-        direction: Which pass it computes.
-        features: What it computes beside shapes, types and causality; `supports` may refuse combinations.
-        interpreted: Whether Triton's interpreter runs its kernels; it runs none that are in Gluon.
+        config_type: Type of its configs.
+        direction: Forward or backward.
+        features: Features beyond shapes, types and causality. `supports` may reject combinations.
+        interpreted: Whether Triton's interpreter runs its kernels, which excludes Gluon.
     """
 
     name: str
@@ -52,94 +52,94 @@ class Family(Protocol):
     interpreted: bool
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        """None when the family computes this problem on this target, else the reason why not."""
+        """Returns the reason why the family does not compute this problem on this target, None if it does."""
         ...
 
     def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
-        """Whether its kernels can address tensors of which no more than this may be assumed.
+        """Returns whether its kernels can address tensors with only these known properties.
 
-        Who takes tensors of which nothing may be assumed takes all of them.
+        A kernel for tensors without known properties can address all tensors.
         """
         ...
 
     def space(self, problem: Problem, target: Target) -> Space:
-        """All configs worth trying for the problem on the target."""
+        """Returns the search space of the problem on the target."""
         ...
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """A config that fits the target's SRAM, for shapes that nobody tuned."""
+        """Returns a config that fits the target's SRAM, for untuned shapes."""
         ...
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
     ) -> tuple[TrafficItem, ...]:
-        """The SRAM model, item by item, in bytes: never more in sum than the compiler asks for."""
+        """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
         ...
 
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        """Columns of tensor memory that a config takes at the least (0 without such memory)."""
+        """Returns the minimum columns of tensor memory of a config (0 without such memory)."""
         ...
 
     def programs(self, problem: Problem, config: Config) -> int:
-        """Programs of one launch: the size of the kernel's grid."""
+        """Returns the programs of one launch: the size of the kernel's grid."""
         ...
 
     def overlap(self, config: Config) -> float | None:
-        """Share of the shorter of products and softmax that the kernel's own schedule hides.
+        """Returns the fraction of the shorter of products and softmax that the kernel's own schedule hides.
 
-        None where it has none of its own, and only other warps of the multiprocessor hide something.
+        None without such a schedule: then only other warps of the SM overlap.
         """
         ...
 
     def span(self, problem: Problem, config: Config, target: Target) -> float:
-        """What a launch takes by its schedule, in ms: how tiles are cut, who computes them, what is moved.
+        """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
 
-        Good for ratios, between shapes and between configs; what else a config decides it leaves out. Cheap
+        Use it for ratios between shapes and between configs; other parameters of a config are ignored. Fast
         enough for dispatch: under 100 µs.
         """
         ...
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        """Configs worth trying that differ from one in how work is spread over the GPU alone."""
+        """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
         ...
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[TrafficItem, ...]:
-        """HBM traffic that the loop order causes, item by item, in bytes.
+        """Returns HBM traffic of the loop order, item by item, in bytes.
 
-        Without a target every load of a tile counts, as if there were no cache. With one, repeated
-        loads count by the share that misses its last-level cache, which is continuous in the lengths.
+        Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
+        count by the fraction that misses its last-level cache, which is continuous in the lengths.
         """
         ...
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> Context:
-        """The typed values that the template renders from."""
+        """Returns the typed values for the template."""
         ...
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        """The kernel's run-time arguments, in order, for this specialisation."""
+        """Returns the kernel's run-time arguments, in order, for this specialisation."""
         ...
 
     def options(self, config: Config) -> LaunchOptions:
-        """What the compiler is told besides the source."""
+        """Returns the compiler's options."""
         ...
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        """What is launched before the kernel, if anything; its module then holds `prologue_plan` too."""
+        """Returns the step before the kernel, None if none; its module then also holds `prologue_plan`."""
         ...
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        """What is launched after the kernel, if anything; its module then holds `epilogue_plan` too."""
+        """Returns the step after the kernel, None if none; its module then also holds `epilogue_plan`."""
         ...
 
 
 def kernel_of_source(
     family: Family, problem: Problem, config: Config, specialization: Specialization, source: str
 ) -> Kernel:
-    """The kernel of a family whose rendered source is at hand."""
+    """Returns the kernel of a family from its rendered source."""
     return Kernel(
         family=family.name,
         entry=family.name,
@@ -153,7 +153,7 @@ def kernel_of_source(
 
 
 def why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
-    """None when a family computes a problem on a target for tensors like these, else the reason why not."""
+    """Returns the reason why a family does not compute a problem for such tensors, None if it does."""
     if problem.direction is not family.direction:
         return f"{family.name} computes the {family.direction} pass"
     unknown = problem.features - family.features

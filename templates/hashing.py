@@ -1,4 +1,4 @@
-"""The version of a family's template: records made from another one must be proven again."""
+"""The version of a family's template. Records of another version must be verified again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.core.kernel import canonical_template
 
 ROOM = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
-# Templates name the files that they import or include literally.
+# Templates contain the names of imported or included files literally.
 IMPORT = re.compile(r'{%-? (?:from|import|include) "([\w/.-]+)"')
 
 
@@ -19,7 +19,7 @@ IMPORT = re.compile(r'{%-? (?:from|import|include) "([\w/.-]+)"')
 def template_hash(family_name: str) -> str:
     """Returns the hash of a family's template and of all files that it imports or includes, 32 hex digits.
 
-    Comments and docstrings do not count. jinja2 is not imported, because a tuned call does without it.
+    Comments and docstrings do not count. jinja2 is not imported, because a tuned call does not need it.
     """
     digest = hashlib.sha256()
     first = f"{family_name}/{TEMPLATE}"
@@ -29,7 +29,7 @@ def template_hash(family_name: str) -> str:
 
 
 def _imported(name: str) -> set[str]:
-    """A template and all files that it imports or includes, directly or not."""
+    """Returns a template and all files that it imports or includes, directly or indirectly."""
     return {name}.union(*(_imported(other) for other in IMPORT.findall(_read(name))))
 
 

@@ -1,4 +1,4 @@
-"""The families, found by name: every folder beside this file with a `family.py` is one."""
+"""Finds families by name: every folder here with a `family.py` is one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHARED = "common"
 
 @functools.cache
 def family_names() -> tuple[str, ...]:
-    """Names of all families, without importing them."""
+    """Returns the names of all families, without importing them."""
     folders = (module.name for module in pkgutil.iter_modules(room.__path__) if module.ispkg)
     return tuple(sorted(name for name in folders if name != SHARED))
 
 
 @functools.cache
 def find_family(name: str) -> Family:
-    """The family of a name that a table, a database or a user gave.
+    """Returns the family of a name from a table, a database or a user.
 
     Raises:
         TableError: No family has this name.
@@ -36,5 +36,5 @@ def find_family(name: str) -> Family:
 
 
 def families() -> tuple[Family, ...]:
-    """All families."""
+    """Returns all families."""
     return tuple(find_family(name) for name in family_names())

@@ -1,4 +1,4 @@
-"""Rendering: (family, problem's static features, config, specialisation) becomes a `Kernel`."""
+"""Renders a family, a problem's static features, a config and a specialisation to a `Kernel`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flashtune.templates.common.checks import checks_of
 from flashtune.templates.family import Context, Family, kernel_of_source
 from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
 
-# The checks of wrappers, which decide nothing of a kernel: template versions leave them out.
+# The checks of wrappers do not affect kernels, so template versions exclude them.
 CHECKS = "common/checks.jinja"
 
 
 def render(family: Family, problem: Problem, config: Config, specialization: Specialization) -> Kernel:
-    """The kernel of a config for a problem; lengths, heads and batch do not change it.
+    """Returns the kernel of a config for a problem. It does not depend on lengths, heads and batch.
 
     Raises:
-        KernelError: The context holds something that is no number, bool or enum.
+        KernelError: The context holds a value that is not a number, bool or enum.
     """
     environment = _environment()
     values = _values(family.context(problem, config, specialization))
@@ -60,7 +60,7 @@ def _read_template(name: str) -> str:
 
 
 def _checked(name: str, value: object) -> object:
-    """Refuses text: a stored table must not be able to put code into a kernel."""
+    """Rejects text: a stored table must not be able to insert code into a kernel."""
     if isinstance(value, (int, enum.Enum)):
         return value
     if isinstance(value, tuple):

@@ -1,1 +1,1 @@
-"""Gradients by one kernel in Triton; all programs add to dq in float32."""
+"""Gradients by one Triton kernel whose programs all add to dq in float32."""

@@ -1,4 +1,4 @@
-"""The backward pass in one, portable: keys outermost for dk and dv, and dq added up in float32 by all."""
+"""Portable fused backward pass: loops over keys for dk and dv, and adds to dq in float32."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, unp
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4
-# Numbers that a program of the prologue clears at once, at the most.
+# Maximum number of elements that a program of the prologue clears at once.
 CLEARED = 4096
 SUMS = "workspace_2"
-# Which workspace has the random words of rows, where weights are dropped.
+# Index of the workspace with the random words of rows, for dropout.
 RANDOM_WORKSPACE = 3
 
 
 class FusedContext(PortableContext, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     block_m: int
     block_n: int
@@ -66,7 +66,7 @@ class FusedContext(PortableContext, frozen=True):
 
 
 class BackwardFused:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "backward_fused"
     config_type = FusedConfig
@@ -89,7 +89,7 @@ class BackwardFused:
         return fused_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """Tiles that fit every target of the table, for shapes that nobody tuned."""
+        """Returns tiles that fit every target of the table, for untuned shapes."""
         return usual_config(problem, target)
 
     def arguments(
@@ -207,7 +207,7 @@ class BackwardFused:
 
 
 def _random(problem: Problem) -> tuple[str, ...]:
-    """The workspace that dropout adds."""
+    """Returns the workspace that dropout adds."""
     return (f"workspace_{RANDOM_WORKSPACE}",) if problem.dropout else ()
 
 

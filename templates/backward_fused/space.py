@@ -1,4 +1,4 @@
-"""The space of the fused backward family: what a config holds, and which values are worth trying."""
+"""The search space of the fused backward family."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flashtune.templates.common.model.sram_backward import (
     usual_tiles_of_keys,
 )
 
-# What the copy engine addresses begins on a border of so many float32 numbers.
+# TMA addresses are multiples of this many float32 elements.
 DESCRIBED_NUMBERS = 4
 
 
 class Products(enum.StrEnum):
-    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
     TF32X3 = "tf32x3"
 
 
 class Reduction(enum.StrEnum):
-    """How a tile of dq is added to sums in memory: by atomics from registers, or by the copy engine."""
+    """How a tile of dq is added to sums in memory: by atomics from registers, or by TMA."""
 
     ATOMICS = "atomics"
     COPY_ENGINE = "copy_engine"
@@ -38,16 +38,16 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One point of the space.
 
     Attributes:
-        block_m: Queries of a block that a program walks.
-        block_n: Keys of the block that it holds.
-        reduction: How its share of dq is added.
-        two_phases: Blocks that no mask touches run in a loop of their own.
-        turned: Tiles of dq are made transposed, so that warps have their columns and not their rows; of no
-            effect where tiles of queries are not copied ahead.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        heads_inner: Neighbouring programs work on different heads, not on different blocks of keys.
-        max_registers: Register cap, 0 for none.
-        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+        block_m: Queries of a block in the loop.
+        block_n: Keys of a program's block.
+        reduction: How the program's part of dq is added.
+        two_phases: A separate loop for blocks without a mask.
+        turned: dq tiles are computed transposed, so that warps own columns instead of rows. No effect if
+            tiles of queries are not prefetched.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        heads_inner: Neighbouring programs compute different heads, not different blocks of keys.
+        max_registers: Limit of registers per thread, 0 for none.
+        products: Products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -61,21 +61,21 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
     products: Products = Products.IEEE
 
 
-# Under this many queries and keys small tiles are worth trying.
+# Below this many queries and keys, small tiles are in the space.
 SHORT = 128
 HOPPER = 90
-# From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
+# From this width on, tiles of 32 rows are in the space: larger ones may exceed SRAM.
 WIDE_HEAD = 256
 
 
 def fused_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     wide = problem.dtype is Dtype.FP32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    # What is not copied ahead passes through registers, as do tiles of fewer rows than wgmma takes: kernels
-    # for Hopper then spill a hundred bytes and more.
+    # Tiles that are not prefetched pass through registers, as do tiles with fewer rows than wgmma needs.
+    # Kernels for Hopper then spill at least a hundred bytes.
     wgmma = target.capability == HOPPER and not wide
     narrow = widest >= WIDE_HEAD and not wgmma
     copies = target.has_descriptors and can_copy(problem)
@@ -95,34 +95,35 @@ def fused_space(problem: Problem, target: Target) -> Space:
 
 
 def can_copy(problem: Problem) -> bool:
-    """Whether rows of the sums lie where the copy engine can address them."""
+    """Returns whether TMA can address the rows of the sums."""
     return problem.head_dim % DESCRIBED_NUMBERS == 0
 
 
 def can_turn(problem: Problem, alignment: Alignment) -> bool:
-    """Whether tiles of dq can be made transposed: where tiles of queries are copied ahead, by four bytes.
+    """Returns whether dq tiles can be computed transposed: if tiles of queries are prefetched, by four bytes.
 
-    Else they pass through registers to one place in SRAM, and with 32 queries the tile of dS, whose rows are
-    half as long, goes where that of dO was. ptxas 12.8, which Triton 3.6 has for Hopper, makes both their
-    descriptors of one number there, and some before that number itself: dS is then read from anywhere.
+    Otherwise tiles pass through registers to one place in SRAM. With 32 queries, dS has rows of half the
+    length and takes the place of dO. ptxas 12.8, which Triton 3.6 has for Hopper, makes both their
+    descriptors from one number, in some kernels before that number is computed: dS is then read from a wrong
+    address.
     """
     return alignment is not Alignment.ANY and has_whole_words(problem)
 
 
 def has_whole_words(problem: Problem) -> bool:
-    """Whether rows begin at four bytes, by which tiles can be copied ahead."""
+    """Returns whether rows are aligned to four bytes, as prefetched tiles require."""
     return problem.head_dim % 2 == problem.value_head_dim % 2 == 0
 
 
 def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """The tiles of queries' and keys' columns, and those of values' columns."""
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
     qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
     return qk, v
 
 
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether sums, and the scores or the tile of dq at work, fit the registers of their warps."""
+    """Returns whether sums, and the live scores or tile of dq, fit the registers of their warps."""
     assert isinstance(config, FusedConfig)
     qk_chunks, v_chunks = chunks_of(problem, config)
     return fits_warps(
@@ -138,7 +139,7 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def usual_config(problem: Problem, target: Target) -> FusedConfig:
-    """A config that fits the target, for shapes that nobody tuned."""
+    """Returns a config that fits the target, for untuned shapes."""
     width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
     if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
         return _usual_of_hopper(problem, width)
@@ -147,7 +148,7 @@ def usual_config(problem: Problem, target: Target) -> FusedConfig:
 
 
 def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
-    """What Triton 3.6 compiles without spills; what changes scores takes the registers of 32 queries."""
+    """Returns tiles that Triton 3.6 compiles without spills; features of scores need more registers."""
     wide = width > 256 or (width > 128 and problem.bias is not Bias.NONE)
     changes = problem.bias is not Bias.NONE or problem.dropout or problem.alibi or problem.softcap
     return FusedConfig(

@@ -1,4 +1,4 @@
-"""The SRAM that the one pass needs at the least: what it holds, what streams by, and what it gives away."""
+"""The minimum SRAM of the fused kernel: resident tiles, streamed tiles and staged results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, 
 from flashtune.templates.family import TrafficItem
 
 FLOAT32 = 4
-# From so many stages on blocks are copied while others are at work.
+# From this many stages on, blocks are prefetched.
 PIPELINED = 2
 
 
 def fused_items(
     problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
-    """The items, which are all live at one point of the main loop; none where nothing is known."""
+    """Returns the items that are live at one point of the main loop; none for unknown architectures."""
     ieee = config.products is Products.IEEE
     engine = engine_of(target, problem.dtype, config.block_n, config.num_warps, ieee)
     if engine is not Engine.WARPGROUP:
@@ -29,7 +29,7 @@ def fused_items(
     held = TrafficItem("k and v", config.block_n * row)
     flight = TrafficItem(f"q and dout, {streamed} in flight", streamed * config.block_m * row)
     if streamed < PIPELINED:
-        # What is not copied ahead may lie where gradients did.
+        # Without prefetching, gradients can take the place of tiles.
         return held, flight
     copied = config.reduction is Reduction.COPY_ENGINE and can_copy(problem)
     staged = config.block_m * qk_chunks[0].width * FLOAT32 if copied else 0

@@ -1,4 +1,4 @@
-"""The run-time arguments of the kernel and of its two steps: descriptors of what the copy engine moves."""
+"""Run-time arguments of the kernel, its prologue and its epilogue, with TMA descriptors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROW_COUNTS = ("heads", "seqlen_q")
 
 
 def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Descriptors of q, k, v, dout, the rows that products begin with, dk and dv; sums, numbers, counts.
+    """Returns descriptors of q, k, v, dout, initial values of products, dk and dv; sums, numbers, counts.
 
-    Where sums are ordered, also whose turn it is, and how many heads' programs are beside one another.
+    Deterministic kernels also get counters for the order of additions, and the number of interleaved heads.
     """
     width = width_of(problem)
     boxes = {
@@ -43,7 +43,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
 def prepare_arguments(
     problem: Problem, config: HopperBackwardConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """out, dout, log-sum-exp, its gradient where there is one, workspaces, seed, numbers, strides, counts."""
+    """Returns out, dout, lse, its gradient if there is one, workspaces, seed, numbers, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
     tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem))
     return (
@@ -57,7 +57,7 @@ def prepare_arguments(
 
 
 def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Sums, dq, scale, strides, counts."""
+    """Returns sums, dq, scale, strides, counts."""
     return (
         *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
         Argument("scale", "fp32"),
@@ -67,12 +67,12 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[
 
 
 def _added_to(problem: Problem) -> tuple[str, ...]:
-    """Workspaces that programs share: sums of dq and, where their order is fixed, whose turn it is."""
+    """Returns workspaces that programs share: sums of dq and, if deterministic, counters for their order."""
     return (SUMS, TURNS) if problem.deterministic else (SUMS,)
 
 
 def _tile(name: str, rows: int, width: int, dtype: Dtype) -> Argument:
-    """Rows of one head, in shared memory as matrix instructions read them."""
+    """Returns a tile of rows of one head, in shared memory with the layout of matrix instructions."""
     layout = f"NVMMASharedLayout({SWIZZLE}, {8 * dtype.itemsize}, 4)"
     return Argument(f"{name}_desc", f"tensordesc<{pointer_type(dtype)[1:]}[1, 1, {rows}, {width}],{layout}>")
 

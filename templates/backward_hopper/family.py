@@ -1,4 +1,4 @@
-"""Hopper's own backward pass in Gluon: a producer warp and two consumer groups, for sm_90 alone."""
+"""Hopper's backward pass in Gluon: a producer warp and two consumer groups, for sm_90 only."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from flashtune.templates.family import Context, TrafficItem
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
-# The copy engine moves rows of a multiple of 16 bytes.
+# TMA copies rows of a multiple of 16 bytes.
 COLUMN_STEP = 8
-# The share of products and softmax that runs side by side: what the schedule is made for.
+# Fraction of products and softmax that overlaps by the kernel's schedule.
 OVERLAP = 0.8
 FLOAT32 = 4
-# Warps of the steps before and after.
+# Warps of the prologue and the epilogue.
 STEP_WARPS = 4
 
 
 class HopperBackwardContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -80,7 +80,7 @@ class HopperBackwardContext(Context, frozen=True):
 
 
 class BackwardHopper:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "backward_hopper"
     config_type = HopperBackwardConfig
@@ -151,7 +151,7 @@ class BackwardHopper:
         return hopper_backward_span(problem, config, target)
 
     def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        """The same kernel with programs that begin elsewhere."""
+        """Returns configs that differ only in the programs' first query blocks."""
         assert isinstance(config, HopperBackwardConfig)
         if may_rotate(problem):
             yield msgspec.structs.replace(config, rotate=not config.rotate)

@@ -1,4 +1,4 @@
-"""The space of Hopper's own backward pass: what a config holds, and which values are worth trying."""
+"""The search space of Hopper's backward pass."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space, Sta
 from flashtune.core.problem import Causal, Problem
 
 GROUP_WARPS = 4
-# Keys whose gradients a group keeps, the rows of one matrix instruction; there are two groups.
+# Keys of a group's gradients, the rows of one matrix instruction. There are two groups.
 ROWS = 64
 GROUPS = 2
-# Registers of a thread: what the multiprocessor has, shared among the groups and the producer's four warps.
+# Registers of a thread: those of the SM, shared by the groups and the producer's four warps.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
-# Widths of a tile; in the widest, registers hold dk or dv of a block of keys, and not both.
+# Widths of a tile. At the widest, a group holds dk or dv of a block of keys, not both.
 NARROW, WIDE, WIDEST = 64, 128, 256
-# Queries of a block by width: half of its dq, at most 64 registers a thread, is made by each group.
+# Queries of a block by width: each group computes half of its dq, at most 64 registers a thread.
 BLOCK_QUERIES = {NARROW: 128, WIDE: 64, WIDEST: 64}
-# Of an H100 or H200: where sums are ordered, as many programs begin at once.
+# Of an H100 or H200: in deterministic kernels, this many programs start at once.
 MULTIPROCESSORS = 132
-# Bytes of the copy engine's widest row that keeps banks of shared memory apart.
+# Bytes of TMA's widest row without bank conflicts.
 SWIZZLE = 128
 
 
@@ -31,20 +31,21 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         block_m: Queries of a block.
-        block_n: Keys of a program. Groups divide them or, in tiles of 256 columns, the products.
+        block_n: Keys of a program. Groups divide the keys or, in tiles of 256 columns, the products.
         do_stages: Tiles of the output's gradient in flight.
-        ds_stages: Tiles of gradients of scores of each group that may wait for their products; where
-            groups divide the products, of weights as well.
-        eager: The product of weights for dv is issued before the weights' gradients are waited for.
-        late_wait: The wait for the weights' gradients stands behind the exponentials, not before.
-        product_first: The product for dk is issued before the gradients of scores are stored.
-        init: Products begin at minus the log-sum-exp and at minus delta, and not at zero.
-        delay: A block of dq is made one step late, so that groups need not keep step.
-        turns: Groups take turns at dq: each makes all of every second block's, and not half of each.
-            It is late by a step, and never in tiles of 256 columns.
-        rotate: Programs begin at different blocks of queries, so that they do not add to one at once.
-        beside: Heads whose programs take turns, over those that fill the GPU: a head's programs, which
-            add in their order, start the further apart. Of no effect where sums have no order.
+        ds_stages: Tiles of gradients of scores of each group that may wait for their products. If groups
+            divide the products, also tiles of probabilities.
+        eager: The dv product is issued before the wait for the gradients of probabilities.
+        late_wait: The wait for the gradients of probabilities is after the exponentials, not before.
+        product_first: The dk product is issued before the gradients of scores are stored.
+        init: Accumulators start at minus the log-sum-exp and at minus delta, not at zero.
+        delay: dq of a block is computed one step later, so that groups need not run in step.
+        turns: Each group computes all of dq of every second block, not half of each. It is late by a step,
+            and never in tiles of 256 columns.
+        rotate: Programs start at different blocks of queries, so that they do not add to the same one at
+            once.
+        beside: Number of interleaved heads, in addition to those that fill the GPU. The programs of a head,
+            which add in order, then start further apart. No effect unless deterministic.
     """
 
     block_m: BlockSize
@@ -62,21 +63,21 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def width_of(problem: Problem) -> int:
-    """Columns of a tile: what lies beyond a head dim is read as zeros and not written."""
+    """Returns the columns of a tile. Columns beyond a head dim are read as zeros and not written."""
     widest = max(problem.head_dim, problem.value_head_dim)
     return next(width for width in BLOCK_QUERIES if widest <= width)
 
 
 def may_rotate(problem: Problem) -> bool:
-    """Whether programs may begin at different blocks of queries.
+    """Returns whether programs may start at different blocks of queries.
 
-    Under a causal mask they do as it is, and ordered sums want all to begin at one.
+    Under a causal mask they do anyway, and deterministic sums need a common start.
     """
     return problem.causal is Causal.NONE and not problem.deterministic
 
 
 def hopper_backward_space(problem: Problem) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     begins = (
         Axis("rotate", (False, True) if may_rotate(problem) else (False,), False),
         Axis("beside", (1, 2, 4) if problem.deterministic else (1,)),
@@ -102,7 +103,7 @@ def hopper_backward_space(problem: Problem) -> Space:
 
 
 def _widest_axes() -> tuple[Axis, ...]:
-    """What there is to choose where groups divide the products: these have one order, and dq is late.
+    """Returns the axes if groups divide the products: these have one order, and dq is late.
 
     Rings have two slots each and share a counter: with one more, Triton 3.6 spills 128 bytes a thread.
     """
@@ -117,33 +118,39 @@ def _widest_axes() -> tuple[Axis, ...]:
 
 
 def _is_late(chosen: dict[str, AxisValue]) -> bool:
-    """Whether dq is made a step late, as it is where groups take turns."""
+    """Returns whether dq is computed a step late, as required if groups alternate."""
     return bool(chosen["delay"])
 
 
 def _has_halves(chosen: dict[str, AxisValue]) -> bool:
-    """Words of random state and all of a block of dq leave no registers for weights in flight."""
+    """Returns whether groups compute half of dq each.
+
+    Random words and all of dq of a block leave no registers for prefetched probabilities.
+    """
     return not chosen["turns"]
 
 
 def _is_possible(config: Config) -> bool:
-    """Whether what is late by a step has room beside what is new."""
+    """Returns whether delayed tiles have space in addition to new ones."""
     assert isinstance(config, HopperBackwardConfig)
     return config.ds_stages > config.delay
 
 
 def _usual_beside(problem: Problem) -> int:
-    """Under a causal mask a head's programs are shorter, so that more must start between them."""
+    """Returns the default number of interleaved heads.
+
+    Under a causal mask a head's programs are shorter, so more others must start between them.
+    """
     if not problem.deterministic:
         return 1
     return 2 if problem.causal is Causal.NONE else 4
 
 
 def usual_config(problem: Problem) -> HopperBackwardConfig:
-    """Where a search begins, by head dims."""
+    """Returns the first config of a search, by head dims."""
     width = width_of(problem)
     narrow = width == NARROW
-    # At a width of 64 the words of random state take the registers that turns need.
+    # At a width of 64, random words take the registers that alternating groups need.
     turns = width == WIDE or (narrow and not problem.dropout)
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
@@ -152,7 +159,7 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
         eager=width == WIDE and not problem.dropout,
         late_wait=narrow or turns,
-        # Where sums are ordered, a turn then has another step to come.
+        # In deterministic kernels, a program that waits for its turn then has another step to compute.
         delay=narrow or turns or width == WIDEST or problem.deterministic,
         turns=turns,
         rotate=may_rotate(problem),

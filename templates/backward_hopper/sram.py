@@ -1,4 +1,4 @@
-"""The SRAM of Hopper's own backward pass: it allocates its tiles itself, so the model is a sum."""
+"""SRAM of Hopper's backward pass: the sum of its explicit allocations."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from flashtune.templates.family import TrafficItem
 BARRIER_BYTES = 8
 FLOAT32 = 4
 RANDOM_WORDS = 2
-# Rings have barriers for tiles that are full and for tiles that are empty.
+# Rings have barriers for full and for empty tiles.
 SIDES = 2
-# Barriers of each slot of the rings between groups, and others. Where groups divide keys, gradients of scores
-# are full of either group and empty for both; others are those of k and v, of each group. Where they divide
-# products, weights and gradients of scores are full and empty; others are those of k, of v, and of the end.
+# Barriers of each slot of the rings between groups, and others. If groups divide keys, gradients of scores
+# have a full barrier for each group and an empty one for both; others are those of k and v, of each group. If
+# they divide products, probabilities and gradients of scores have full and empty ones; others are those of k,
+# of v, and of the end.
 DIVIDED_KEYS = 3, 4
 DIVIDED_PRODUCTS = 4, 3
-# Where sums are ordered: it is a group's turn, and it has added.
+# In deterministic kernels: a group may add, and it has added.
 TURNS = 4
 
 
 def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[TrafficItem, ...]:
-    """All allocations of a program, in bytes."""
+    """Returns all allocations of a program, in bytes."""
     size, width = problem.dtype.itemsize, width_of(problem)
     tile = config.block_m * width * size
     widest = width == WIDEST
@@ -30,7 +31,7 @@ def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tup
     # Two tiles of 64 keys in either case.
     scores = 2 * ROWS * config.block_m * size
     streamed = config.num_stages + config.do_stages
-    # Words of random state come with dout.
+    # Random words are loaded with dout.
     rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
     waits = SIDES * streamed + of_slot * config.ds_stages + others + (TURNS if problem.deterministic else 0)
     return (

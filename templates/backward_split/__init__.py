@@ -1,1 +1,1 @@
-"""Gradients by two kernels in Triton: one for dk and dv, one for dq."""
+"""Gradients by two Triton kernels: one for dk and dv, one for dq."""

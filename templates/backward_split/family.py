@@ -1,4 +1,4 @@
-"""The backward pass in two, portable: keys outermost for dk and dv, then queries outermost for dq."""
+"""Portable split backward pass: one kernel loops over keys for dk and dv, one over queries for dq."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.family import TrafficItem
 
-# What hides keys from some queries of a block and not from others.
+# Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
 
 
 class SplitContext(PortableContext, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     block_m: int
     block_n: int
@@ -57,7 +57,7 @@ class SplitContext(PortableContext, frozen=True):
 
 
 class BackwardSplit:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "backward_split"
     config_type = SplitConfig
@@ -79,7 +79,7 @@ class BackwardSplit:
         return split_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """Tiles that fit every target of the table, for shapes that nobody tuned."""
+        """Returns tiles that fit every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
         tiles = usual_tiles(width, problem, target)
@@ -93,7 +93,7 @@ class BackwardSplit:
             dq_block_n=dq_block_n,
             dq_warps=dq_warps,
             dq_stages=dq_stages,
-            # Where nothing is masked but the last block, one loop is as good and leaves more registers.
+            # If only the last block is masked, one loop is as fast and needs fewer registers.
             two_phases=masked and width <= 256,
             long_first=problem.causal is not Causal.NONE,
         )
@@ -183,14 +183,14 @@ class BackwardSplit:
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
-    """Tensors of both kernels: delta, log-sum-exps and what slopes' gradients are summed of among them."""
+    """Returns tensors of both kernels, with delta, log-sum-exps and the sums for slopes' gradients."""
     slopes = ("workspace_2",) if problem.alibi else ()
     random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
     return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *random)
 
 
 def _random_workspace(problem: Problem) -> int:
-    """Which workspace has the random words of rows, where weights are dropped: the last."""
+    """Returns the index of the workspace with the random words of rows, for dropout: the last."""
     return 3 if problem.alibi else 2
 
 

@@ -1,4 +1,4 @@
-"""The space of the split backward family: what a config holds, and which values are worth trying."""
+"""The search space of the split backward family."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from flashtune.templates.common.model.sram_backward import (
 
 
 class Products(enum.StrEnum):
-    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
     TF32X3 = "tf32x3"
 
 
 class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space. What begins with `dq` is of the kernel that makes dq, the rest of the other.
+    """One point of the space. Fields with the prefix `dq` are those of the dq kernel.
 
     Attributes:
-        block_m: Queries of a block that a program walks.
-        block_n: Keys of the block that it holds.
-        dq_block_m: Queries of the tile that a program of dq holds.
-        dq_block_n: Keys of a block that it walks.
+        block_m: Queries of a block in the loop.
+        block_n: Keys of a program's block.
+        dq_block_m: Queries of a dq program's tile.
+        dq_block_n: Keys of a block in its loop.
         dq_warps: Its warps.
-        dq_stages: Depth of its software pipeline.
-        two_phases: Blocks that no mask touches run in a loop of their own.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        long_first: Start the last tiles of queries first, which see the most keys (causal only).
-        heads_inner: Neighbouring programs work on different heads, not on different tiles.
-        max_registers: Register cap, 0 for none.
-        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+        dq_stages: Stages of its software pipeline.
+        two_phases: A separate loop for blocks without a mask.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        long_first: Start with the last tiles of queries, which see the most keys (causal only).
+        heads_inner: Neighbouring programs compute different heads, not different tiles.
+        max_registers: Limit of registers per thread, 0 for none.
+        products: Products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -59,14 +59,14 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 HOPPER = 90
-# Under this many queries and keys small tiles are worth trying.
+# Below this many queries and keys, small tiles are in the space.
 SHORT = 128
-# From this width on, tiles of 32 rows are worth trying: others may be more than SRAM holds.
+# From this width on, tiles of 32 rows are in the space: larger ones may exceed SRAM.
 WIDE_HEAD = 256
 
 
 def split_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     wide = problem.dtype is Dtype.FP32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -92,14 +92,14 @@ def split_space(problem: Problem, target: Target) -> Space:
 
 
 def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """The tiles of queries' and keys' columns, and those of values' columns."""
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
     qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
     return qk, v
 
 
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether what is added up and the scores at work fit the registers of their warps, in both kernels."""
+    """Returns whether accumulators and live scores fit the registers of their warps, in both kernels."""
     assert isinstance(config, SplitConfig)
     qk, v = map(columns, chunks_of(problem, config))
     fits = functools.partial(fits_warps, problem, target, cap=config.max_registers)
@@ -108,7 +108,7 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
-    """Of the usual config for heads of so many bytes: sides, warps and stages of both kernels."""
+    """Returns sides, warps and stages of both kernels' default config, for heads of this many bytes."""
     walked = 32 if is_narrow(problem, width) else 64
     if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
         return walked, 128 if width <= 256 else 64, 8, 2, 128, walked, 8, 2

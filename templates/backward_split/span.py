@@ -1,4 +1,4 @@
-"""What the two passes take by their schedules, and what they move."""
+"""Makespan and traffic of the two backward kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT32 = 4
 
 
 def split_span(problem: Problem, config: SplitConfig, target: Target) -> float:
-    """Time of the three kernels, one behind the other, in ms; packed sequences are given as a batch."""
+    """Returns the time of the three kernels in sequence, in ms. A varlen batch is passed as a batch."""
     keys = keys_span(
         problem,
         config.block_m,
@@ -39,7 +39,7 @@ def split_span(problem: Problem, config: SplitConfig, target: Target) -> float:
 
 
 def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) -> tuple[TrafficItem, ...]:
-    """HBM traffic, item by item, in bytes; packed sequences are given as a batch."""
+    """Returns HBM traffic, item by item, in bytes. A varlen batch is passed as a batch."""
     size = problem.dtype.itemsize
     both = (problem.head_dim + problem.value_head_dim) * size
     heads = problem.batch * problem.heads

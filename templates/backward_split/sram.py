@@ -1,4 +1,4 @@
-"""What the two passes need on the chip at the least: of the larger, what it holds and what streams by."""
+"""The minimum SRAM of the two backward kernels: resident and streamed tiles of the larger one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KEYS, QUERIES = "k and v", "q and dout"
 def split_items(
     problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
-    """The items of the kernel or of its epilogue, whichever needs more."""
+    """Returns the items of the kernel or of its epilogue, whichever needs more."""
     queries = walk_items(_of_queries(problem, config), problem, target, specialization, (QUERIES, KEYS))
     keys = walk_items(_of_keys(problem, config), problem, target, specialization, (KEYS, QUERIES))
     return max(keys, queries, key=lambda items: sum(item.bytes for item in items))
 
 
 def split_columns(problem: Problem, config: SplitConfig, target: Target) -> int:
-    """Columns of tensor memory, of the kernel or of its epilogue, whichever needs more."""
+    """Returns columns of tensor memory, of the kernel or of its epilogue, whichever needs more."""
     keys, queries = _of_keys(problem, config), _of_queries(problem, config)
     return max(
         walk_columns(keys, problem, target, keys.columns),
@@ -32,7 +32,7 @@ def split_columns(problem: Problem, config: SplitConfig, target: Target) -> int:
 
 
 def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
-    """Where keys stay."""
+    """Returns the tiles of the kernel that loops over queries."""
     qk_chunks, v_chunks = chunks_of(problem, config)
     return Walk(
         held=config.block_n,
@@ -46,7 +46,7 @@ def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
 
 
 def _of_queries(problem: Problem, config: SplitConfig) -> Walk:
-    """Where queries stay."""
+    """Returns the tiles of the kernel that loops over keys."""
     qk_chunks, v_chunks = chunks_of(problem, config)
     return Walk(
         held=config.dq_block_m,

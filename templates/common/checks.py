@@ -1,4 +1,4 @@
-"""The checks with which rendered wrappers begin; `checks.jinja` renders them."""
+"""Values for the checks at the start of rendered wrappers; `checks.jinja` renders them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from flashtune.templates.family import Context, Family
 
 
 class CheckContext(Context, frozen=True):
-    """The values that decide which tensors a wrapper takes.
+    """The values that decide which tensors a wrapper accepts.
 
     Attributes:
         dtype: Element type of queries.
-        kv_dtype: Element type of keys and values where they are quantised and queries are not; else `dtype`.
+        kv_dtype: Element type of keys and values if they are quantised and queries are not; else `dtype`.
         head_dim: Width of queries and keys.
         value_head_dim: Width of values and outputs.
         asks: The problem's features.
-        backward: Whether gradients are computed.
-        dlse: Whether a gradient of the log-sum-exp comes in.
+        backward: Whether the kernel computes gradients.
+        dlse: Whether there is a gradient of the log-sum-exp.
         latent: Whether values are the first columns of keys.
-        alignment: Elements by which strides must be divisible; above 1 addresses are on 16-byte borders.
-        offsets: Whether the kernel adds strides up in 32 bits.
+        alignment: Required divisor of strides, in elements. Above 1, addresses are multiples of 16 bytes.
+        offsets: Whether the kernel computes offsets in 32 bits.
         interpreted: Whether Triton's interpreter runs the kernel.
-        widens: Whether it runs a 16-bit kernel correctly on float32 tensors.
+        widens: Whether the interpreter runs a 16-bit kernel correctly on float32 tensors.
     """
 
     dtype: Dtype
@@ -45,7 +45,7 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
     if family.interpreted:
         alignment = int(specialization.alignment)
     else:
-        # Kernels in Gluon describe tensors to the copy engine, whose strides are multiples of 16 bytes.
+        # Gluon kernels use TMA descriptors, whose strides are multiples of 16 bytes.
         alignment = POINTER_ALIGNMENT // problem.dtype.itemsize
     return CheckContext(
         dtype=problem.dtype,
@@ -57,7 +57,7 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
         dlse=problem.is_backward and specialization.lse,
         latent=problem.latent,
         alignment=alignment,
-        # Called by hand, strides that fit have 32 bits whatever the specialisation says.
+        # In direct calls, strides that fit have 32 bits, whatever the specialisation.
         offsets=family.interpreted or problem.is_backward,
         interpreted=family.interpreted,
         widens=family.interpreted and problem.dtype.itemsize == 2 and problem.kv_dtype is None,

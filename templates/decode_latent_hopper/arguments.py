@@ -1,4 +1,4 @@
-"""Run-time arguments of the kernel, descriptors among them, and of the one that combines parts."""
+"""Run-time arguments of the kernel, with descriptors, and of the combine kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from flashtune.templates.common.args.arguments import forward_arguments, pointer
 from flashtune.templates.common.args.side import side_tensors
 from flashtune.templates.decode_latent_hopper.space import COMBINE_WARPS, ROWS, LatentConfig, copied_keys
 
-# What every program found of its keys: outputs, and log-sum-exps in units of log2.
+# Partial results of every program: outputs, and log-sum-exps in units of log2.
 WORKSPACES = ("partial_out", "partial_lse")
 COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
-# The copy engine's widest row that keeps banks of shared memory apart, in bytes.
+# TMA's widest row without bank conflicts, in bytes.
 WIDEST_SWIZZLE = 128
 
 
 def latent_arguments(
     problem: Problem, config: LatentConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """Descriptors of q and k, and of out where it is written at once; lse, side tensors, parts, numbers."""
+    """Returns descriptors of q, k, and of out if not split; lse, side tensors, partial results, numbers."""
     half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
     queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, copied_keys(problem))
     many = config.splits > 1
@@ -30,7 +30,7 @@ def latent_arguments(
         _descriptor("k_desc", problem, (*keys, half)),
         _descriptor("k_rest_desc", problem, (*keys, rest)),
         *(() if many else (_descriptor("o_desc", problem, (*queries, half)),)),
-        # A kernel that writes no log-sum-exp is given `out` in its place and never touches it.
+        # A kernel without a log-sum-exp gets `out` in its place and never accesses it.
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *side_tensors(problem),
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in WORKSPACES if many),
@@ -42,7 +42,7 @@ def latent_arguments(
 
 
 def combine_step(problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
-    """What is launched after it, where keys are split."""
+    """Returns the combine kernel's launch if keys are split."""
     if config.splits == 1:
         return None
     plain = {

@@ -1,4 +1,4 @@
-"""Attention over latent keys (DeepSeek's MLA) in Gluon, of few queries: for sm_90 alone."""
+"""Attention over latent keys (DeepSeek's MLA) in Gluon, for few queries on sm_90 only."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
 LEAST_VALUES, MOST_VALUES = 128, 512
 LEAST_REST, MOST_REST = 16, 64
-# The share of products and softmax that runs side by side: the second group multiplies meanwhile.
+# Fraction of products and softmax that overlaps: the second group multiplies during the softmax.
 OVERLAP = 0.5
 
 
 class LatentContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -58,7 +58,7 @@ class LatentContext(Context, frozen=True):
 
 
 class DecodeLatentHopper:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "decode_latent_hopper"
     config_type = LatentConfig
@@ -95,7 +95,7 @@ class DecodeLatentHopper:
         return latent_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """So many parts that the multiprocessors are busy."""
+        """Returns a config with enough splits to use all SMs."""
         space = latent_space(problem, target)
         usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, late_values=True)
         spread = splits_otherwise(usual, space)
@@ -149,7 +149,7 @@ class DecodeLatentHopper:
         tiles = row_tiles(problem, config)
         keys = problem.batch * distinct_keys(problem.sight) * problem.head_dim * problem.kv_itemsize
         queries = rows * problem.head_dim * problem.dtype.itemsize
-        # Tiles of one sequence run side by side, and a cache holds what all of them read.
+        # Tiles of one sequence run concurrently, and a cache holds the data that all of them read.
         name = "k read once" if tiles == 1 or target else "k read for every tile of rows"
         items = [
             TrafficItem("q read by every part", config.splits * queries),

@@ -1,4 +1,4 @@
-"""The space of the latent Hopper family: what a config holds, and which values are worth trying."""
+"""The search space of the latent Hopper family."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ GROUP_WARPS = 4
 # Rows of one matrix instruction of a group, and keys of a block.
 ROWS = 64
 BLOCK_N = 64
-# Registers of a thread of the second group and of the producer's four warps: what the multiprocessor has
-# leaves the first group 240. Who copies small pages keeps numbers of several at hand; the second group can
-# do with less.
+# Registers of a thread of the second group and of the producer's four warps. The rest of the SM's registers
+# leaves the first group 240. A producer of small pages needs registers for several page numbers; the second
+# group can do with fewer.
 REGISTERS = (240, 24)
 REGISTERS_OF_SMALL_PAGES = (216, 48)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 QUERIES = (1, 2, 4, 8, 16)
-# Programs that a multiprocessor is given at the most, one after the other, where keys are split.
+# Maximum number of programs per SM, in sequence, if keys are split.
 PROGRAMS_PER_SM = 8
-# Halves of values this wide leave room for two blocks of keys; of narrower ones there is room for more.
+# Halves of values this wide leave space for two blocks of keys; narrower ones for more.
 WIDEST_HALF = 256
-# What combines parts holds at most so many numbers of a row, in so many warps: more do not fit registers.
+# Maximum elements of a row in a combine program, and its warps: more do not fit registers.
 COMBINE_NUMBERS = 8192
 COMBINE_WARPS = 4
 
@@ -39,9 +39,10 @@ class LatentConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     """One point of the space. `num_stages` blocks of keys are in flight.
 
     Attributes:
-        queries: Queries of a tile of 64 rows; the others are heads.
-        splits: Parts of the keys of a sequence, each a program's.
-        late_values: The second group multiplies a block while the first one weighs the next, not before.
+        queries: Queries of a tile of 64 rows. The other rows are heads.
+        splits: Parts of the keys of a sequence, one for each program.
+        late_values: The second group multiplies a block during the first one's softmax of the next, not
+            before.
     """
 
     queries: Queries = 1
@@ -60,13 +61,13 @@ class LatentConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def latent_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     fewest = math.ceil(problem.seqlen_q * problem.heads / ROWS) * problem.batch
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / BLOCK_N)),
         max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
     )
-    # Besides, so many as fill every multiprocessor with one program, two and three.
+    # Also the numbers that give every SM one, two or three programs.
     filling = (waves * target.sm_count // max(1, fewest) for waves in (1, 2, 3))
     splits = tuple(count for count in sorted({*SPLITS, *filling}) if 1 <= count <= min(most, SPLITS[-1]))
     narrow = problem.value_head_dim < 2 * WIDEST_HALF
@@ -81,32 +82,32 @@ def latent_space(problem: Problem, target: Target) -> Space:
 
 
 def row_tiles(problem: Problem, config: LatentConfig) -> int:
-    """Tiles of rows of one sequence."""
+    """Returns the tiles of rows of one sequence."""
     return math.ceil(problem.heads * config.queries / ROWS) * math.ceil(problem.seqlen_q / config.queries)
 
 
 def copied_keys(problem: Problem) -> int:
-    """Keys that are copied in at once: a block of them, or a page where that is less."""
+    """Returns the keys of one copy: a block, or a page if that is smaller."""
     return min(problem.page_size or BLOCK_N, BLOCK_N)
 
 
 def worker_registers(problem: Problem) -> tuple[int, int]:
-    """Registers of a thread of the second group, and of the producer."""
+    """Returns registers of a thread of the second group, and of the producer."""
     return REGISTERS if copied_keys(problem) == BLOCK_N else REGISTERS_OF_SMALL_PAGES
 
 
 def split_tile(config: LatentConfig) -> int:
-    """The least power of two that holds all parts."""
+    """Returns the least power of two that holds all splits."""
     return 1 << (config.splits - 1).bit_length()
 
 
 def combined_columns(problem: Problem, config: LatentConfig) -> int:
-    """Columns of the output that a combining program makes."""
+    """Returns the output columns of a combine program."""
     return min(problem.value_head_dim, COMBINE_NUMBERS // split_tile(config))
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether the parts are not too many."""
+    """Returns whether there are not too many splits."""
     assert isinstance(config, LatentConfig)
     programs = row_tiles(problem, config) * problem.batch * config.splits
     return config.splits == 1 or programs <= PROGRAMS_PER_SM * target.sm_count

@@ -1,4 +1,4 @@
-"""What a launch over split latent keys takes by its schedule, and which splits are worth trying."""
+"""Makespan of a launch over split latent keys, and the splits of the search space."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig, row_tiles
 
-# In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
-# kernel that combines parts.
+# In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
 LAUNCH = 4.0
 PROGRAM = 3.0
 COMBINE = 2.2
-# What the matrix units give, over their peak, and HBM over the datasheet's bandwidth.
+# Fraction of the Tensor Cores' peak, and of the datasheet's bandwidth of HBM.
 RATE = 0.65
 BANDWIDTH_SHARE = 0.9
 FLOAT32 = 4
 
 
 def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float:
-    """Time of a launch by its schedule, in ms."""
+    """Returns the time of a launch by its schedule, in ms."""
     keys = distinct_keys(problem.sight)
     programs = row_tiles(problem, config) * problem.batch * config.splits
     if not programs or not keys:
@@ -40,7 +39,7 @@ def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float
 
 
 def _combining(problem: Problem, config: LatentConfig, bandwidth: float) -> float:
-    """Time of writing parts, reading them and combining them, in µs."""
+    """Returns the time to write, read and combine partial results, in µs."""
     if config.splits == 1:
         return 0.0
     rows = problem.batch * problem.seqlen_q * problem.heads
@@ -48,7 +47,7 @@ def _combining(problem: Problem, config: LatentConfig, bandwidth: float) -> floa
 
 
 def splits_otherwise(config: LatentConfig, space: Space) -> Iterator[LatentConfig]:
-    """The points of a space that differ in how keys are split, or in how many queries share a tile."""
+    """Returns points of a space that differ in the splits, or in the queries that share a tile."""
     axes = {axis.name: axis.values for axis in space.axes}
     for queries in axes["queries"]:
         for splits in axes["splits"]:

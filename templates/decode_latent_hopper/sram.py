@@ -1,4 +1,4 @@
-"""The SRAM of the latent Hopper family: it allocates its tiles itself, so the model is a sum."""
+"""SRAM of the latent Hopper family: the sum of its explicit allocations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from flashtune.templates.family import TrafficItem
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
-# Blocks of weights on their way from one group to the other.
+# Blocks of probabilities in transit between the groups.
 SLOTS = 2
-# Those of halves, of the rest, of weights; of queries, and of the end.
+# Barriers of halves, of the rest, of probabilities; of queries, and of the end.
 BARRIERS_A_STAGE = 4
 OTHER_BARRIERS = 2 + 2 * SLOTS + 2
 
 
 def latent_items(problem: Problem, config: LatentConfig) -> tuple[TrafficItem, ...]:
-    """All allocations of a program, in bytes."""
+    """Returns all allocations of a program, in bytes."""
     size = problem.dtype.itemsize
     rest = problem.head_dim - problem.value_head_dim
     barriers = BARRIERS_A_STAGE * config.num_stages + OTHER_BARRIERS

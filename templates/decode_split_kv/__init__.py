@@ -1,1 +1,1 @@
-"""Decoding in Triton: keys are split among programs, and a second kernel combines the parts."""
+"""Split-KV decoding in Triton: programs share the keys, and a second kernel combines the parts."""

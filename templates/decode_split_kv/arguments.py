@@ -1,4 +1,4 @@
-"""Run-time arguments of the split kernel and of the one that combines what its programs found."""
+"""Run-time arguments of the split kernel and of the combine kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.feature_context import asked_arguments
 from flashtune.templates.decode_split_kv.space import DecodeConfig, combine_options
 
-# What every program found of its keys: outputs, and log-sum-exps in units of log2.
+# Partial results of every program: outputs, and log-sum-exps in units of log2.
 WORKSPACES = ("partial_out", "partial_lse")
 COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
 
@@ -16,14 +16,14 @@ COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "h
 def split_arguments(
     problem: Problem, config: DecodeConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """The kernel's: where keys are split, with workspaces and how many parts there are."""
+    """Returns the kernel's arguments; if keys are split, with workspaces and the number of splits."""
     if config.splits == 1:
         return asked_arguments(problem, specialization, ())
     return (*asked_arguments(problem, specialization, WORKSPACES), Argument("splits", "i32"))
 
 
 def combine_step(problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
-    """What is launched after it, where keys are split."""
+    """Returns the combine kernel's launch if keys are split."""
     if config.splits == 1:
         return None
     plain = {

@@ -1,4 +1,4 @@
-"""Attention of few queries over many keys, in portable Triton: keys are split, parts are combined."""
+"""Portable split-KV attention of few queries in Triton, with a combine kernel."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwi
 from flashtune.templates.decode_split_kv.sram import decode_items
 from flashtune.templates.family import Context, TrafficItem
 
-# More queries than these are another family's.
+# Maximum number of queries; other families compute more.
 MOST_QUERIES = 16
 MOST_LATENT = 1024
 
 
 class DecodeContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -79,7 +79,7 @@ class DecodeContext(Context, frozen=True):
 
 
 class DecodeSplitKV:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "decode_split_kv"
     config_type = DecodeConfig
@@ -122,7 +122,7 @@ class DecodeSplitKV:
         return decode_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """Tiles that keep HBM busy on an H200, and so many parts that its multiprocessors are."""
+        """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs."""
         space = decode_space(problem, target)
         usual = _usual_tiles(problem, target)
         spread = (usual, *splits_otherwise(usual, space))
@@ -180,7 +180,7 @@ class DecodeSplitKV:
         width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
         keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
         queries = rows * problem.head_dim * problem.dtype.itemsize
-        # Tiles of one KV head run side by side, and a cache holds what all of them read.
+        # Tiles of one KV head run concurrently, and a cache holds the data that all of them read.
         name = "k and v read once" if tiles == 1 or target else "k and v read for every tile of rows"
         items = [
             TrafficItem("q read by every part", config.splits * queries),
@@ -229,7 +229,7 @@ class DecodeSplitKV:
 
 
 def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
-    """Tiles for any length: as long as SRAM has room for three blocks, two of them in flight."""
+    """Returns tiles for any length, as long as three blocks fit SRAM, two of them in flight."""
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
     if problem.dtype is Dtype.FP32:

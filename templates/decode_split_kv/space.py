@@ -1,4 +1,4 @@
-"""The space of the split-KV family: what a config holds, and which values are worth trying."""
+"""The search space of the split-KV family."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     Attributes:
         block_m: Rows of a tile: queries and the heads that share a KV head.
         block_n: Keys of a block.
-        splits: Parts of the keys of a sequence, each a program's.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        early_combine: Launch what combines the parts while the last of them are at work (sm_90 and later).
+        splits: Parts of the keys of a sequence, one for each program.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        early_combine: Launch the combine kernel before the last splits end (sm_90 and later).
     """
 
     block_m: BlockSize
@@ -38,32 +38,32 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS = (16, 32, 64)
 LEAST_KEYS = 32
-# Programs that a multiprocessor is given at the most, one after the other.
+# Maximum number of programs per SM, in sequence.
 PROGRAMS_PER_SM = 8
 HOPPER = 90
 MOST_REGISTERS = 255
 SPARE_REGISTERS = 24
 FLOAT32 = 4
-# Rows of a group of warps, and columns of a matrix product that a warp makes at the least.
+# Rows of a group of warps, and minimum columns of a warp's matrix product.
 WARPGROUP_ROWS = 64
 WARP_COLUMNS = 8
-# Columns of the narrowest tile that is worth loading in pairs.
+# Columns of the narrowest tile for loads in pairs.
 LEAST_PAIRED = 64
-# What combines parts holds at most so many numbers of a row, in so many warps.
+# Maximum elements of a row in a combine program, and its warps.
 COMBINE_NUMBERS = 8192
 COMBINE_WARPS = 4
 MIN_COLUMNS = 32
 
 
 def decode_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     odd_width = not problem.latent and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / LEAST_KEYS)),
         max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
     )
-    # Besides, so many as fill every multiprocessor with one program, two and three.
+    # Also the numbers that give every SM one, two or three programs.
     filling = (waves * target.sm_count // max(1, fewest) for waves in (1, 2, 3))
     splits = tuple(count for count in sorted({*SPLITS, *filling}) if 1 <= count <= min(most, SPLITS[-1]))
     early = len(splits) > 1 and target.capability >= HOPPER and problem.dtype is not Dtype.FP32
@@ -84,12 +84,12 @@ def decode_space(problem: Problem, target: Target) -> Space:
 
 
 def group_rows(problem: Problem) -> int:
-    """Rows of one KV head of a sequence."""
+    """Returns the rows of one KV head of a sequence."""
     return max(1, problem.seqlen_q * problem.group_size)
 
 
 def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
-    """The head dim as tiles; of a latent problem the values' columns come first, and are one tile."""
+    """Returns the head dim as tiles. For latent keys, the values' columns are the first tile."""
     if not problem.latent:
         return head_chunks(problem.head_dim, decomposed)
     values = Chunk(0, 0, problem.value_head_dim, False)
@@ -101,16 +101,16 @@ def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
 
 
 def value_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
-    """The value head dim as tiles."""
+    """Returns the value head dim as tiles."""
     return head_chunks(problem.value_head_dim, decomposed and not problem.latent)
 
 
 def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Specialization) -> bool:
-    """Whether stored bytes are loaded two columns at a time.
+    """Returns whether stored bytes are loaded two columns at a time.
 
-    Both of a pair must be there, on an even place. Warps side by side each need eight columns of such a
-    half, and narrow ones take more instructions than they save; where warps lie below one another, matrix
-    units read values from SRAM, and nothing is gained unless these are keys as well.
+    Pairs must be complete and at even columns. Warps that divide the columns each need eight columns of such
+    a half, and narrow tiles take more instructions than they save. If warps divide the rows, Tensor Cores
+    read values from SRAM, and pairs gain nothing unless the values are keys as well.
     """
     if problem.kv_dtype is None or problem.dtype is Dtype.FP32 or specialization.alignment is Alignment.ANY:
         return False
@@ -123,7 +123,7 @@ def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Speciali
 
 
 def block_bytes(problem: Problem, config: DecodeConfig) -> int:
-    """Bytes of a block of keys and values as they are stored, padding included."""
+    """Returns the stored bytes of a block of keys and values, with padding."""
     width = columns(query_chunks(problem, config.decomposed))
     if not problem.latent:
         width += columns(value_chunks(problem, config.decomposed))
@@ -131,29 +131,32 @@ def block_bytes(problem: Problem, config: DecodeConfig) -> int:
 
 
 def combined_columns(problem: Problem, config: DecodeConfig) -> int:
-    """Columns of the output that a combining program makes."""
+    """Returns the output columns of a combine program."""
     fit = max(MIN_COLUMNS, COMBINE_NUMBERS // split_tile(config))
     return min(power_of_two(problem.value_head_dim), fit)
 
 
 def split_tile(config: DecodeConfig) -> int:
-    """The least power of two that holds all parts."""
+    """Returns the least power of two that holds all splits."""
     return 1 << (config.splits - 1).bit_length()
 
 
 def combines_early(problem: Problem, config: DecodeConfig) -> bool:
-    """Whether the combining kernel waits by itself; Triton's interpreter, for float32 alone, cannot."""
+    """Returns whether the combine kernel waits for the splits on the device.
+
+    Triton's interpreter, used for float32 only, cannot do this.
+    """
     return config.early_combine and problem.dtype is not Dtype.FP32
 
 
 def combine_options(problem: Problem, config: DecodeConfig) -> LaunchOptions:
-    """What the compiler is told of the combining kernel."""
+    """Returns the compiler options of the combine kernel."""
     early = combines_early(problem, config)
     return LaunchOptions(COMBINE_WARPS, 1, early=True if early else msgspec.UNSET)
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether tiles fit the registers of their warps, and what is in flight the SRAM."""
+    """Returns whether tiles fit the registers of their warps, and blocks in flight the SRAM."""
     assert isinstance(config, DecodeConfig)
     if config.splits > 1 and config.splits > math.ceil(distinct_keys(problem.sight) / config.block_n):
         return False

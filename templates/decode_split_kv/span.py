@@ -1,4 +1,4 @@
-"""What a launch over split keys takes by its schedule, and which splits are worth trying."""
+"""Makespan of a launch over split keys, and the splits of the search space."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from flashtune.templates.decode_split_kv.space import (
     value_chunks,
 )
 
-# In µs: what a launch takes with nothing to do, a program before and after its keys, and a launch of the
-# kernel that combines parts.
+# In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
 LAUNCH = 3.7
 PROGRAM = 1.2
 COMBINE = 2.2
-# What HBM gives, over the datasheet's bandwidth, and how much more than its share a multiprocessor can take.
+# Fraction of the datasheet's bandwidth of HBM, and an SM's maximum over its equal share.
 BANDWIDTH_SHARE = 0.9
 GREED = 1.1
-# What the matrix units give, over their peak: in warp groups, and in warps.
+# Fractions of the Tensor Cores' peak: in warp groups, and in warps.
 WARPGROUP_RATE = 0.5
 WARP_RATE = 0.3
-# Bytes of 8-bit keys that a program takes in by itself in a µs, since it widens what it waits for: about so
-# many before they were read in pairs. Several on a multiprocessor do so side by side, up to so many.
+# Bytes of 8-bit keys that one program processes in a µs, since conversion follows the wait. Measured before
+# loads in pairs. Several programs of an SM do so concurrently, up to this many.
 LONE_EIGHT_BITS = 22e3
 SIDE_BY_SIDE = 3
 
 
 def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float:
-    """Time of a launch by its schedule, in ms."""
+    """Returns the time of a launch by its schedule, in ms."""
     keys = distinct_keys(problem.sight)
     tiles = math.ceil(group_rows(problem) / config.block_m)
     programs = tiles * problem.batch * problem.kv_heads * config.splits
@@ -51,7 +50,7 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
     values = columns(value_chunks(problem, config.decomposed))
     size = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
     bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
-    # Bytes of a program, of which those of other tiles come from the cache.
+    # Bytes of a program. Those of other tiles come from the cache.
     part = blocks * config.block_n * size * problem.kv_itemsize / tiles
     share = GREED * bandwidth / target.sm_count
     products = 2 * config.block_m * blocks * config.block_n * (width + values)
@@ -66,7 +65,7 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
 
 
 def _combining(problem: Problem, config: DecodeConfig, bandwidth: float) -> float:
-    """Time of writing parts, reading them and combining them, in µs."""
+    """Returns the time to write, read and combine partial results, in µs."""
     if config.splits == 1:
         return 0.0
     rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
@@ -74,11 +73,11 @@ def _combining(problem: Problem, config: DecodeConfig, bandwidth: float) -> floa
 
 
 def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfig]:
-    """The points of a space with the same tiles, whose keys are split otherwise."""
+    """Returns points of a space with the same tiles and other splits."""
     axes = {axis.name: axis.values for axis in space.axes}
     for splits in axes["splits"]:
         assert isinstance(splits, int)
-        # Programs that stand alone have nothing to combine.
+        # A single split has nothing to combine.
         early = len(axes["early_combine"]) > 1 and splits != 1
         other = msgspec.structs.replace(config, splits=splits, early_combine=early)
         if space.contains(other):

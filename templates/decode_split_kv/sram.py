@@ -1,4 +1,4 @@
-"""The SRAM that a tile of rows and a stream of keys and values need at the least, item by item."""
+"""The minimum SRAM of a tile of rows and a stream of keys and values, item by item."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flashtune.templates.family import TrafficItem
 def decode_items(
     problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
-    """The items, which are all live at one point of the main loop."""
+    """Returns the items that are live at one point of the main loop."""
     tiles = _tiles(problem, config, target)
-    # AMD's units reorder in registers what others read from there.
+    # AMD's units reorder tiles in registers, other units read them from SRAM.
     if tiles is None or tiles.engine is Engine.MFMA:
         return ()
     stored = msgspec.structs.replace(tiles, itemsize=problem.kv_itemsize)
-    # Columns beyond a head dim are masked, by as many at once as divide it.
+    # Columns beyond a head dim are masked in groups, whose size divides it.
     together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
     stream = Stream(
         tiles=stored,
@@ -35,7 +35,7 @@ def decode_items(
         halves=False,
     )
     grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
-    # Matrix units of warp groups read what lies in SRAM; others, and conversions, read registers.
+    # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
     flight = config.num_stages if grouped else config.num_stages - 1
     items = [TrafficItem(f"k, {flight} in flight", flight * stream.k)]
     if not problem.latent:
@@ -46,7 +46,7 @@ def decode_items(
 
 
 def _tiles(problem: Problem, config: DecodeConfig, target: Target) -> Tiles | None:
-    """The tiles of a program, or None where nothing is known of the architecture."""
+    """Returns the tiles of a program, None for unknown architectures."""
     engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
     return engine and Tiles(
         block_m=config.block_m,

@@ -1,4 +1,4 @@
-"""The kernel's run-time arguments: descriptors of its tensors instead of addresses and strides."""
+"""Run-time arguments of the kernel: descriptors of its tensors instead of addresses and strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashtune.templates.common.args.side import side_numbers, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.forward_hopper.space import HopperConfig
 
-# The copy engine's widest row that keeps banks of shared memory apart.
+# TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
 PACKED_COUNTS = ("heads", "group_size", "tokens", "section", "sequences", "steps")
 
@@ -17,15 +17,15 @@ PACKED_COUNTS = ("heads", "group_size", "tokens", "section", "sequences", "steps
 def hopper_arguments(
     problem: Problem, config: HopperConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """Descriptors of q, k, v and out, tile by tile; lse, scales of quantised inputs, scale, counts."""
+    """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts."""
     dtype = problem.dtype
     qk_chunks = head_chunks(problem.head_dim, config.decomposed)
     v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
-    # Where sequences are packed, two more dimensions say where one ends.
+    # In a varlen batch, two more dimensions mark a sequence's end.
     outer = (1, 1, 1) if problem.packed else (1, 1)
     queries, keys = (1, 1, config.pack, config.rows // config.pack), (*outer, config.block_n)
     counts = PACKED_COUNTS if problem.packed else (*COUNTS, "section")
-    # Where outputs pass in halves, so does the descriptor's tile.
+    # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.halved else 1
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
@@ -48,7 +48,7 @@ def hopper_arguments(
 
 
 def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype, outer: tuple[int, ...]) -> tuple[int, ...]:
-    """A tile of V, which the prologue of quantised kernels transposes."""
+    """Returns a tile of V, which the prologue of quantised kernels transposes."""
     sides = (chunk.width, config.block_n) if dtype.is_quantized else (config.block_n, chunk.width)
     return *outer, *sides
 

@@ -1,4 +1,4 @@
-"""Hopper's own forward pass in Gluon: a producer warp and consumer groups, for sm_90 alone."""
+"""Hopper's forward pass in Gluon: a producer warp and consumer groups, for sm_90 only."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from flashtune.templates.forward_hopper.sram import hopper_items
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
-# The copy engine moves rows of a multiple of 16 bytes.
+# TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
-# The share of products and softmax that runs side by side, from the best kernels of an H200.
+# Fraction of products and softmax that overlaps, from the best kernels of an H200.
 OVERLAP = 0.8
 WORKSPACE = "transposed"
 NO_BOUND = -1
-# Wider than any sequence, and places beyond it are still integers of 32 bits.
+# Wider than any sequence, and positions beyond it still fit 32 bits.
 WIDEST_WINDOW = 2**30 - 1
-# What the compiler may add to the tiles: the exchange between roles, and gaps for alignment.
+# Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
 
 
 class HopperContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -80,7 +80,7 @@ class HopperContext(Context, frozen=True):
 
 
 class ForwardHopper:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "forward_hopper"
     config_type = HopperConfig
@@ -113,7 +113,7 @@ class ForwardHopper:
         return hopper_space(problem)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """The best of most lengths, for shapes that nobody tuned; padded where it would not fit otherwise."""
+        """Returns the best config of most lengths, for untuned shapes; padded if needed to fit."""
         usual = usual_config(problem)
         room = target.sram_per_block - SPARE_BYTES
         fits = sum(item.bytes for item in hopper_items(problem, usual)) <= room
@@ -129,7 +129,7 @@ class ForwardHopper:
         return LaunchOptions(config.num_warps, config.num_stages)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        """Eight-bit products want V transposed, which no copy engine does."""
+        """Returns the prologue of 8-bit kernels, which transposes V: TMA cannot."""
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
@@ -150,7 +150,7 @@ class ForwardHopper:
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, HopperConfig)
         if problem.packed:
-            # Nobody knows how many tiles the sequences need: there are places for the most that they may.
+            # The number of the sequences' tiles is unknown on the host, so use its maximum.
             return problem.heads * (problem.packed // config.block_m + problem.batch)
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
@@ -216,7 +216,7 @@ class ForwardHopper:
 
 
 def _bound(window: int | None) -> int:
-    """A side of a window as templates know it: -1 where there is no bound."""
+    """Returns one side of a window for templates: -1 means no bound."""
     return NO_BOUND if window is None else min(window, WIDEST_WINDOW)
 
 

@@ -1,4 +1,4 @@
-"""The space of the Hopper family: what a config holds, and which values are worth trying."""
+"""The search space of the Hopper family."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ GROUP_WARPS = 4
 GROUP_THREADS = 128
 # Rows of one matrix instruction of a group.
 GROUP_ROWS = 64
-# Registers of a thread: what the multiprocessor has, shared among the groups and the producer's four warps.
+# Registers of a thread: those of the SM, shared by the groups and the producer's four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
-# What the loop needs beside tiles: addresses, sums, maxima, and the compiler's room to schedule.
+# Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
-# And what it needs to drop weights: the words of rows, and products of twice their width.
+# Additional registers for dropout: random words of rows, and products of twice their width.
 DROPPING_REGISTERS = 16
 MOST_ROWS = 256
-# Outputs this wide have halves as wide as the copy engine's widest rows.
+# Outputs this wide have halves as wide as TMA's widest rows.
 LEAST_HALVED = 128
-# One product of eight-bit tiles sums over so many columns.
+# Columns that one product of 8-bit tiles sums over.
 QUANTIZED_DEPTH = 32
 PACKS = (1, 2, 4, 8, 16)
-# A window of less than one in so many keys leaves few tiles that see less than others.
+# A window of less than one in this many keys leaves few tiles that see less than others.
 SHORT_WINDOW = 2
-# From here on sections of heads gain nothing, where tiles differ.
+# From this length on, groups of heads gain nothing if tiles differ.
 LONG = 4096
-# From here on tiles of three groups waste few rows at a sequence's end.
+# From this length on, tiles of three groups waste few rows at a sequence's end.
 MANY_QUERIES = 2048
-# Under this many queries a tile has room for several heads.
+# Below this many queries, a tile has space for several heads.
 FEW_QUERIES = 128
 
 
 class Order(enum.StrEnum):
-    """The order in which tiles of queries are worked on.
+    """The order of tiles of queries.
 
-    LONG_FIRST starts with the tiles that see the most keys; ALTERNATE also runs every other round
-    of programs backwards, so that who had a long tile gets a short one.
+    LONG_FIRST starts with the tiles that see the most keys. ALTERNATE also reverses every second round of
+    programs, so that a program with a long tile gets a short one.
     """
 
     LINEAR = "linear"
@@ -62,18 +62,18 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows: Queries of one group's tile.
         block_n: Keys of a block.
         q_stages: Tiles of queries in flight for each group.
-        halved: Outputs pass through shared memory in two halves, through the room of one.
-        ping_pong: Groups issue their products in turns.
-        late_wait: The wait for PV stands behind the exponentials, not before.
-        lazy_rescale: Rescale the accumulator only when a maximum has grown by much.
-        p_stages: Tiles of eight-bit weights of each group in shared memory: of 2 one is written while the
-            other is multiplied. 0 keeps weights in registers.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        pack: Query heads of one KV head that share a tile; where they do not divide the group, a
-            tile has rows to spare.
-        section: Heads (packs of heads) that are worked on at a time; 0 for all.
-        order: Which tiles first.
-        even: As few programs as finish in as many rounds, not one for each multiprocessor.
+        halved: Outputs are stored through shared memory in two halves, with the space of one.
+        ping_pong: Groups alternate in issuing products.
+        late_wait: The wait for PV is after the exponentials, not before.
+        lazy_rescale: Rescale the accumulator only if a maximum grew by much.
+        p_stages: Tiles of 8-bit probabilities of each group in shared memory. Of 2, one is written during the
+            product of the other. 0 leaves probabilities in registers.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        pack: Query heads of one KV head that share a tile. If they do not divide the group, a tile has unused
+            rows.
+        section: Heads (packs of heads) that are processed together; 0 for all.
+        order: Order of tiles.
+        even: The fewest programs with the same number of rounds, not one for each SM.
     """
 
     groups: Count
@@ -98,7 +98,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def hopper_space(problem: Problem) -> Space:
-    """All configs worth trying; benchmarks/results/hopper.md names those that are left out."""
+    """Returns the search space; benchmarks/results/hopper.md names the excluded configs."""
     differ = tiles_differ(problem)
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
@@ -127,12 +127,12 @@ def _has_turns(chosen: dict[str, AxisValue]) -> bool:
 
 
 def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
-    """Whether registers are short: two groups lose by weights that leave them."""
+    """Returns whether registers are scarce: two groups are slower with probabilities in shared memory."""
     return chosen["groups"] == 3
 
 
 def tiles_differ(problem: Problem) -> bool:
-    """Whether some tiles of a head see many more keys than others, so that their order matters."""
+    """Returns whether tiles of a head see different numbers of keys, so that their order matters."""
     left, right = problem.sight.left, problem.sight.right
     return right is not None and (left is None or SHORT_WINDOW * left > problem.seqlen_kv)
 
@@ -144,9 +144,9 @@ def _sections(problem: Problem) -> tuple[int, ...]:
 
 
 def _packs(problem: Problem) -> tuple[int, ...]:
-    """Packing fills tiles that the queries of one head leave empty; quantised heads have own scales.
+    """Returns numbers of packed heads, which fill tiles if one head has few queries.
 
-    Descriptors of packed sequences have no dimension left for it.
+    Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
     if problem.packed or problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
         return (1,)
@@ -154,7 +154,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
 
 
 def _is_possible(problem: Problem, config: Config) -> bool:
-    """Whether a config has registers and room for its tiles, and its choices make sense together."""
+    """Returns whether registers and SRAM suffice for a config, and its values are consistent."""
     assert isinstance(config, HopperConfig)
     return (
         config.block_m <= MOST_ROWS
@@ -170,13 +170,13 @@ def _products_fit(problem: Problem, decomposed: bool) -> bool:
 
 
 def _can_be_halved(problem: Problem, decomposed: bool) -> bool:
-    """Whether outputs are one tile, and wide enough."""
+    """Returns whether outputs are one tile, and wide enough."""
     chunks = head_chunks(problem.value_head_dim, decomposed)
     return len(chunks) == 1 and chunks[0].width >= LEAST_HALVED
 
 
 def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
-    """Scores, weights in the inputs' type, and accumulators of a group, spread over its threads."""
+    """Returns whether scores, probabilities and accumulators of a group fit its threads' registers."""
     scores = config.rows * config.block_n // GROUP_THREADS
     weights = 0 if config.p_stages else scores * problem.dtype.itemsize // 4
     width = columns(head_chunks(problem.value_head_dim, config.decomposed))
@@ -186,18 +186,18 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
 
 
 def usual_config(problem: Problem) -> HopperConfig:
-    """What measurements on an H200 found best for most lengths, by head dims."""
+    """Returns the best config of most lengths on an H200, by head dims."""
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
     differ = tiles_differ(problem)
-    # In one order of all heads, tiles of packed sequences that end in a round differ least.
+    # In one order of all heads, tiles of varlen batches that end in the same round differ least.
     in_one = bool(problem.packed) or (differ and problem.seqlen_kv > LONG)
     order = Order.LONG_FIRST if problem.packed else Order.ALTERNATE
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    # Eight bits have no room in registers for three groups, but in shared memory.
+    # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
     shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
-    # Of three groups none has the registers to drop weights of so many keys at a time.
+    # Three groups do not have the registers for dropout of this many keys at a time.
     groups = 3 if shared or (narrow and not problem.dropout) else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
@@ -221,5 +221,5 @@ def usual_config(problem: Problem) -> HopperConfig:
 
 
 def padded(problem: Problem, config: HopperConfig) -> HopperConfig:
-    """A config with one tile for a head, whose outputs pass in halves where they can: it takes less room."""
+    """Returns a config with one tile for a head, stored in halves if possible: it needs less SRAM."""
     return msgspec.structs.replace(config, decomposed=False, halved=_can_be_halved(problem, False))

@@ -1,4 +1,4 @@
-"""What a launch of the Hopper family takes by its schedule, and how else its work could be spread."""
+"""Makespan of the Hopper family, and other schedules of the same work."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from flashtune.templates.common.model.tile_schedule import Cost, Tiling, are_ali
 from flashtune.templates.common.model.traffic import AtOnce, unpacked
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
-# By consumer groups: the more there are, the more of the softmax runs beside the others' products.
+# By consumer groups: more groups overlap more of the softmax with the others' products.
 PACES = {
     1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
     2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
     3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
 }
 MOST_GROUPS = max(PACES)
-# More heads at a time than these won nowhere: benchmarks/results/hopper.md.
+# No larger number was ever the fastest: benchmarks/results/hopper.md.
 SECTIONS = (0, 1, 4)
 BLOCKS = (64, 128)
-# What a tile takes more, in µs: two divisions that find it where rounds alternate, and, with room for one
-# tile of queries, the time in which the next one comes in.
+# Additional time of a tile, in µs: two divisions in serpentine order, and the load of the next queries if
+# there is only one buffer.
 ALTERNATING = 0.25
 WAITING = 0.43
-# Share of time that is lost where programs leave the heads of their section to others each round.
+# Fraction of time lost if programs of a group of heads change heads in each round.
 OUT_OF_STEP = 0.05
 
 
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
-    """Time of a launch by its schedule, in ms."""
+    """Returns the time of a launch by its schedule, in ms."""
     problem = unpacked(problem)
     tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
     pace = PACES[min(config.groups, MOST_GROUPS)]
@@ -56,33 +56,33 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
-    """Counts the programs that stay, and the KV heads of which they take tiles by turns."""
+    """Counts the persistent programs, and the KV heads whose tiles they share."""
     tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
     section = min(config.section or tiling.heads, tiling.heads)
     programs = min(tiling.total, target.sm_count if target else 1)
-    # Tiles are not rounded up here, so that the working set is continuous in the number of queries.
+    # Tiles are not rounded up here, so the working set is continuous in the number of queries.
     heads = min(tiling.heads, max(section, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
     return AtOnce(programs, max(1.0, heads / tiling.packs), min(section, tiling.packs))
 
 
 def _between(config: HopperConfig) -> float:
-    """Time between tiles by a config's own choices, in µs."""
+    """Returns the time between tiles, by parameters of the config, in µs."""
     alternating = ALTERNATING if config.order is Order.ALTERNATE else 0.0
     return alternating + (WAITING if config.q_stages == 1 else 0.0)
 
 
 def _falls_out(tiling: Tiling, workers: int, section: int, target: Target) -> bool:
-    """Whether programs that read one head's keys drift apart: tiles differ, and so do the heads of rounds."""
+    """Returns whether programs on one head drift apart: tiles differ, and so do the heads of rounds."""
     in_rounds = target.sm_count < tiling.total and workers < target.sm_count
     differ = tiling.tiles > 1 and not are_alike(tiling.problem)
     return in_rounds and differ and section < tiling.heads and workers % section != 0
 
 
 def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
-    """The points of a space that spread the same work otherwise.
+    """Returns points of a space that schedule the same work differently.
 
-    Other orders and sections, programs for all multiprocessors or fewer, one group; and other blocks of keys,
-    with as many heads of a group to a tile as there may be.
+    They have other orders and groups of heads, all SMs or fewer, or one consumer group. Others have other
+    blocks of keys, with as many heads of a group in a tile as possible.
     """
     axes = {axis.name: axis.values for axis in space.axes}
     sections = tuple(section for section in axes["section"] if section in SECTIONS)

@@ -1,4 +1,4 @@
-"""The SRAM of the Hopper family: it allocates its tiles itself, so the model is a sum."""
+"""SRAM of the Hopper family: the sum of its explicit allocations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 BARRIER_BYTES = 8
-# Each ring has barriers for tiles that are full and for tiles that are empty.
+# Each ring has barriers for full and for empty tiles.
 SIDES = 2
 
 
 def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, ...]:
-    """All allocations of a program, in bytes."""
+    """Returns all allocations of a program, in bytes."""
     size = problem.dtype.itemsize
     queries = columns(head_chunks(problem.head_dim, config.decomposed)) * size
     values = columns(head_chunks(problem.value_head_dim, config.decomposed))

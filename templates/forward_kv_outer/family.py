@@ -1,4 +1,4 @@
-"""FlashAttention-1's loop order in portable Triton: a tile of K and V stays, queries cycle by."""
+"""Portable Triton forward pass in FlashAttention-1's loop order: an outer loop over keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.family import Context, TrafficItem
 from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 
-# What a row carries from one block of keys to the next, in global memory and in float32.
+# State of a row between blocks of keys, in global memory and in float32.
 WORKSPACES = ("carried_max", "carried_sum", "carried_out")
 FLOAT32_BYTES = 4
 
@@ -26,8 +26,8 @@ class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Attributes:
         block_m: Queries of a tile.
         block_n: Keys of a tile.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        max_registers: Register cap, 0 for none.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        max_registers: Limit of registers per thread, 0 for none.
     """
 
     block_m: BlockSize
@@ -37,7 +37,7 @@ class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class KVOuterContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -58,7 +58,7 @@ class KVOuterContext(Context, frozen=True):
 
 
 class ForwardKVOuter:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "forward_kv_outer"
     config_type = KVOuterConfig
@@ -82,7 +82,7 @@ class ForwardKVOuter:
             Axis("block_m", (16, 32, 64, 128)),
             Axis("block_n", (16, 32, 64, 128, 256)),
             Axis("num_warps", (2, 4, 8, 16)),
-            # Loops with a barrier inside are not software-pipelined: more stages change nothing.
+            # Triton does not pipeline loops that contain a barrier: more stages change nothing.
             Axis("num_stages", (1,)),
             Axis("decomposed", (False, True) if odd_width else (False,)),
             Axis("max_registers", (0,)),
@@ -90,7 +90,7 @@ class ForwardKVOuter:
         return Space(KVOuterConfig, axes)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """A modest tile that fits every target of the table."""
+        """Returns a small tile that fits every target of the table."""
         row_bytes = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
         if target.sram_per_block < 100 * 1000:
@@ -125,7 +125,7 @@ class ForwardKVOuter:
         return cycle_columns(tiles) if tiles else 0
 
     def _tiles(self, problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
-        """The tiles of a program, or None where nothing is known of the architecture."""
+        """Returns the tiles of a program, None for unknown architectures."""
         engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
         return engine and Tiles(
             block_m=config.block_m,
@@ -139,7 +139,7 @@ class ForwardKVOuter:
         )
 
     def programs(self, problem: Problem, config: Config) -> int:
-        # Programs on the same rows would race: one to a head.
+        # Programs on the same rows would race: one for each head.
         return problem.batch * problem.heads
 
     def overlap(self, config: Config) -> float | None:
@@ -160,7 +160,7 @@ class ForwardKVOuter:
         all_heads = problem.batch * problem.heads
         rows = all_heads * problem.seqlen_q
         state = (problem.value_head_dim + 2) * FLOAT32_BYTES
-        # One program to a head; each cycles through all queries of its head and their state.
+        # One program for each head. It iterates over all queries of its head and their state.
         programs = min(all_heads, target.sm_count) if target else all_heads
         row_bytes = problem.head_dim * size + state
         visits, often = cycled_rows(

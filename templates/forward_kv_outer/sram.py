@@ -1,4 +1,4 @@
-"""The SRAM that a tile of K and V and a cycle of queries need at the least, item by item."""
+"""The minimum SRAM of a tile of K and V and a loop over queries, item by item."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flashtune.templates.common.model.sram import (
 from flashtune.templates.family import TrafficItem
 
 FLOAT32_BYTES = 4
-# Rows that one warp's matrix instruction covers.
+# Rows of one warp's matrix instruction.
 WARP_ROWS = 16
 MFMA_ROWS = 32
 MANY_WARPS = 8
 
 
 def cycle_items(tiles: Tiles) -> tuple[TrafficItem, ...]:
-    """The items, which are all live at one point of the inner loop.
+    """Returns the items that are live at one point of the inner loop.
 
-    A barrier stands in both loops, so nothing is pipelined and alignment changes nothing.
+    Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
     """
     if tiles.engine is Engine.MFMA:
         return (TrafficItem("the largest tile in passing", _largest_reordered(tiles)),)
@@ -36,17 +36,17 @@ def cycle_items(tiles: Tiles) -> tuple[TrafficItem, ...]:
 
 
 def cycle_columns(tiles: Tiles) -> int:
-    """Columns of tensor memory: of scores and output, which is there only while it is added to."""
+    """Returns columns of tensor memory: of scores and output, which is there only during its update."""
     scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
     if triton_release() >= SHARING_RELEASE:
         return columns_of(tiles, max(scores, output))
-    # Weights are half as wide as scores; scores that are summed over chunks are held twice.
+    # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
     twice = min(len(tiles.qk_chunks), 2)
     return columns_of(tiles, scores * twice + scores // 2 + output)
 
 
 def _largest_reordered(tiles: Tiles) -> int:
-    # Everything rests in registers; shared memory only reorders it, one tile after the other.
+    # Everything is in registers. Shared memory is only used to reorder one tile at a time.
     largest = max((0, *tiles.spread((*tiles.q, *tiles.k, *tiles.v))))
     if tiles.block_m <= WARP_ROWS * tiles.warps:
         largest = max(largest, reordered(tiles.weights))
@@ -56,7 +56,7 @@ def _largest_reordered(tiles: Tiles) -> int:
 
 
 def _spread_output(tiles: Tiles) -> int:
-    """The carried output: loaded row by row, then spread over warps as matrix units have it."""
+    """Returns the bytes to distribute the stored output over warps for the matrix units."""
     if tiles.warps < MANY_WARPS or tiles.block_m > WARP_ROWS * tiles.warps:
         return 0
     tall = tiles.block_m >= max(chunk.width for chunk in tiles.v_chunks)
@@ -66,5 +66,5 @@ def _spread_output(tiles: Tiles) -> int:
 
 
 def _output(tiles: Tiles) -> int:
-    """The widest chunk of the carried output."""
+    """Returns the bytes of the output's widest chunk."""
     return tiles.block_m * max(chunk.width for chunk in tiles.v_chunks) * FLOAT32_BYTES

@@ -1,1 +1,1 @@
-"""The forward pass in Triton with masks, biases, packed sequences and pages."""
+"""The forward pass in Triton with masks, biases, varlen batches and paged caches."""

@@ -1,4 +1,4 @@
-"""Everything that forward attention may be asked for, in portable Triton, queries outermost."""
+"""Portable Triton forward pass with all features, with an outer loop over queries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = 64
 
 
 class MaskedContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -63,7 +63,7 @@ class MaskedContext(Context, frozen=True):
 
 
 class ForwardMasked:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "forward_masked"
     config_type = MaskedConfig
@@ -83,7 +83,7 @@ class ForwardMasked:
         return self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:
-        """Why keys and values cannot be read as they are stored, if they cannot."""
+        """Returns the reason why keys and values cannot be read as stored, None if they can."""
         if problem.kv_dtype is None:
             return None
         if problem.kv_scale is KvScale.PAGE and not problem.page_size:
@@ -99,7 +99,7 @@ class ForwardMasked:
         return masked_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """A tile that fits every target of the table, for shapes that nobody tuned."""
+        """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.chunk > 0
         long_first = problem.causal is not Causal.NONE and not near
@@ -109,7 +109,7 @@ class ForwardMasked:
         wide = problem.dtype is Dtype.FP32
         rows = 64 if wide or width > 256 or problem.seqlen_q <= SHORT else 128
         hopper = target.capability == HOPPER and not wide
-        # A bias is a tile of its own, which registers must hold beside the scores.
+        # A bias is a tile of its own, in registers in addition to the scores.
         narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
         return MaskedConfig(
             block_m=rows,

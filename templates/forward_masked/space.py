@@ -1,4 +1,4 @@
-"""The space of the masked family: what a config holds, and which values are worth trying."""
+"""The search space of the masked family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, i
 
 
 class Products(enum.StrEnum):
-    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
     TF32X3 = "tf32x3"
@@ -23,12 +23,12 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     Attributes:
         block_m: Queries of a tile.
         block_n: Keys of a tile.
-        two_phases: Blocks that no mask touches run in a loop of their own.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        long_first: Start the last tiles of a sequence first, which see the most keys (causal only).
-        heads_inner: Neighbouring programs work on different heads, not on different tiles.
-        max_registers: Register cap, 0 for none.
-        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+        two_phases: A separate loop for blocks without a mask.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        long_first: Start with the last tiles of a sequence, which see the most keys (causal only).
+        heads_inner: Neighbouring programs compute different heads, not different tiles.
+        max_registers: Limit of registers per thread, 0 for none.
+        products: Products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -41,19 +41,19 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     products: Products = Products.IEEE
 
 
-# Under this many queries of a sequence small tiles are worth trying.
+# Below this many queries of a sequence, small tiles are in the space.
 FEW_QUERIES = 128
 HOPPER = 90
-# With 16-bit tiles of V that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
-# registers where wgmma looks for the tile's address.
+# With 16-bit tiles of V of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from
+# which wgmma reads the tile's address.
 LEAST_WIDTH = 64
 MOST_REGISTERS = 255
-# Accumulator and scores of one thread leave this many registers for the rest, bounds and biases among it.
+# Accumulator and scores of one thread leave this many registers for the rest, with bounds and biases.
 SPARE_REGISTERS = 24
 
 
 def masked_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying."""
+    """Returns the search space."""
     wide = problem.dtype is Dtype.FP32
     few = problem.seqlen_q < FEW_QUERIES or wide
     splits = _may_split(problem)
@@ -72,7 +72,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
 
 
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
-    """The tiles of V's columns."""
+    """Returns the tiles of V's columns."""
     chunks = head_chunks(problem.value_head_dim, config.decomposed)
     if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
         return chunks
@@ -80,7 +80,7 @@ def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
 
 
 def _may_split(problem: Problem) -> bool:
-    """Whether a head dim that is no power of two may be several tiles, none of them too narrow."""
+    """Returns whether the head dim can be split without tiles that are too narrow."""
     widths = problem.head_dim, problem.value_head_dim
     least = 0 if problem.dtype is Dtype.FP32 else LEAST_WIDTH
     chunks = [chunk for width in widths for chunk in head_chunks(width, decomposed=True)]
@@ -88,13 +88,13 @@ def _may_split(problem: Problem) -> bool:
 
 
 def _ends_differ(problem: Problem) -> bool:
-    """Whether later tiles have more blocks: neither window nor chunk keeps them alike."""
+    """Returns whether later tiles have more blocks: no window or chunk limits them."""
     near = problem.window_left is not None or problem.chunk > 0
     return problem.causal is not Causal.NONE and not near
 
 
 def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether the tiles fit the registers of their warps, and every warp has rows of its own."""
+    """Returns whether the tiles fit the registers of their warps, and every warp has its own rows."""
     assert isinstance(config, MaskedConfig)
     if config.num_warps * 16 > max(config.block_m, 64):
         return False
@@ -103,6 +103,6 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     scores = config.block_m * config.block_n // threads
     room = min(MOST_REGISTERS, target.registers_per_sm // threads)
     if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
-        # The weights are live in 16 bits too.
+        # The probabilities are live in 16 bits too.
         scores += scores // 2
     return accumulator + scores + SPARE_REGISTERS <= room

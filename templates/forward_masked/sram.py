@@ -1,4 +1,4 @@
-"""The SRAM that a tile of queries and a stream of K and V need at the least, however these are stored."""
+"""The minimum SRAM of a tile of queries and a stream of K and V, in any storage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashtune.templates.common.model.sram_stream import Stream, stream_columns,
 from flashtune.templates.family import TrafficItem
 from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
 
-# Where the number of a page is loaded just before its keys, each load waits for another: two stages are left.
+# If a page number is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
 
 
 def masked_items(
     problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
 ) -> tuple[TrafficItem, ...]:
-    """The items, which are all live at one point of the main loop."""
+    """Returns the items that are live at one point of the main loop."""
     tiles = _tiles(problem, config, target)
     if tiles is None:
         return ()
@@ -38,20 +38,20 @@ def masked_items(
 
 
 def masked_columns(problem: Problem, config: MaskedConfig, target: Target) -> int:
-    """Columns of tensor memory, or 0 where nothing is known of the architecture."""
+    """Returns columns of tensor memory, 0 for unknown architectures."""
     tiles = _tiles(problem, config, target)
     return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
 
 
 def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
-    """Whether every loop jumps from the start of a sequence to a band, so that none knows its next page."""
+    """Returns whether every loop jumps from a sequence's start to a band, so its next page is unknown."""
     has_band = problem.window_left is not None or problem.chunk > 0
     lifts = has_band and (problem.first_tokens > 0 or problem.prefix)
     return problem.page_size > 0 and lifts and not config.two_phases
 
 
 def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
-    """The tiles of a program as the products take them."""
+    """Returns the tiles of a program as the products read them."""
     ieee = config.products is Products.IEEE
     engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
     return engine and Tiles(
@@ -67,7 +67,7 @@ def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | No
 
 
 def _converted_items(stream: Stream) -> tuple[TrafficItem, ...]:
-    """K and V that are stored in 8 bits pass through registers, so that one stage is free early."""
+    """Returns K and V that are stored in 8 bits: they pass through registers, so one stage is free early."""
     tiles = stream.tiles
     if tiles.engine not in (Engine.WARPGROUP, Engine.WARP):
         return ()

@@ -1,4 +1,4 @@
-"""FlashAttention-2's loop order in portable Triton: a tile of queries stays, K and V stream by."""
+"""Portable Triton forward pass in FlashAttention-2's loop order: an outer loop over queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL_SRAM = 128 * 1024
 
 
 class QOuterContext(Context, frozen=True):
-    """What the template renders from."""
+    """The values for the template."""
 
     dtype: Dtype
     causal: Causal
@@ -47,7 +47,7 @@ class QOuterContext(Context, frozen=True):
 
 
 class ForwardQOuter:
-    """The family; it holds no state."""
+    """The family, without state."""
 
     name = "forward_q_outer"
     config_type = QOuterConfig
@@ -69,11 +69,11 @@ class ForwardQOuter:
         return q_outer_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> Config:
-        """A tile that fits every target of the table, for shapes that nobody tuned."""
+        """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         long_first = problem.causal is not Causal.NONE
         if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
-            # The measured best of long sequences on an H200 for the head dims in question.
+            # The fastest measured config of long sequences on an H200 for these head dims.
             return QOuterConfig(
                 block_m=128,
                 block_n=64,
@@ -133,7 +133,7 @@ class ForwardQOuter:
         return stream_columns(tiles, config.num_stages, halves) if tiles else 0
 
     def _tiles(self, problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
-        """The tiles of a program, or None where nothing is known of the architecture."""
+        """Returns the tiles of a program, None for unknown architectures."""
         ieee = config.products is Products.IEEE
         engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
         return engine and Tiles(

@@ -1,4 +1,4 @@
-"""The space of the q-outer family: what a config holds, and which values are worth trying."""
+"""The search space of the q-outer family."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
 
 class Loads(enum.StrEnum):
-    """How tiles reach shared memory."""
+    """Loads of tiles into shared memory."""
 
     POINTER = "pointer"
     DESCRIPTOR = "descriptor"
 
 
 class Products(enum.StrEnum):
-    """How float32 tiles are multiplied: in float32, or as three products of tf32 halves."""
+    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
     TF32X3 = "tf32x3"
@@ -32,12 +32,12 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         block_n: Keys of a tile.
         loads: Pointer loads, or TMA descriptors made on the device.
         qk_ahead: Issue the next block's scores before this block's softmax.
-        two_phases: Blocks that no mask touches run in a loop of their own.
-        decomposed: A head dim that is no power of two as several tiles instead of one padded.
-        long_first: Start the tiles with the most keys first (causal only).
-        heads_inner: Neighbouring programs work on different heads, not on different tiles.
-        max_registers: Register cap, 0 for none.
-        products: How float32 tiles are multiplied; of no effect on 16-bit problems.
+        two_phases: A separate loop for blocks without a mask.
+        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        long_first: Start with the tiles with the most keys (causal only).
+        heads_inner: Neighbouring programs compute different heads, not different tiles.
+        max_registers: Limit of registers per thread, 0 for none.
+        products: Products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -52,23 +52,23 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     products: Products = Products.IEEE
 
 
-# Under this many queries small tiles are worth trying; up to this many keys, masking every block.
+# Below this many queries, small tiles are in the space; up to this many keys, masking of every block.
 FEW_QUERIES = 128
 FEW_KEYS = 512
-# From this width on, issuing QK ahead can pay; up to that one, a register cap can.
+# From this width on, issuing QK early can help; up to this one, a limit of registers can.
 WIDE_HEAD = 256
 NARROW_HEAD = 64
 HOPPER = 90
 MOST_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 15
-# On Hopper the scores are live in 16 bits too. Where fewer registers than these are left, ptxas
-# serialises the matrix instructions: it did for each of 691 such kernels, and for none of 3,467 others.
+# On Hopper the scores are live in 16 bits too. With fewer registers than these left, ptxas serialises the
+# matrix instructions: it did for each of 691 such kernels, and for none of 3,467 others.
 SPARE_FOR_WGMMA = 24
 
 
 def q_outer_space(problem: Problem, target: Target) -> Space:
-    """All configs worth trying. What no measurement ever chose is left out: see docs/axes.md."""
+    """Returns the search space. Values that no measurement ever selected are left out: see docs/axes.md."""
     causal = problem.causal is not Causal.NONE
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
@@ -97,22 +97,22 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
 
 
 def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:
-    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop: wrong
-    # results and illegal accesses on an H200. Searches that test the gate force this pair.
+    # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop: wrong results
+    # and illegal accesses on an H200. Tests of verification force this combination.
     return chosen["loads"] is Loads.DESCRIPTOR and not chosen["decomposed"]
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether a config may run at all: it fits, and Triton compiles it to what it says."""
+    """Returns whether a config can run: it fits, and Triton compiles it correctly."""
     assert isinstance(config, QOuterConfig)
-    # Triton 3.6 has sixteen warps read shared memory that it did not allocate where a head dim is
-    # several tiles: compute-sanitizer's memcheck found it on an H200.
+    # With sixteen warps and several tiles for a head dim, Triton 3.6 reads shared memory that it did not
+    # allocate: found by compute-sanitizer's memcheck on an H200.
     beyond = config.decomposed and config.num_warps == 16
     return not beyond and _fits_registers(problem, config, target)
 
 
 def _fits_registers(problem: Problem, config: QOuterConfig, target: Target) -> bool:
-    """Whether the tiles fit the registers of their warps, and every warp has rows of its own."""
+    """Returns whether the tiles fit the registers of their warps, and every warp has its own rows."""
     if config.num_warps * 16 > max(config.block_m, 64):
         return False
     threads = config.num_warps * 32

@@ -8,17 +8,17 @@ from flashtune.core.problem import Dtype
 TENSORS = ("q", "k", "v", "out")
 SCALES = ("q_scale", "k_scale", "v_scale")
 COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
-# Triton's names of element types, where they are not ours.
+# Triton's names of element types that differ from ours.
 TRITON_TYPES = {Dtype.E4M3: "fp8e4nv"}
 
 
 def forward_arguments(
     dtype: Dtype, specialization: Specialization, workspaces: tuple[str, ...]
 ) -> tuple[Argument, ...]:
-    """q, k, v, out, lse, workspaces, scale, twelve strides, five counts.
+    """Returns q, k, v, out, lse, workspaces, scale, twelve strides, five counts.
 
-    Workspaces hold float32. Of quantised inputs the scales follow lse, as contiguous float32
-    [batch, heads] for q and [batch, kv_heads] for k and v, and workspaces hold the inputs' type.
+    Workspaces hold float32. With quantised inputs they have the inputs' type, and scales follow lse. Scales
+    are contiguous float32 [batch, heads] for q and [batch, kv_heads] for k and v.
     """
     types = (dtype, dtype, dtype, dtype.out)
     scales = SCALES if dtype.is_quantized else ()
@@ -26,8 +26,8 @@ def forward_arguments(
     strides = (f"stride_{tensor[0]}{axis}" for tensor in TENSORS for axis in "bhs")
     return (
         *(_tensor(name, kind, specialization) for name, kind in zip(TENSORS, types, strict=True)),
-        # The log-sum-exp and the workspaces are allocated per call: always on a 16-byte border.
-        # A kernel that writes no log-sum-exp is given `out` in its place and never touches it.
+        # The log-sum-exp and the workspaces are allocated per call, aligned to 16 bytes. A kernel without a
+        # log-sum-exp gets `out` in its place and never accesses it.
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in scales),
         *(Argument(name, pointer_type(working), POINTER_ALIGNMENT) for name in workspaces),
@@ -38,7 +38,7 @@ def forward_arguments(
 
 
 def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace: str) -> tuple[Argument, ...]:
-    """Of a prologue that writes v transposed: v, the workspace, v's strides, kv_heads, seqlen_kv."""
+    """Returns v, the workspace, v's strides, kv_heads, seqlen_kv, for a prologue that transposes v."""
     return (
         _tensor("v", dtype, specialization),
         Argument(workspace, pointer_type(dtype), POINTER_ALIGNMENT),
@@ -49,7 +49,7 @@ def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace:
 
 
 def pointer_type(dtype: Dtype) -> str:
-    """Triton's type of a pointer to such elements."""
+    """Returns Triton's type of a pointer to such elements."""
     return f"*{TRITON_TYPES.get(dtype, dtype.value)}"
 
 

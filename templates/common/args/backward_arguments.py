@@ -1,4 +1,4 @@
-"""The run-time arguments of the kernels of a backward pass: each names what it takes, in its own order."""
+"""Run-time arguments of backward kernels. Each kernel lists its tensors, in its own order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 
-# What strides are called of the tensors that a launch is planned by.
+# Letters for the strides of a launch's planned tensors.
 STRIDE_LETTERS = {
     "q": "q",
     "k": "k",
@@ -20,20 +20,20 @@ STRIDE_LETTERS = {
 }
 ROW_NUMBERS = ("lse", "dlse", "dslopes")
 WORKSPACE = "workspace_"
-# What kernels that walk sequences count by.
+# Counts for kernels that iterate over sequences.
 COUNTS = ("heads", "group_size", "seqlen_q", "seqlen_kv")
-# The sinks are in the log-sum-exp, and what the seed makes of rows is in a workspace.
+# The log-sum-exp includes the sinks, and a workspace has the random words from the seed.
 UNREAD = ("sinks", "seed")
 
 
 def backward_arguments(
     problem: Problem, specialization: Specialization, tensors: tuple[str, ...]
 ) -> tuple[Argument, ...]:
-    """The arguments of a kernel that multiplies: tensors, side tensors, scale, numbers, strides, counts.
+    """Returns the arguments of a main kernel: tensors, side tensors, scale, numbers, strides, counts.
 
     Args:
-        problem: Its type and its features decide.
-        specialization: What is assumed of the tensors that a launch is planned by.
+        problem: Supplies type and features.
+        specialization: Assumptions about the planned tensors.
         tensors: Names of tensors and workspaces, in order.
     """
     return (
@@ -49,20 +49,20 @@ def backward_arguments(
 
 
 def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
-    """What the prologue reads where weights are dropped."""
+    """Returns the prologue's arguments for dropout."""
     return tuple(one for one in side_tensors(problem) if one.name == "seed")
 
 
 def plain_arguments(
     dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]
 ) -> tuple[Argument, ...]:
-    """Pointers to tensors and workspaces of these names."""
+    """Returns pointers to tensors and workspaces of these names."""
     aligned = specialization.alignment is not Alignment.ANY
     return tuple(_pointer(name, dtype, aligned) for name in tensors)
 
 
 def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> tuple[Argument, ...]:
-    """Strides of batches, heads and positions of those tensors that a launch is planned by."""
+    """Returns strides of batches, heads and positions of the planned tensors."""
     kind = f"i{specialization.index_bits}"
     return tuple(
         Argument(f"stride_{STRIDE_LETTERS[name]}{axis}", kind, int(specialization.alignment))
@@ -76,7 +76,7 @@ def _pointer(name: str, dtype: Dtype, aligned: bool) -> Argument:
     if name.startswith(WORKSPACE):
         return Argument(name, "*fp32", POINTER_ALIGNMENT)
     if name in ROW_NUMBERS:
-        # Lengths decide where a row of theirs begins: nothing could be made of a promise.
+        # Lengths decide where its rows begin, so alignment cannot be used.
         return Argument(name, "*fp32")
     if name in STRIDE_LETTERS:
         return Argument(name, pointer_type(dtype), POINTER_ALIGNMENT if aligned else 1)

@@ -1,4 +1,4 @@
-"""What portable families of the backward pass have in common: what they refuse, what they render from."""
+"""Shared code of portable backward families: unsupported problems, and values for templates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashtune.templates.common.args.feature_context import Asked, asked_of
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.family import Context
 
-# Numbers of a tensor that a program of a step before or after the kernel holds, and its warps.
+# Elements of a tensor that a program of the prologue or epilogue holds, and its warps.
 STEP_NUMBERS = 8192
 STEP_WARPS = 4
 LEAST_ROWS = 16
 
 
 class PortableContext(Context, frozen=True):
-    """What templates of both families render from, beside their configs."""
+    """The values for the templates of both families, in addition to their configs."""
 
     dtype: Dtype
     causal: Causal
@@ -39,7 +39,7 @@ class PortableContext(Context, frozen=True):
 
 
 def refusal(name: str, problem: Problem) -> str | None:
-    """Why the family of this name does not compute a problem, None where it does."""
+    """Returns why the family of this name does not compute a problem, None if it does."""
     if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
         return f"{name} takes head dims up to {MAX_HEAD_DIM}"
     if problem.dtype.is_quantized:
@@ -55,13 +55,13 @@ def portable_fields(
     chunks: tuple[tuple[Chunk, ...], tuple[Chunk, ...]],
     random_workspace: int,
 ) -> dict[str, Any]:
-    """The fields of a `PortableContext`, by name.
+    """Returns the fields of a `PortableContext`, by name.
 
     Args:
-        problem: Its types, widths and features decide.
-        specialization: What is assumed of the tensors.
+        problem: Supplies types, widths and features.
+        specialization: Assumptions about the tensors.
         chunks: The tiles of queries' and keys' columns, and those of values' columns.
-        random_workspace: Which workspace has the random words of rows, where weights are dropped.
+        random_workspace: Index of the workspace with the random words of rows, for dropout.
     """
     qk_chunks, v_chunks = chunks
     delta_chunk = head_chunks(problem.value_head_dim, False)[0]
@@ -70,7 +70,7 @@ def portable_fields(
         causal=problem.causal,
         head_dim=problem.head_dim,
         value_head_dim=problem.value_head_dim,
-        # Sinks are in the log-sum-exp.
+        # The log-sum-exp includes the sinks.
         asks=msgspec.structs.replace(asked_of(problem), sinks=False),
         qk_chunks=qk_chunks,
         v_chunks=v_chunks,
@@ -87,5 +87,5 @@ def portable_fields(
 
 
 def rows_of_step(chunk: Chunk) -> int:
-    """Rows of such a tile that a program of a step holds at once."""
+    """Returns the rows of such a tile that a program of a prologue or epilogue holds at once."""
     return max(LEAST_ROWS, STEP_NUMBERS // chunk.width)

@@ -1,4 +1,4 @@
-"""What a problem asks for beside shapes, as templates see it, and the arguments that this adds."""
+"""A problem's features for templates, and their arguments."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 
-# Longer windows and chunks hide nothing, and sums of two such are integers of 32 bits.
+# Longer windows and chunks hide nothing, and the sum of two of these fits 32 bits.
 FARTHEST = 2**30 - 1
-# What stands for no bound.
+# Value for no bound.
 UNBOUNDED = -1
 COUNT = 5
-# The first of NVIDIA's architectures that converts 8-bit floats of 4 exponent bits.
+# The first NVIDIA architecture that converts 8-bit floats with 4 exponent bits.
 CONVERTS_E4M3 = 89
 STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compiled in of a problem's features; `common/masks.jinja` renders from it.
+    """The compile-time values of a problem's features, for `common/masks.jinja`.
 
     Attributes:
-        window_left: Keys that a query sees before its place, or -1.
-        window_right: Likewise behind it.
-        first_tokens: Keys at the start that window and chunk do not hide.
+        window_left: Visible keys before a query's position, or -1.
+        window_right: Visible keys after a query's position, or -1.
+        first_tokens: Keys at the start that are visible despite window and chunk.
         chunk: Keys of a chunk, or 0.
         prefix: Whether each sequence has a prefix that all its queries see.
-        softcap: Whether scores are capped.
-        alibi: Whether distance is taken off the scores.
-        bias: What is laid over the scores.
-        sinks: Whether each head has a score without a value.
-        packed: Whether sequences lie one behind the other.
-        lengths: Whether `seqlens_kv` says how many keys a sequence has; in pages it always does.
+        softcap: Whether scores have a softcap.
+        alibi: Whether ALiBi is subtracted from the scores.
+        bias: Kind of bias or mask tensor.
+        sinks: Whether each head has a learned sink.
+        packed: Whether the batch is varlen.
+        lengths: Whether `seqlens_kv` has each sequence's number of keys; always true with pages.
         page_size: Keys of a page, or 0.
         quantized: Whether keys and values are stored in 8 bits.
-        page_scales: Whether each head's part of a page has scales of its own there.
-        dropout: Whether weights are dropped.
+        page_scales: Whether each head's part of a page has its own scales, stored in the page.
+        dropout: Whether there is dropout.
     """
 
     window_left: int
@@ -58,7 +58,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asked_of(problem: Problem) -> Asked:
-    """What a template must know of a problem's features."""
+    """Returns the values of a problem's features for templates."""
     return Asked(
         window_left=_bound(problem.window_left),
         window_right=_bound(problem.window_right),
@@ -81,10 +81,10 @@ def asked_of(problem: Problem) -> Asked:
 def asked_arguments(
     problem: Problem, specialization: Specialization, workspaces: tuple[str, ...]
 ) -> tuple[Argument, ...]:
-    """The arguments of `forward_arguments`, and what the problem's features add.
+    """Returns the arguments of `forward_arguments`, with those of the problem's features.
 
-    q, k, v, out, lse, side tensors, workspaces, scale, numbers, twelve strides, those of side tensors, five
-    counts, and of packed sequences how many there are.
+    The order is q, k, v, out, lse, side tensors, workspaces, scale, numbers. Then come twelve strides, those
+    of side tensors, five counts and, for varlen batches, the number of sequences.
     """
     plain = forward_arguments(problem.dtype, specialization, workspaces)
     tensors, rest = plain[:5], plain[5:]

@@ -1,4 +1,4 @@
-"""The side inputs that a problem names, as a kernel's run-time arguments."""
+"""Run-time arguments for the extra inputs of a problem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Bias, Feature, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 
-# Strides that follow those of q, k, v and out, by the side input that has them.
+# Strides after those of q, k, v and out, by their extra input.
 SIDE_STRIDES = {
     "slopes": ("stride_slopes_b",),
     "bias": ("stride_bias_b", "stride_bias_h", "stride_bias_s"),
@@ -17,7 +17,7 @@ SIDE_STRIDES = {
 
 
 def side_tensors(problem: Problem) -> tuple[Argument, ...]:
-    """Pointers to the side tensors, in the order of `Side`."""
+    """Returns pointers to the side tensors, in the order of `Side`."""
     asked = problem.features
     paged = Feature.PAGES in asked
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
@@ -38,15 +38,15 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
 
 
 def side_numbers(problem: Problem) -> tuple[Argument, ...]:
-    """What is passed by value behind the scale."""
+    """Returns the arguments that are passed by value after the scale."""
     given = (("softcap", problem.softcap), ("dropout", problem.dropout))
     return tuple(Argument(name, "fp32") for name, present in given if present)
 
 
 def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Strides of the side tensors, in their order: nothing is promised of their divisors.
+    """Returns strides of the side tensors, in their order, without assumed divisors.
 
-    Those of a bias are wide whatever the other tensors are: it holds a number for each pair.
+    A bias always has 64-bit strides: it holds a number for each pair.
     """
     narrow = f"i{specialization.index_bits}"
     return tuple(

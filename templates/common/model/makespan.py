@@ -1,4 +1,4 @@
-"""What a launch of programs that compute one tile each takes by its schedule."""
+"""Makespan of a launch with one tile for each program."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flashtune.templates.common.model.tile_schedule import (
 )
 
 PACE = Pace(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
-# What a block that the mask cuts through takes more than others, over what they take.
+# Additional time of a partial block over that of a full block.
 MASKED = 0.5
-# A program of a short tile that has a multiprocessor to itself leaves some of its units idle.
+# Slowdown of a program with a short tile that is alone on an SM and leaves units idle.
 LONE_SHORT = 1.81
 SHORT_TILE = 64
-# What descriptors take that programs make, in µs.
+# Time to make descriptors on the device, in µs.
 DESCRIPTORS = 4.5
-# The most registers that a thread may have, and those that hold no sums or scores.
+# Maximum registers of a thread, and those without accumulators and scores.
 MOST_REGISTERS = 255
 OTHER_REGISTERS = 50
 
@@ -40,17 +40,17 @@ def portable_span(
     descriptors: bool = False,
     resident: int = RESIDENT,
 ) -> float:
-    """Time of a launch by its schedule, in ms.
+    """Returns the time of a launch by its schedule, in ms.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         block_m: Queries of a tile.
         block_n: Keys of a block.
         target: The GPU.
-        longest_first: Whether the tiles with the most blocks are begun first.
-        heads_inner: Whether neighbouring programs work on different heads.
-        descriptors: Whether programs make descriptors for the copy engine.
-        resident: Programs for which a multiprocessor has room.
+        longest_first: Whether the tiles with the most blocks start first.
+        heads_inner: Whether neighbouring programs compute different heads.
+        descriptors: Whether programs make TMA descriptors.
+        resident: Resident programs of an SM.
     """
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
@@ -71,15 +71,15 @@ def portable_span(
 def resident_programs(
     problem: Problem, block_m: int, block_n: int, warps: int, stages: int, max_registers: int, target: Target
 ) -> int:
-    """Programs that a multiprocessor has room for, by what their tiles take of registers and shared memory.
+    """Returns the resident programs of an SM, from registers and shared memory of their tiles.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         block_m: Queries of a tile.
         block_n: Keys of a block.
-        warps: Of a program.
-        stages: Blocks of keys and values that are in flight.
-        max_registers: What the compiler gives a thread at the most; 0 for as many as it likes.
+        warps: Warps of a program.
+        stages: Blocks of keys and values in flight.
+        max_registers: Limit of registers per thread, 0 for none.
         target: The GPU.
     """
     threads = warps * target.warp_size

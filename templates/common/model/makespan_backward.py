@@ -1,4 +1,4 @@
-"""What the kernels of a backward pass take by their schedules, by the terms of the forward kernels."""
+"""Makespans of backward kernels, from the terms of the forward kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
 from flashtune.templates.common.model.makespan import PACE, portable_span
 
-# A forward block has two products. Beside those of the scores and of the weights' gradients, one that keeps
-# keys adds to dk and dv, and one that keeps queries to dq; or the one that keeps keys adds to all.
+# A forward block has two products. In addition to those of the scores and of probabilities' gradients, a
+# kernel that loops over queries adds to dk and dv, one that loops over keys to dq. A fused kernel adds to
+# all.
 PRODUCTS_OF_KEYS = 4 / 2
 PRODUCTS_OF_ALL = 5 / 2
 PRODUCTS_OF_QUERIES = 3 / 2
@@ -18,9 +19,9 @@ TURNED_CAUSAL = {Causal.TOP_LEFT: Causal.BOTTOM_RIGHT, Causal.BOTTOM_RIGHT: Caus
 
 
 def turned(problem: Problem) -> Problem:
-    """The same pairs as a forward problem whose queries are the keys, one head for each KV head.
+    """Returns a forward problem of the same pairs with keys as queries, one head for each KV head.
 
-    Under a causal mask both are counted from the end, so that the mask hides what lies behind again.
+    Under a causal mask both count from the end, so that the mask again hides later positions.
     """
     left, right = problem.window_left, problem.window_right
     return msgspec.structs.replace(
@@ -38,17 +39,17 @@ def turned(problem: Problem) -> Problem:
 def keys_span(
     problem: Problem, block_m: int, block_n: int, target: Target, *, heads_inner: bool, products: float
 ) -> float:
-    """Time of a kernel whose programs keep a block of keys and walk the queries of a group of heads, in ms.
+    """Returns the time of a kernel that loops over the queries of a group for each block of keys, in ms.
 
     Args:
-        problem: What is computed; packed sequences as a batch.
+        problem: The problem, a varlen batch as a batch.
         block_m: Queries of a block.
         block_n: Keys of a block.
         target: The GPU.
-        heads_inner: Whether neighbouring programs work on different heads.
+        heads_inner: Whether neighbouring programs compute different heads.
         products: Products of a pair of blocks, over those of the forward pass.
     """
-    # The first keys are seen by the most queries, and their programs are begun first.
+    # The most queries see the first keys, and their programs start first.
     span = portable_span(
         turned(problem), block_n, block_m, target, longest_first=True, heads_inner=heads_inner
     )
@@ -58,7 +59,7 @@ def keys_span(
 def queries_span(
     problem: Problem, block_m: int, block_n: int, target: Target, *, longest_first: bool, heads_inner: bool
 ) -> float:
-    """Time of a kernel whose programs keep a tile of queries and walk keys, for dq alone, in ms."""
+    """Returns the time of a dq kernel, which loops over keys for each tile of queries, in ms."""
     forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
     span = portable_span(
         forward, block_m, block_n, target, longest_first=longest_first, heads_inner=heads_inner
@@ -67,13 +68,13 @@ def queries_span(
 
 
 def _multiplied(span: float, factor: float) -> float:
-    """The time of one launch, in ms, where a forward launch of that time does less work by a factor."""
+    """Returns the time of one launch with a factor more work than a forward launch, in ms."""
     launch = PACE.launch / 1e3
     return launch + factor * (span - launch)
 
 
 def delta_span(problem: Problem, target: Target) -> float:
-    """Time of the prologue, which reads out and dout, in ms."""
+    """Returns the time of the prologue, which reads out and dout, in ms."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     moved = 2 * rows * problem.value_head_dim * problem.dtype.itemsize
     return moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)

@@ -15,20 +15,20 @@ import msgspec
 from flashtune.core.problem import Dtype
 from flashtune.core.target import KIB, Target
 
-# Architectures that the audit compiles for. Of others nothing is claimed.
+# Architectures of the audit. The model claims nothing of others.
 AUDITED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 HOPPER = 90
 BLACKWELL = 100
 WARPGROUP = 4
-# A matrix instruction of a warp group takes this many rows, one of tensor memory at most twice as many.
+# Rows of a warp group's matrix instruction; those of tensor memory have at most twice as many.
 WARPGROUP_ROWS = 64
 TENSOR_MEMORY_ROWS = 128
-# An asynchronous copy moves at least this much per thread; smaller tiles pass through registers.
+# Minimum bytes per thread of an asynchronous copy. Smaller tiles pass through registers.
 ASYNC_BYTES = 4
 VECTOR_BYTES = 16
-# From this release on, Triton lets more of what is not live at once share its place.
+# From this release on, Triton reuses more memory of tiles that are not live at once.
 SHARING_RELEASE = (3, 8)
-# Until this one, it splits what AMD's units reorder until a part fits their SRAM.
+# Until this release, Triton splits tiles that AMD's units reorder until a part fits their SRAM.
 UNSPLIT_RELEASE = (3, 7)
 AMD_SRAM = 64 * KIB
 
@@ -41,10 +41,10 @@ def triton_release() -> tuple[int, int]:
 
 
 class Engine(enum.Enum):
-    """Which units multiply: they decide where operands must lie.
+    """Units for matrix products, which decide where operands must be.
 
-    `WARPGROUP` is wgmma (sm_90), `TENSOR_MEMORY` tcgen05 (sm_100), `WARP` mma.sync of one warp, `MFMA`
-    AMD's, and `VECTOR` ordinary float32 arithmetic.
+    `WARPGROUP` is wgmma (sm_90), `TENSOR_MEMORY` tcgen05 (sm_100), `WARP` mma.sync of one warp, `MFMA` AMD's,
+    and `VECTOR` ordinary float32 arithmetic.
     """
 
     WARPGROUP = "warpgroup"
@@ -55,17 +55,17 @@ class Engine(enum.Enum):
 
 
 class Tiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiles of one program and who works on them; sizes are in bytes.
+    """The tiles, warps and units of one program. Sizes are in bytes.
 
     Attributes:
         block_m: Rows of a tile of queries.
         block_n: Rows of a tile of keys and values.
-        qk_chunks: The head dim, cut into widths that are powers of two.
-        v_chunks: The value head dim, likewise.
+        qk_chunks: Widths of the head dim's tiles, powers of two.
+        v_chunks: Widths of the value head dim's tiles.
         itemsize: Bytes of one element.
         warps: Warps of the block.
         warp_size: Threads of a warp.
-        engine: Which units multiply.
+        engine: Units for matrix products.
     """
 
     block_m: int
@@ -104,18 +104,18 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether neither head dim is cut into chunks."""
+        """Whether both head dims are single tiles."""
         return len(self.qk_chunks) == len(self.v_chunks) == 1
 
     def spread(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of some tiles that have an element for every thread: smaller ones are not shared."""
+        """Returns the tiles with an element for every thread: smaller ones are not shared."""
         return tuple(size for size in sizes if size >= self.threads * self.itemsize)
 
     @property
     def shared_v(self) -> tuple[int, ...]:
-        """Of `v`, what is shared: spread tiles, and rows too short to give every thread its columns.
+        """The shared tiles of `v`: with an element for every thread, and rows too short for all threads.
 
-        Others are loaded straight into the registers that ordinary arithmetic reads.
+        Others are loaded into registers for ordinary arithmetic.
         """
         if self.engine is not Engine.VECTOR:
             return self.spread(self.v)
@@ -123,19 +123,19 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(size for size in self.spread(self.v) if size // self.block_n < reach)
 
     def worth_a_copy(self, tile: int) -> bool:
-        """Whether every thread has something to copy of a tile of this size."""
+        """Returns whether every thread has something to copy of a tile of this size."""
         return tile >= ASYNC_BYTES * self.threads
 
     def crossing_weights(self) -> int:
-        """The weights, where warps split the columns of the output and so need those of all rows."""
+        """Size of the probabilities if warps split the output's columns and thus need those of all rows."""
         splits = self.engine is Engine.WARP and self.whole
         return self.weights if splits and self.block_m < self.v_chunks[0].width else 0
 
 
 def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: bool) -> Engine | None:
-    """The units that multiply tiles of so many rows, or None where the architecture is not audited.
+    """Returns the units for tiles of this many rows, None if the architecture is not audited.
 
-    `ieee` asks for float32 products as such, which NVIDIA's matrix units do not make.
+    `ieee` requires float32 products, which Tensor Cores do not compute.
     """
     if target.arch not in AUDITED:
         return None
@@ -145,7 +145,7 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
     if wide and ieee:
         return Engine.VECTOR
     if block_m >= WARPGROUP_ROWS:
-        # wgmma takes only K-major float32 operands, which V is not.
+        # wgmma needs K-major float32 operands, which V is not.
         if target.capability == HOPPER and not wide and num_warps % WARPGROUP == 0:
             return Engine.WARPGROUP
         if target.capability == BLACKWELL and num_warps in (WARPGROUP, 2 * WARPGROUP):
@@ -154,24 +154,24 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
 
 
 def reordered(tile: int) -> int:
-    """Bytes of AMD's SRAM that reordering a tile among lanes takes at the least."""
+    """Returns the minimum bytes of AMD's SRAM for reordering a tile among lanes."""
     return tile if tile <= AMD_SRAM or triton_release() >= UNSPLIT_RELEASE else 0
 
 
 def columns_of(tiles: Tiles, width: int) -> int:
-    """Columns of tensor memory of `block_m` rows of so many float32 values."""
+    """Returns columns of tensor memory for `block_m` rows of float32 values."""
     if tiles.engine is not Engine.TENSOR_MEMORY:
         return 0
     # 64 rows fill half of the 128 lanes, and two such tiles can share their columns.
     return width * tiles.block_m // TENSOR_MEMORY_ROWS
 
 
-# tl.dot takes no side under 16.
+# tl.dot accepts no side under 16.
 MIN_DOT_WIDTH = 16
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Columns `start` to `start + width` of a head; `padded` where some lie beyond the head dim."""
+    """Columns `start` to `start + width` of a head; `padded` if some are beyond the head dim."""
 
     index: int
     start: int
@@ -180,9 +180,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 def head_chunks(head_dim: int, decomposed: bool) -> tuple[Chunk, ...]:
-    """A head dim as tiles whose widths are powers of two.
+    """Returns a head dim as tiles whose widths are powers of two.
 
-    Padded, 96 is one tile of 128; decomposed, it is 64 + 32, with more instructions and no waste.
+    Padded, 96 is one tile of 128. Decomposed, it is 64 + 32, with more instructions and no waste.
     """
     if not decomposed:
         width = power_of_two(head_dim)
@@ -198,15 +198,15 @@ def head_chunks(head_dim: int, decomposed: bool) -> tuple[Chunk, ...]:
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that holds `size`, and at least what tl.dot takes."""
+    """Returns the least power of two that holds `size`, and at least the minimum of tl.dot."""
     return max(MIN_DOT_WIDTH, 1 << (size - 1).bit_length())
 
 
 def is_exact(head_dim: int) -> bool:
-    """Whether a head dim needs no padding."""
+    """Returns whether a head dim needs no padding."""
     return power_of_two(head_dim) == head_dim
 
 
 def columns(chunks: tuple[Chunk, ...]) -> int:
-    """Columns of all chunks together, padding included."""
+    """Returns the columns of all chunks, with padding."""
     return sum(chunk.width for chunk in chunks)

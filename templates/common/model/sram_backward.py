@@ -25,16 +25,16 @@ from flashtune.templates.family import TrafficItem
 
 
 class Walk(msgspec.Struct, frozen=True, kw_only=True):
-    """A program's tiles: of keys and values, and of queries and gradients of outputs; one side stays.
+    """A backward program's tiles: keys and values, queries and dout. One side is fixed.
 
     Attributes:
-        held: Rows of the side that stays.
-        walked: Rows of a block of the other.
+        held: Rows of the fixed side.
+        walked: Rows of a block of the other side, in the loop.
         qk_chunks: The head dim as tiles.
         v_chunks: The value head dim as tiles.
         warps: Warps of the block.
-        stages: Depth of the software pipeline.
-        ieee: Whether float32 products are made as such.
+        stages: Stages of the software pipeline.
+        ieee: Whether products use float32 arithmetic.
     """
 
     held: int
@@ -52,32 +52,32 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether neither head dim is cut into chunks."""
+        """Whether both head dims are single tiles."""
         return len(self.qk_chunks) == len(self.v_chunks) == 1
 
 
 def walk_items(
     walk: Walk, problem: Problem, target: Target, specialization: Specialization, names: tuple[str, str]
 ) -> tuple[TrafficItem, ...]:
-    """What is live at one point of the main loop; nothing where nothing is known of the architecture.
+    """Returns the items that are live at one point of the main loop; none for unknown architectures.
 
     Args:
         walk: The tiles.
-        problem: Its type and its head dims.
+        problem: Supplies type and head dims.
         target: The GPU.
-        specialization: What is assumed of the tensors.
-        names: Of what is held and of what is walked.
+        specialization: Assumptions about the tensors.
+        names: Names of the fixed and the streamed items.
     """
     engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
-    # AMD's units read registers, and SRAM holds what they are loaded with in passing.
+    # AMD's units read registers, and SRAM is only used during loads.
     if engine is None or engine is Engine.MFMA:
         return ()
     size = problem.dtype.itemsize
-    # Columns beyond a head dim are masked, by as many at once as divide it.
+    # Columns beyond a head dim are masked in groups, whose size divides it.
     together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
     pipelined = walk.stages > 1 and together * size >= ASYNC_BYTES
     if engine is Engine.WARPGROUP or (engine is Engine.TENSOR_MEMORY and walk.whole):
-        # Operands are read from SRAM while the instruction runs.
+        # Operands are read from SRAM during the instruction.
         flight = walk.stages if pipelined else 1
     else:
         # A block in use is in registers.
@@ -91,26 +91,26 @@ def walk_items(
 
 
 def walk_columns(walk: Walk, problem: Problem, target: Target, summed: int) -> int:
-    """Columns of tensor memory at the least: of sums of so many columns, and of one tile of scores."""
+    """Returns the minimum columns of tensor memory: accumulators of these columns, and a tile of scores."""
     engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
     if engine is not Engine.TENSOR_MEMORY:
         return 0
     return (summed + walk.walked) * walk.held // TENSOR_MEMORY_ROWS
 
 
-# With 16-bit tiles that are 32 columns wide, Triton 3.6's ptxas was seen to put scalars of the loop into
-# registers where wgmma looks for the tile's address.
+# With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
+# wgmma reads the tile's address.
 LEAST_WIDTH = 64
 SMALL_SRAM = 128 * 1024
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
 MOST_REGISTERS = 255
-# Sums and scores of one thread leave this many registers for the rest.
+# Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
 
 
 def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
-    """The tiles of a head dim's columns."""
+    """Returns the tiles of a head dim's columns."""
     chunks = head_chunks(width, decomposed)
     if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
         return chunks
@@ -118,7 +118,7 @@ def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chu
 
 
 def may_split(problem: Problem) -> bool:
-    """Whether no tile of a head dim that is cut would be too narrow."""
+    """Returns whether no tile of a split head dim is too narrow."""
     if problem.dtype is Dtype.FP32:
         return True
     widths = problem.head_dim, problem.value_head_dim
@@ -136,17 +136,17 @@ def fits_warps(
     cap: int,
     shared: int = 0,
 ) -> bool:
-    """Whether what a kernel adds up, and what is at work beside it, fit the registers of its warps.
+    """Returns whether accumulators and live tiles fit the registers of their warps.
 
     Args:
-        problem: Its type decides.
+        problem: Supplies the type.
         target: The GPU.
-        held: Rows of the side that stays.
-        walked: Rows of a block of the other.
-        summed: Columns that are added up for each row that stays.
+        held: Rows of the fixed side.
+        walked: Rows of a block of the other side.
+        summed: Accumulated columns for each fixed row.
         warps: Warps of a block.
-        cap: Registers of a thread at the most, 0 for the target's own bound.
-        shared: Numbers of a tile that comes after the scores and is added to memory.
+        cap: Limit of registers per thread, 0 for the target's own.
+        shared: Elements of a tile that is computed after the scores and added to memory.
     """
     wide = problem.dtype is Dtype.FP32
     # Two groups of warps may share 64 rows: each then has half of the columns.
@@ -154,7 +154,7 @@ def fits_warps(
         return False
     threads = warps * target.warp_size
     sums = held * summed // threads
-    # Weights and their gradients are live at once, and one of them in the type of the next product.
+    # Probabilities and their gradients are live at once, and one of them in the type of the next product.
     scores = 2 * held * walked // threads
     if not wide:
         scores += held * walked // threads // 2
@@ -165,12 +165,12 @@ def fits_warps(
 
 
 def usual_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
-    """Of a kernel that holds keys, for heads of so many bytes: queries, keys, warps and stages.
+    """Returns queries, keys, warps and stages of a kernel over keys, for heads of this many bytes.
 
-    Of Hopper for float32 alone: for narrower types families have tiles of their own there.
+    On Hopper only for float32: for narrower types, families have their own tiles.
     """
     if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times over.
+        # Operands of ordinary arithmetic are in registers, several times.
         if width > 512:
             return 16, 16, 8, 1
         return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)
@@ -183,5 +183,5 @@ def usual_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[i
 
 
 def is_narrow(problem: Problem, width: int) -> bool:
-    """Whether few rows are walked at a time: a bias is a tile of its own, held beside the scores."""
+    """Returns whether blocks have few rows: a bias is a tile of its own, in addition to the scores."""
     return width > 256 or problem.bias is not Bias.NONE

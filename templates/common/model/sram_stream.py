@@ -1,4 +1,4 @@
-"""The SRAM that a tile of queries and a stream of K and V need at the least, item by item."""
+"""The minimum SRAM of a tile of queries and a stream of K and V, item by item."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from flashtune.templates.common.model.sram import (
 )
 from flashtune.templates.family import TrafficItem
 
-# With four stages AMD's pipeliner keeps one buffer of each and works on both products at once.
+# With four stages, AMD's pipeliner keeps one buffer of each and overlaps both products.
 MFMA_SINGLE_BUFFER_STAGES = 4
 MFMA_ROWS = 16
 MFMA_WIDE_ROWS = 64
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """How K and V reach the chip.
+    """The loads of K and V.
 
     Attributes:
-        tiles: The tiles and who works on them.
-        stages: Depth of the software pipeline.
-        descriptors: Whether the copy engine loads them.
+        tiles: The tiles, warps and units.
+        stages: Stages of the software pipeline.
+        descriptors: Whether TMA loads them.
         ahead: Whether the next block's scores are issued before this block's softmax.
-        aligned_bytes: Bytes that every address is a multiple of.
+        aligned_bytes: Known alignment of every address, in bytes.
         halves: Whether float32 operands are split into halves of tf32.
     """
 
@@ -41,7 +41,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     halves: bool
 
     def buffered(self, tiles: tuple[int, ...]) -> int:
-        """Bytes of one pipeline stage of these tiles: those that are copied asynchronously."""
+        """Returns the bytes of one pipeline stage of these tiles, those with asynchronous copies."""
         if self.stages == 1 or not (self.descriptors or self.aligned_bytes >= ASYNC_BYTES):
             return 0
         return sum(tile for tile in tiles if self.descriptors or self.tiles.worth_a_copy(tile))
@@ -58,7 +58,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
-    """The items, which are all live at one point of the main loop."""
+    """Returns the items that are live at one point of the main loop."""
     by_engine = {
         Engine.WARPGROUP: _warpgroup_items,
         Engine.TENSOR_MEMORY: _tensor_memory_items,
@@ -70,24 +70,24 @@ def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
 
 
 def stream_columns(tiles: Tiles, stages: int, halves: bool) -> int:
-    """Columns of tensor memory: of output and scores, and of operands that are kept there.
+    """Returns columns of tensor memory: of output and scores, and of operands that are stored there.
 
     Args:
-        tiles: The tiles and who works on them.
-        stages: Depth of the software pipeline.
+        tiles: The tiles, warps and units.
+        stages: Stages of the software pipeline.
         halves: Whether float32 operands are split into halves of tf32.
     """
     scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
-    # In 16 bits they are half as wide as scores.
+    # In 16 bits, probabilities are half as wide as scores.
     weights = scores // 2
     if triton_release() >= SHARING_RELEASE:
-        # Weights take the place of scores, unless several products read them.
+        # Probabilities replace scores, unless several products read them.
         reread = len(tiles.v_chunks) > 1 and stages > 1 and not halves
         return columns_of(tiles, output + scores + (weights if reread else 0))
     if halves:
         queries = sum(chunk.width for chunk in tiles.qk_chunks)
         return columns_of(tiles, output + 3 * scores + 3 * queries)
-    # Scores that are summed over chunks are held twice.
+    # Scores that are summed over chunks are stored twice.
     return columns_of(tiles, output + scores * min(len(tiles.qk_chunks), 2) + weights)
 
 
@@ -103,7 +103,7 @@ def _stages(stream: Stream, count: int) -> list[TrafficItem]:
 
 
 def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
-    # Operands are read from shared memory while the instruction runs, so no stage is free early.
+    # Operands are read from shared memory during the instruction, so no stage is free early.
     items = [TrafficItem("q", _resident_queries(stream)), *_stages(stream, stream.stages)]
     if stream.ahead and stream.tiles.whole:
         items.append(TrafficItem("k of the block ahead", stream.k))
@@ -111,19 +111,19 @@ def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
 
 
 def _tensor_memory_items(stream: Stream) -> list[TrafficItem]:
-    # Split operands live in tensor memory or in shared memory, as the Triton version has it.
+    # Split operands are in tensor memory or in shared memory, depending on the Triton version.
     queries = [] if stream.halves else [TrafficItem("q", _resident_queries(stream))]
     if not (stream.k or stream.v or stream.halves):
         return [*queries, *_stored_operands(stream)]
     if stream.tiles.whole:
         return [*queries, *_stages(stream, stream.stages)]
-    # Triton 3.9 frees one of the two early where a head dim is cut into chunks.
+    # Triton 3.9 frees one of the two early if a head dim is split.
     held = 0 if stream.halves else min(stream.k, stream.v)
     return [*queries, *_stages(stream, stream.stages - 1), TrafficItem("k or v in use", held)]
 
 
 def _stored_operands(stream: Stream) -> list[TrafficItem]:
-    """K and V where threads load and store them: pipelined, V of the next block is stored early."""
+    """Returns K and V if threads load and store them. If pipelined, V of the next block is stored early."""
     k, v = stream.tiles.k, stream.tiles.v
     if stream.stages == 1:
         return [TrafficItem("v in use", max(v))]
@@ -144,10 +144,10 @@ def _warp_items(stream: Stream) -> list[TrafficItem]:
         exchanged = [] if stream.halves else [crossing]
         if triton_release() < SHARING_RELEASE and not stream.halves:
             return [queries, *flight, *exchanged]
-        # The queries pass through shared memory, then stay in registers.
+        # The queries pass through shared memory to registers.
         return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
     pipelined = stream.k + stream.v > 0
-    # Where not, K may be transposed in registers, but V is not.
+    # Without pipelining, K may be transposed in registers, but V is not.
     loop = flight if pipelined else [TrafficItem("v", max(tiles.v))]
     if not stream.halves:
         return [queries, *loop, crossing]
@@ -167,7 +167,7 @@ def _vector_items(stream: Stream) -> list[TrafficItem]:
 
 
 def _mfma_items(stream: Stream) -> list[TrafficItem]:
-    # Everything rests in registers; shared memory only reorders it, one tile after the other.
+    # Everything is in registers. Shared memory is only used to reorder one tile at a time.
     tiles = stream.tiles
     single = stream.stages == MFMA_SINGLE_BUFFER_STAGES and tiles.whole
     flight = _stages(stream, 1 if single else stream.stages - 1)
@@ -177,7 +177,7 @@ def _mfma_items(stream: Stream) -> list[TrafficItem]:
 
 
 def _mfma_crossing(stream: Stream) -> int:
-    """The weights, where the layout of scores is not the one that the second product reads."""
+    """Returns the probabilities' bytes if the second product needs another layout than that of scores."""
     tiles = stream.tiles
     narrow_warps = MFMA_WIDE_ROWS <= tiles.block_m <= MFMA_ROWS * tiles.warps
     one_row_of_warps = tiles.block_m == MFMA_ROWS and tiles.itemsize == 4
@@ -185,5 +185,5 @@ def _mfma_crossing(stream: Stream) -> int:
 
 
 def _larger(one: list[TrafficItem], other: list[TrafficItem]) -> list[TrafficItem]:
-    """Of two sets of items that are not live together, the one that needs more."""
+    """Returns the larger of two sets of items that are not live together."""
     return max(one, other, key=lambda items: sum(item.bytes for item in items))

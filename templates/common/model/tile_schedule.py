@@ -1,7 +1,7 @@
-"""Which program computes which tiles, and how long the busiest of them works.
+"""Tiles of each program, and the time of the busiest program.
 
-Under a causal mask tiles differ in length, and what order they are begun in decides when the last
-one ends. What tiles and blocks cost is said in whatever unit the caller likes.
+Under a causal mask, tiles have different lengths, and their order decides when the last one ends. The caller
+chooses the unit of costs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Orders of more tiles than these are worked out for the first sections alone, or not at all.
+# With more tiles, only the first sections are simulated, or none.
 MOST_TILES = 2**14
-# Of the last programs' time, what nobody works beside: on average they begin at different times.
+# Fraction of the last programs' time without concurrent programs: on average they start at different times.
 LAST_SHARE = 0.29
-# Programs of a multiprocessor that run at once, about.
+# Approximate number of concurrent programs of an SM.
 RESIDENT = 2
-# Equal programs that began together end together; from so many rounds of them on they no longer do.
+# Equal programs that start together end together, up to this many rounds.
 ROUNDS_IN_STEP = 2
 
 
 class Tiling(msgspec.Struct, frozen=True):
-    """How work is cut: what the order of tiles depends on.
+    """The tiles of a problem, on which their order depends.
 
     Attributes:
-        problem: What is computed.
+        problem: The problem.
         rows: Queries of a tile.
         columns: Keys of a block.
         pack: Heads that share a tile.
@@ -45,7 +45,7 @@ class Tiling(msgspec.Struct, frozen=True):
 
     @property
     def heads(self) -> int:
-        """Packs of heads, of all sequences."""
+        """Packs of heads of all sequences."""
         return self.problem.batch * self.problem.kv_heads * self.packs
 
     @property
@@ -65,14 +65,14 @@ class Tiling(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a block of keys costs, and what a tile costs beside its blocks."""
+    """The cost of a block of keys, and the cost of a tile without its blocks."""
 
     block: float
     tile: float
 
 
 def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """Blocks of keys of some tiles of a head, or of all of them, and at least one: [tiles]."""
+    """Returns the blocks of keys of some or all tiles of a head, at least one each: [tiles]."""
     import numpy as np
 
     problem = tiling.problem
@@ -90,12 +90,12 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
 
 
 def are_alike(problem: Problem) -> bool:
-    """Whether every query sees all keys, so that all tiles have as many blocks."""
+    """Returns whether every query sees all keys, so that all tiles have equally many blocks."""
     return problem.sight.left is None and problem.sight.right is None
 
 
 class Extremes(msgspec.Struct, frozen=True):
-    """Blocks of the tiles of a head: of the shortest, on average, and of the longest."""
+    """Blocks of the tiles of a head: shortest, mean and longest."""
 
     least: float
     mean: float
@@ -104,13 +104,13 @@ class Extremes(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=4096)
 def extremes(tiling: Tiling) -> Extremes:
-    """How far the tiles of a head differ."""
+    """Returns the extremes of a head's tiles."""
     if are_alike(tiling.problem):
         every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
         return Extremes(every, every, every)
     import numpy as np
 
-    # Of very many, some that lie evenly among them, the first and the last.
+    # Of very many tiles, an evenly spaced sample with the first and the last.
     some = np.linspace(0, tiling.tiles - 1, min(tiling.tiles, MOST_TILES)).astype(np.int64)
     counted = blocks(tiling, some)
     return Extremes(float(counted.min()), float(counted.mean()), float(counted.max()))
@@ -119,7 +119,7 @@ def extremes(tiling: Tiling) -> Extremes:
 def place(
     index: NDArray[np.int64], workers: int, tiling: Tiling, section: int, order: str
 ) -> NDArray[np.int64]:
-    """Which tile of its head is the index-th of a launch, as programs that stay count them."""
+    """Returns the tile number within its head of the index-th tile of a persistent kernel."""
     import numpy as np
 
     total = tiling.total
@@ -135,14 +135,14 @@ def place(
 
 
 def staying(total: int, even: bool, multiprocessors: int) -> int:
-    """Programs that stay until all tiles are done; `even`: as few as finish in as many rounds."""
+    """Returns the persistent programs; `even`: the fewest with the same number of rounds."""
     if even:
         return math.ceil(total / math.ceil(total / multiprocessors))
     return min(total, multiprocessors)
 
 
 def busiest(tiling: Tiling, workers: int, section: int, order: str, cost: Cost) -> float:
-    """What the busiest of the programs that stay has to do."""
+    """Returns the cost of the busiest persistent program."""
     if are_alike(tiling.problem):
         rounds = math.ceil(tiling.total / workers)
         return rounds * (extremes(tiling).mean * cost.block + cost.tile)
@@ -164,10 +164,10 @@ def _loads(tiling: Tiling, workers: int, section: int, order: str) -> _Loads:
     heads = min(section or tiling.heads, tiling.heads)
     counted = tiling.total
     if counted > MOST_TILES:
-        # Sections are alike: some of the first stand for all.
+        # Sections are alike: the first ones represent all.
         counted = MOST_TILES // (heads * tiling.tiles) * heads * tiling.tiles
     if counted < workers:
-        # So many tiles in one order that nobody ends much later than the others.
+        # With this many tiles in one order, no program ends much later than the others.
         share = tiling.total / workers
         return _Loads(np.array([share * extremes(tiling).mean]), np.array([share]))
     index = np.arange(counted)
@@ -186,17 +186,17 @@ def coming_and_going(
     lone: float,
     resident: int = RESIDENT,
 ) -> float:
-    """When the last of the programs ends that take one tile each, wherever there is room.
+    """Returns the end of the last program if each computes one tile, scheduled greedily.
 
-    Programs of one multiprocessor share its units; costs are those of a program among others.
+    Programs of one SM share its units. Costs are those of a program among others.
 
     Args:
-        tiling: How work is cut.
-        multiprocessors: Of the GPU.
-        longest_first: Whether the tiles with the most blocks are begun first.
-        cost: Of blocks and tiles.
-        lone: How many times as long a program takes by itself as its share of the units would let it.
-        resident: Programs for which a multiprocessor has room.
+        tiling: The tiles.
+        multiprocessors: Number of SMs.
+        longest_first: Whether the tiles with the most blocks start first.
+        cost: Cost of blocks and tiles.
+        lone: Time of a program that is alone on an SM, over its time at an equal share of the units.
+        resident: Resident programs of an SM.
     """
     found = extremes(tiling)
     least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))

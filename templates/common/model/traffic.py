@@ -1,4 +1,4 @@
-"""HBM traffic that an order of loops causes: how often tiles are read again, and what a cache saves."""
+"""HBM traffic of a loop order: repeated reads of tiles, and cache hits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import TrafficItem
 
-# The last-level cache is two partitions that each keep a copy of what both read.
+# The last-level cache has two partitions, each with a copy of data that both read.
 CACHE_COPIES = 2
-# Shares of reads are solved for to this difference; so near to 1 a ratio's share is linear.
+# Accuracy of the solved fraction of reads. This close to a ratio of 1, the fraction is linear.
 SOLVED = 1e-9
 NEAR_ONE = 1e-5
 EVERY_TILE = "for every tile of queries"
@@ -20,14 +20,14 @@ EVERY_BLOCK = "for every block of keys"
 
 
 def streamed_keys(problem: Problem, block_m: int, block_n: int) -> int:
-    """Rows of K that the query tiles of one head read in all, when keys stream past queries."""
+    """Returns the rows of K that all query tiles of one head read, in a loop over keys."""
     tiles = _tiles(problem.seqlen_q, block_m)
     left, right = problem.sight.left, problem.sight.right
     hidden = 0 if left is None else _hidden_keys(problem, tiles, block_m, block_n, left)
     if right is None:
         return tiles * problem.seqlen_kv - hidden
-    # Tile t reads whole blocks up to its last query's last key, (t + 1) * block_m + shift keys:
-    # none for the first tiles, all of them from some tile on.
+    # Tile t reads whole blocks up to its last query's last key, (t + 1) * block_m + shift keys: none for the
+    # first tiles, all of them from some tile on.
     shift = problem.diagonal + right
     blind = min(tiles, max(0, -shift // block_m))
     whole_blocks = (problem.seqlen_kv - 1) // block_n * block_n
@@ -37,8 +37,8 @@ def streamed_keys(problem: Problem, block_m: int, block_n: int) -> int:
 
 
 def _hidden_keys(problem: Problem, tiles: int, block_m: int, block_n: int, left: int) -> int:
-    """Keys of whole blocks before all that a tile sees through a window, over all tiles."""
-    # Tile t sees none before t * block_m + shift: none are hidden of the first tiles, all of the last.
+    """Returns the keys of whole blocks before the windows of all tiles."""
+    # Tile t sees none before t * block_m + shift: none are hidden from the first tiles, all from the last.
     shift = problem.diagonal - left
     whole_blocks = problem.seqlen_kv // block_n
     first = min(tiles, max(0, -(shift // block_m)))
@@ -48,7 +48,7 @@ def _hidden_keys(problem: Problem, tiles: int, block_m: int, block_n: int, left:
 
 
 def keys_at_once(problem: Problem, rows: int) -> int:
-    """Keys of a head that so many neighbouring queries see."""
+    """Returns the keys of a head that this many neighbouring queries see."""
     left, right = problem.sight.left, problem.sight.right
     if left is None or right is None:
         return problem.seqlen_kv
@@ -56,7 +56,7 @@ def keys_at_once(problem: Problem, rows: int) -> int:
 
 
 def unpacked(problem: Problem) -> Problem:
-    """Packed sequences as a batch of the longest, as many as there are tokens for; others as they are."""
+    """Returns a varlen batch as a batch of the longest sequence with the same tokens; others unchanged."""
     if not problem.packed:
         return problem
     sequences = -(-problem.packed // max(1, problem.seqlen_q))
@@ -64,21 +64,21 @@ def unpacked(problem: Problem) -> Problem:
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
-    """Rows of Q that the key tiles of one head read in all, when queries cycle past keys."""
+    """Returns the rows of Q that all key tiles of one head read, in a loop over queries."""
     if problem.causal is Causal.NONE:
         return _tiles(problem.seqlen_kv, block_n) * problem.seqlen_q
     last_key = min(problem.seqlen_q + problem.diagonal, problem.seqlen_kv)
     tiles = _tiles(last_key, block_n)
-    # Key tile s is seen from query s * block_n - diagonal on, rounded down to a whole tile.
+    # Key tile s is visible from query s * block_n - diagonal on, rounded down to a whole tile.
     everyone = min(tiles, max(0, problem.diagonal // block_n + 1))
     skipped = floor_sum(tiles - everyone, block_m, block_n, everyone * block_n - problem.diagonal)
     return tiles * problem.seqlen_q - skipped * block_m
 
 
 def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
-    """The sum of (start + step * i) // divisor over i in range(count), in logarithmic time.
+    """Returns the sum of (start + step * i) // divisor over i in range(count), in logarithmic time.
 
-    `start` and `step` are not negative. Lengths may be two thousand million, so tiles are not walked.
+    `start` and `step` are not negative. Lengths may be two thousand million, so there is no loop over tiles.
     """
     total = 0
     sign = 1
@@ -96,10 +96,10 @@ def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
 
 
 class AtOnce(msgspec.Struct, frozen=True):
-    """Programs that run at once, and the heads whose rows they read over and over.
+    """Concurrent programs, and the heads whose rows they read repeatedly.
 
     Attributes:
-        programs: Programs that run at once.
+        programs: Concurrent programs.
         heads: Heads between two reads of the same row.
         beside: Neighbouring programs that read the same head at the same time.
     """
@@ -110,51 +110,51 @@ class AtOnce(msgspec.Struct, frozen=True):
 
     @property
     def readers(self) -> float:
-        """Running programs that read the same head together, at least one."""
+        """Concurrent programs that read the same head together, at least one."""
         return max(1.0, self.programs / max(1.0, min(self.heads, self.programs / self.beside)))
 
 
 def one_tile_each(
     heads: int, extent: int, block: int, target: Target | None, *, inner: bool = False, group: int = 1
 ) -> AtOnce:
-    """Counts the running programs of a launch in which each computes one tile.
+    """Counts the concurrent programs of a launch in which each computes one tile.
 
     Args:
-        heads: Heads of all sequences whose rows are cut into tiles.
+        heads: Heads of all sequences with tiles of rows.
         extent: Rows of each of them.
         block: Rows of a tile.
         target: The GPU, with one program on each multiprocessor; None runs one program.
-        inner: Whether neighbouring programs work on different heads.
+        inner: Whether neighbouring programs compute different heads.
         group: Heads that read the same head's rows.
     """
     programs = min(target.sm_count if target else 1, heads * _tiles(extent, block))
     if inner:
         return AtOnce(programs, heads / group, group)
-    # Tiles are not rounded up here, so that the working set is continuous in the extent.
+    # Tiles are not rounded up here, so the working set is continuous in the extent.
     return AtOnce(programs, max(1.0, min(heads, programs / max(1.0, extent / block) + 1) / group))
 
 
 def tiles_of_queries(problem: Problem, block_m: int, target: Target | None, *, inner: bool) -> AtOnce:
-    """Counts the running programs, and their KV heads, where each computes a tile of queries of a head."""
+    """Counts concurrent programs and their KV heads if each computes a tile of queries of a head."""
     heads, group = problem.batch * problem.heads, problem.group_size
     return one_tile_each(heads, problem.seqlen_q, block_m, target, inner=inner, group=group)
 
 
 def missed(working_set: float, target: Target | None) -> float:
-    """Returns the share of repeated reads that the last-level cache does not serve.
+    """Returns the fraction of repeated reads that miss the last-level cache.
 
     Args:
-        working_set: Bytes that the programs which run at once read over and over.
-        target: The GPU; None has no such cache.
+        working_set: Bytes that concurrent programs read repeatedly.
+        target: The GPU; None means no cache.
     """
     return 1.0 if target is None else missed_at_random(working_set * CACHE_COPIES / target.l2_bytes)
 
 
 def missed_at_random(ratio: float) -> float:
-    """Returns the share of reads that miss a cache which replaces lines at random, in a loop over all data.
+    """Returns the fraction of reads that miss a cache with random replacement, in a loop over all data.
 
-    The share m solves m = 1 - exp(-m * ratio): a line is found again if none of the misses since replaced it.
-    It is 0 up to a ratio of 1, and continuous.
+    The fraction m solves m = 1 - exp(-m * ratio): a line is found again if none of the misses since replaced
+    it. It is 0 up to a ratio of 1, and continuous.
 
     Args:
         ratio: Size of the data over that of the cache.
@@ -162,7 +162,7 @@ def missed_at_random(ratio: float) -> float:
     if ratio <= 1 + NEAR_ONE:
         return max(0.0, 2 * (ratio - 1))
     share, change = 1.0, 1.0
-    # Newton's method. The function is convex, so that the share falls to the solution from above.
+    # Newton's method. The function is convex, so the fraction decreases to the solution.
     while change > SOLVED:
         found = math.exp(-share * ratio)
         change = (share - 1 + found) / (1 - ratio * found)
@@ -171,13 +171,13 @@ def missed_at_random(ratio: float) -> float:
 
 
 def moved(read: float, once: float, share: float) -> int:
-    """Returns the bytes that come from HBM: first reads, and the share of repeated ones that misses."""
+    """Returns the bytes from HBM: first reads, and the fraction of repeated ones that misses."""
     first = min(read, once)
     return round(first + (read - first) * share)
 
 
 def how_often(share: float, each: str) -> str:
-    """Says in words how often rows are read, by the share of repeated reads that misses the cache."""
+    """Returns text for the number of reads of each row, from the fraction of repeated reads that misses."""
     if not share:
         return "once, then from L2"
     return each if share == 1 else f"{each}, in part from L2"
@@ -186,14 +186,14 @@ def how_often(share: float, each: str) -> str:
 def streamed_items(
     problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
 ) -> tuple[TrafficItem, ...]:
-    """What the forward pass moves when K and V stream past tiles of queries, in bytes.
+    """Returns the forward traffic of K and V streamed past tiles of queries, in bytes.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         block_m: Queries of a tile.
         block_n: Keys of a block.
-        at_once: The programs that run at once, and their KV heads.
-        target: The GPU; None has no cache.
+        at_once: The concurrent programs, and their KV heads.
+        target: The GPU; None means no cache.
     """
     rows = problem.batch * problem.heads * problem.seqlen_q
     return (
@@ -206,9 +206,9 @@ def streamed_items(
 def streamed_item(
     problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
 ) -> TrafficItem:
-    """Keys and values that stream past tiles of queries, in bytes; arguments as for `streamed_items`.
+    """Returns the bytes of keys and values streamed past tiles of queries, as in `streamed_items`.
 
-    Programs that read the same head at once go through its keys together: HBM is read once for all of them.
+    Programs that read the same head at once share its keys: HBM is read once for all of them.
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     all_heads = problem.batch * problem.heads
@@ -223,15 +223,15 @@ def streamed_item(
 def cycled_rows(
     problem: Problem, block_m: int, block_n: int, row_bytes: int, at_once: AtOnce, target: Target | None
 ) -> tuple[int, str]:
-    """Returns rows that come from HBM when queries cycle past tiles of keys, and how often in words.
+    """Returns the rows read from HBM in loops over queries for tiles of keys, and the number as text.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         block_m: Queries of a block.
         block_n: Keys of a tile.
-        row_bytes: What is read or written again of each row.
-        at_once: The programs that run at once, and their query heads.
-        target: The GPU; None has no cache.
+        row_bytes: Bytes of each row that are read or written repeatedly.
+        at_once: The concurrent programs, and their query heads.
+        target: The GPU; None means no cache.
     """
     all_heads = problem.batch * problem.heads
     share = missed(at_once.heads * problem.seqlen_q * row_bytes, target)
@@ -243,9 +243,9 @@ def cycled_rows(
 
 
 def keys_kept(problem: Problem, block_n: int, target: Target | None, *, inner: bool = False) -> AtOnce:
-    """Counts the running programs, and their query heads, where each keeps a block of keys of a KV head."""
+    """Counts concurrent programs and their query heads if each has a block of keys of a KV head."""
     kept = one_tile_each(problem.batch * problem.kv_heads, problem.seqlen_kv, block_n, target, inner=inner)
-    # A program walks all query heads of its KV head before it reads one of them again.
+    # A program iterates over all query heads of its KV head before it reads one of them again.
     return AtOnce(kept.programs, kept.heads * problem.group_size, kept.readers)
 
 
