@@ -139,7 +139,7 @@ def _lines(judged: Sequence[Judged]) -> Iterator[str]:
     yield ""
     yield (
         f"Median of all problems: {middle:.2f}, uncorrected {before:.2f}. The true best is among the first "
-        f"ten in {tens} of {len(judged)} problems, and these ten come to "
+        f"ten in {tens} of {len(judged)} problems. These ten come to "
         f"{statistics.median(entry.top for entry in judged):.3f} of it in the median, "
         f"{min(entry.top for entry in judged):.3f} at worst."
     )

@@ -155,7 +155,7 @@ def _summary(audit: Audit) -> str:
     sums = _sums(audit.rows)
     return (
         f"Triton {audit.triton}, seed {audit.seed}: {sums['points']} points, {sums['in_band']} of them "
-        f"within 0.75 to 1.33 of the capacity; {sums['wrongly_pruned']} of {sums['fits']} that fit "
-        f"wrongly pruned; {sums['caught']} of {sums['misfits']} that do not fit caught; {sums['refused']} "
-        "more did not compile"
+        f"within 0.75 to 1.33 of the capacity. Wrongly pruned: {sums['wrongly_pruned']} of {sums['fits']} "
+        f"that fit. Caught: {sums['caught']} of {sums['misfits']} that do not fit. "
+        f"Not compiled: {sums['refused']} more"
     )
