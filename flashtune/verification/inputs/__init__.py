@@ -1,1 +1,1 @@
-"""Tensors of a case: values in guarded memory, side inputs, block tables, and what is kept of them."""
+"""Tensors of a case: values in guarded memory, extra inputs, block tables, and their cache."""

@@ -1,4 +1,4 @@
-"""What was prepared for recent cases, kept for the candidates to come."""
+"""Cache of prepared cases for the next candidates of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class Kept(Generic[Made]):
-    """Prepares cases, with recent results kept: the larger the fewer."""
+    """Prepares cases and caches recent results: many small ones and few large ones."""
 
     def __init__(self, prepare: Callable[..., Made]) -> None:
         self._prepare = prepare
@@ -30,8 +30,8 @@ class Kept(Generic[Made]):
         self._large = functools.lru_cache(maxsize=LARGE_CACHED)(prepare)
 
     def __call__(self, case: Case, *rest: Hashable) -> Made:
-        """As what it was made of."""
-        # How often a case is launched makes no other tensors.
+        """Returns the result of `prepare` for the same arguments, possibly from the cache."""
+        # The tensors do not depend on the number of launches.
         once = msgspec.structs.replace(case, repeats=1)
         if case.far is not None:
             return self._prepare(once, *rest)
@@ -44,6 +44,6 @@ class Kept(Generic[Made]):
         return (self._middle if elements > MIDDLE_ELEMENTS else self._small)(once, *rest)
 
     def forget(self) -> None:
-        """Drops what is kept: a wrong kernel may have written anywhere."""
+        """Clears the cache, because a wrong kernel may have written anywhere."""
         for cached in (self._small, self._middle, self._large):
             cached.cache_clear()

@@ -1,4 +1,4 @@
-"""Randomness on the CPU: arithmetic with what is small loads no kernels there."""
+"""Random generators on the CPU, where arithmetic with small tensors loads no CUDA kernels."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def aside(generator: torch.Generator, step: int = 0) -> torch.Generator:
-    """A generator of the CPU's with the seed of another one, or with the one so many steps behind it."""
+    """Returns a CPU generator with the seed of another generator plus `step`."""
     return torch.Generator().manual_seed((generator.initial_seed() + step) % 2**32)

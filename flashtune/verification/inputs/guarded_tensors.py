@@ -1,7 +1,7 @@
-"""Tensors whose surroundings are poisoned, with exactly the alignment that a kernel was told of.
+"""Tensors with poisoned surroundings, with exactly the alignment that a kernel may assume.
 
-Whatever lies between and around the rows of a tensor is NaN: a kernel that reads there shows it,
-and one that writes there is caught by its traces.
+The memory between and around the rows of a tensor is NaN. Reads there make the result NaN, and writes there
+change the poison.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from flashtune.core.problem import Dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-# NaNs that arithmetic does not produce, so that they are told from a NaN that a kernel wrote. 8 bits have
-# room for no choice of them, but inputs alone have 8 bits.
+# NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
+# no such choice of NaNs, but only inputs have 8 bits.
 POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE, torch.int64: 0x7FE5CAFE7FE5CAFE}
-# A workspace may hold 8-bit floats: with all bits set, each byte is a NaN as well.
+# A workspace may hold 8-bit floats. With all bits set, each byte is a NaN too.
 WORKSPACE_POISON = -1
-# Integers as wide as an element, by its bytes.
+# Integer dtypes by the bytes of an element.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Rows of poison on either side: as many as the largest tile could run over.
+# Rows of poison on each side: the most rows by which the largest tile could overrun.
 GUARD_ROWS = 256
 GRANULE = 64
-# Around a log-sum-exp or a workspace: as much as the tensor itself, up to a large tile.
+# Largest guard around a log-sum-exp or a workspace, in elements. Smaller tensors have a guard of their size.
 MAX_FLAT_GUARD = 2**16
-# Elements that are looked through at a time.
+# Elements that are checked at a time.
 PART_ELEMENTS = 2**28
 
 
 class Role(enum.IntEnum):
-    """What a tensor is to a kernel: each has a poison of its own, since arithmetic hands NaNs on."""
+    """The role of a tensor for a kernel. Each has its own poison, because arithmetic propagates NaNs."""
 
     INPUT = 0
     OUTPUT = 1
@@ -46,7 +46,7 @@ class Role(enum.IntEnum):
 
 
 class Layout(enum.StrEnum):
-    """How batch, heads and positions lie in memory."""
+    """Order of batch, heads and positions in memory."""
 
     BHSD = "bhsd"
     BSHD = "bshd"
@@ -58,8 +58,8 @@ class Guarded(NamedTuple):
     Attributes:
         buffer: The whole allocation, one-dimensional.
         view: [batch, heads, seqlen, head_dim], last dimension contiguous.
-        role: Which poison surrounds it.
-        behind: Rows of each head behind the view that a kernel is given too, and that are nobody's.
+        role: Role, which determines the poison.
+        behind: Rows of each head after the view that the kernel also gets, but that no sequence uses.
     """
 
     buffer: Tensor
@@ -69,7 +69,7 @@ class Guarded(NamedTuple):
 
     @property
     def given(self) -> Tensor:
-        """The view as a kernel takes it, with the rows behind."""
+        """The view as the kernel gets it, with the unused rows after it."""
         if not self.behind:
             return self.view
         batch, heads, rows, *width = self.view.shape
@@ -77,7 +77,7 @@ class Guarded(NamedTuple):
         return self.view.as_strided(shape, self.view.stride(), self.view.storage_offset())
 
     def without(self, behind: int) -> Guarded:
-        """The same with so many of its last rows behind the view."""
+        """Returns the tensor with so many of its last rows excluded from the view."""
         rows = self.view.shape[2] - behind
         return self._replace(view=self.view[:, :, :rows], behind=behind)
 
@@ -88,7 +88,7 @@ class Guarded(NamedTuple):
 
     @property
     def poison(self) -> int:
-        """The integer that the poison is."""
+        """The poison as an integer."""
         return WORKSPACE_POISON if self.role is Role.WORKSPACE else POISON[self.bits.dtype] - self.role
 
 
@@ -103,17 +103,17 @@ def guarded(
     spare: int = 0,
     far: bool = False,
 ) -> Guarded:
-    """A poisoned tensor of an alignment class, and of no better one.
+    """Returns a poisoned tensor of exactly the given alignment class.
 
     Args:
         shape: [batch, heads, seqlen, head_dim].
-        dtype: Element type; 8-bit integers and booleans, which know no NaN, are surrounded by 127.
-        alignment: 16: all strides are multiples of 16; 8: of 8, and not of 16; 1: nothing is aligned.
+        dtype: Element dtype. 8-bit integers and booleans have no NaN and are surrounded by 127.
+        alignment: 16: all strides are multiples of 16. 8: multiples of 8, but not of 16. 1: unaligned.
         layout: Order of heads and positions.
-        device: Where it lies.
-        role: What it is to the kernel.
-        spare: Widens each row by this many steps of its class, so that tensors differ in strides.
-        far: Spread the tensor over more than 2^31 elements.
+        device: Device of the tensor.
+        role: Role of the tensor for the kernel.
+        spare: Widens each row by this many alignment steps, so that tensors have different strides.
+        far: Whether the tensor spans more than 2^31 elements.
     """
     batch, heads, seqlen, head_dim = shape
     row = _row_stride(head_dim, alignment, spare)
@@ -122,7 +122,7 @@ def guarded(
     if far:
         stride_b *= MAX_INT32 // (stride_b * max(1, batch - 1)) + 1
         if batch == 1:
-            # One batch of packed rows: its heads lie apart.
+            # A varlen batch has one batch index, so its heads are spread instead.
             stride_h *= MAX_INT32 // (stride_h * max(1, heads - 1)) + 1
     guard = -(-GUARD_ROWS * stride_s // GRANULE) * GRANULE + (1 if alignment is Alignment.ANY else 0)
     extent = (batch - 1) * stride_b + (heads - 1) * stride_h + (seqlen - 1) * stride_s + row
@@ -138,14 +138,14 @@ def _row_stride(head_dim: int, alignment: Alignment, spare: int) -> int:
     steps = -(-head_dim // step) + spare
     if alignment is Alignment.SIXTEEN:
         return steps * step
-    # An odd number of steps keeps the next better class out.
+    # An odd number of steps excludes the next higher alignment class.
     return (steps | 1) * step
 
 
 def guarded_flat(
     shape: tuple[int, ...], device: torch.device, role: Role, dtype: torch.dtype = torch.float32
 ) -> Guarded:
-    """A contiguous, aligned, poisoned tensor: a log-sum-exp, a workspace, scales, a bias's gradient."""
+    """Returns a contiguous, aligned, poisoned tensor: log-sum-exp, workspace, scales or bias gradient."""
     size = math.prod(shape)
     guard = -(-min(size + GUARD_ROWS, MAX_FLAT_GUARD) // GRANULE) * GRANULE
     buffer = torch.empty(size + 2 * guard, dtype=dtype, device=device)
@@ -155,7 +155,7 @@ def guarded_flat(
 
 
 def guarded_integers(values: Tensor, hostile: int) -> Guarded:
-    """A copy of int32 values of one or two dimensions, each row surrounded by a hostile number."""
+    """Returns a copy of 1D or 2D int32 values, with each row surrounded by the number `hostile`."""
     rows, columns = values.reshape(-1, values.shape[-1]).shape
     stride = columns + 1 + GRANULE // 8 if values.dim() > 1 else columns
     buffer = torch.full((2 * GRANULE + rows * stride,), hostile, dtype=torch.int32, device=values.device)
@@ -166,31 +166,31 @@ def guarded_integers(values: Tensor, hostile: int) -> Guarded:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A tensor's elements as integers, which tell zeros of either sign and NaNs apart."""
+    """Returns a tensor's elements as integers, in which zeros of different sign, and NaNs, differ."""
     return tensor.view(BITS[tensor.element_size()])
 
 
 def nonzero(tensor: Tensor) -> Tensor:
-    """How many elements are not zero, NaNs among them: a scalar. Comparisons would be further kernels."""
+    """Returns the number of nonzero elements, including NaNs, as a scalar. Loads no comparison kernels."""
     return tensor.bool().sum()
 
 
 def poison(tensor: Guarded) -> None:
-    """Fills a tensor and its surroundings with the NaN that nobody computes."""
+    """Fills a tensor and its surroundings with its poison."""
     tensor.bits.fill_(tensor.poison)
 
 
 def stray_writes(tensor: Guarded) -> Tensor:
-    """How many elements around a tensor were written, a scalar. Poisons the tensor itself."""
+    """Returns the number of written elements around a tensor, a scalar. Poisons the tensor itself."""
     bits_of(tensor.view).fill_(tensor.poison)
-    # Differences of integers wrap around, and are zero of equal ones alone. They take as much memory again,
-    # so that tensors beyond 2^31 elements are gone through in parts.
+    # Integer differences wrap around, and are zero only for equal integers. They take as much memory as the
+    # tensor, so tensors beyond 2^31 elements are checked in parts.
     parts = tensor.bits.split(PART_ELEMENTS)
     return functools.reduce(torch.add, (nonzero(part - tensor.poison) for part in parts))
 
 
 def checksum(tensors: Iterable[Guarded]) -> Tensor:
-    """Sums of the bits of tensors and their surroundings, [tensors] in int64."""
+    """Returns the sum of the bits of each tensor and its surroundings, [tensors] in int64."""
     buffers = [tensor.bits for tensor in tensors]
     sums = torch.empty(len(buffers), dtype=torch.int64, device=buffers[0].device)
     for index, bits in enumerate(buffers):

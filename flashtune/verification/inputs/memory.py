@@ -1,4 +1,4 @@
-"""A case in poisoned memory: tensors, lengths, tables and scales as a kernel is given them."""
+"""The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
-# Hostile lengths lie by so much over the true ones: who reads them reads the poison behind the tensors.
+# Hostile lengths exceed the true ones by this. A kernel that uses them reads the poison after the tensors.
 OVER = 37
 
 
 class Dense(NamedTuple):
-    """Values of sequences that lie side by side, and what is read beside them.
+    """Values of sequences in padded form, and the extra inputs.
 
     Attributes:
-        q: [batch, heads, seqlen_q, head_dim] in the problem's type.
-        k: [batch, kv_heads, seqlen_kv, head_dim] in the cache's type.
-        v: Likewise, value_head_dim wide.
-        side: Scales of a quantised cache are those of each key, [batch, kv_heads, seqlen_kv].
+        q: [batch, heads, seqlen_q, head_dim] in the problem's dtype.
+        k: [batch, kv_heads, seqlen_kv, head_dim] in the cache's dtype.
+        v: [batch, kv_heads, seqlen_kv, value_head_dim] in the cache's dtype.
+        side: Extra inputs. A quantised cache has a scale for each key, [batch, kv_heads, seqlen_kv].
     """
 
     q: Tensor
@@ -60,14 +60,14 @@ class Dense(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """How tensors lie.
+    """The memory layout of tensors.
 
     Attributes:
-        alignment: The class that they have, and no better one.
+        alignment: Their exact alignment class.
         layout: Order of heads and positions.
-        far: Which of q, k, v, out spans more than 2^31 elements, if any.
-        faulty: Whether a block table's unused entries are numbers that no memory has.
-        behind: Rows of packed queries and outputs behind the last sequence.
+        far: Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
+        faulty: Whether unused entries of the block table are page numbers far outside of the cache.
+        behind: Unused rows after the last sequence of varlen queries and outputs.
     """
 
     alignment: Alignment
@@ -78,14 +78,14 @@ class Frame(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a kernel is given.
+    """The tensors of a launch.
 
     Attributes:
-        q, k, v: Inputs, each in its poisoned surroundings.
-        out: Where the kernel writes.
-        lse: Where it writes the log-sum-exp.
-        beside: All side inputs, likewise in hostile surroundings.
-        side: The side inputs as a launch takes them.
+        q, k, v: Inputs, each in poisoned surroundings.
+        out: The output.
+        lse: The log-sum-exp.
+        beside: All extra inputs in poisoned or hostile surroundings.
+        side: The extra inputs as a launch takes them.
     """
 
     q: Guarded
@@ -100,14 +100,14 @@ class Memory(NamedTuple):
 def placed(
     problem: Problem, dense: Dense, lengths: Lengths, frame: Frame, generator: torch.Generator
 ) -> Memory:
-    """Puts a case's values where a kernel finds them, and poison everywhere else.
+    """Copies a case's values into the memory layout of the kernel, with poison everywhere else.
 
     Args:
-        problem: Whether sequences are packed or in pages.
+        problem: Whether it is varlen or has a paged KV cache.
         dense: The values.
-        lengths: Of each sequence.
-        frame: How tensors lie.
-        generator: Of the CPU's: which pages are whose.
+        lengths: Lengths of the sequences.
+        frame: The memory layout.
+        generator: CPU generator that assigns pages to sequences.
     """
     table = _table(problem, lengths, frame, generator) if problem.page_size else None
     queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
@@ -122,7 +122,7 @@ def placed(
         ((*keys, problem.value_head_dim), stored, Role.INPUT),
         ((*rows, problem.value_head_dim), TORCH_DTYPES[problem.out_dtype], Role.OUTPUT),
     )
-    # The tensors' rows differ in width, so that one's stride does not serve for another.
+    # Row strides differ between tensors, so that the stride of another tensor gives a wrong result.
     q, k, v, out = (
         guarded(
             shape, dtype, frame.alignment, frame.layout, dense.q.device, role,
@@ -132,7 +132,7 @@ def placed(
     )  # fmt: skip
     q, out = q.without(behind), out.without(behind)
     if table is not None:
-        # The first and the last page are poison: no table names them but as what nobody may look up.
+        # The first and the last page are poison. Only unused entries of the block table refer to them.
         k, v = (one._replace(view=one.view[1:-1]) for one in (k, v))
     if problem.latent:
         v = k._replace(view=k.view[..., : problem.value_head_dim])
@@ -164,7 +164,7 @@ def _table(problem: Problem, lengths: Lengths, frame: Frame, generator: torch.Ge
     state = generator.get_state()
     table = make_table(problem, lengths, generator)
     beyond = FAULTY_ENTRIES if frame.faulty else unused_entries(table)
-    # The same pages again, with other numbers where there are none.
+    # The same page assignment, with other numbers in unused entries.
     return make_table(problem, lengths, generator.set_state(state), beyond)
 
 
@@ -195,11 +195,11 @@ def _beside(
                 else _cache_scale(problem, scale, lengths, table, floats, 2 if name == "v_scale" else 1)
             )
     if side.slopes is not None:
-        # Rows of slopes lie apart, with poison in between.
+        # Rows of slopes are padded with NaN.
         wide = torch.nn.functional.pad(side.slopes, (0, 3), value=float("nan"))
         given["slopes"] = floats(wide)[:, : problem.heads]
     if side.bias is not None:
-        # What is one for all sequences, or heads, stays so.
+        # Broadcast dimensions of sequences or heads stay broadcast.
         own = side.bias[: 1 if side.bias.stride(0) == 0 else None, : 1 if side.bias.stride(1) == 0 else None]
         one = guarded(tuple(own.shape), own.dtype, Alignment.ANY, layout, device, Role.INPUT, spare=1)
         given["bias"] = keep(one, own).expand(side.bias.shape)
@@ -230,10 +230,10 @@ def _cache_scale(
     floats: Callable[[Tensor], Tensor],
     step: int,
 ) -> Tensor:
-    """Scales of a cache as kernels take them, [pages or batch, kv_heads], of the scale of each key.
+    """Returns the scales of a cache as kernels take them, [pages or batch, kv_heads].
 
-    Heads lie `step` elements apart and rows further than their heads reach, with poison in between; pages
-    that nobody uses have poison alone.
+    `scale` has the scale of each key. The stride of heads is `step` elements, and rows have one more head of
+    poison. The scales of unused pages are poison.
     """
     blocks = problem.batch if table is None else table.pages
     if problem.kv_scale is KvScale.TENSOR:

@@ -1,7 +1,7 @@
-"""Where tokens lie: side by side, packed one sequence behind the other, or in pages.
+"""Positions of tokens in memory: padded, varlen or in pages.
 
-Values are made for sequences that lie side by side, [batch, heads, seqlen, width], each as long as the
-longest. Here they are put where a kernel looks for them.
+Values are made in padded form, [batch, heads, seqlen, width]. This module copies them to the kernel's memory
+layout, and results back.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
     from flashtune.core.problem import Problem
 
-# Pages that no sequence uses, beside a quarter as many as those that are used.
+# Unused pages, in addition to a quarter of the number of used pages.
 SPARE_PAGES = 3
-# What no kernel can look up without a fault.
+# Page numbers that fault when a kernel uses them.
 FAULTY_ENTRIES = (2**31 - 1, -(2**31))
-# An error that lets any number pass.
+# A tolerance that accepts any number.
 ANYTHING = 1e300
 
 
 class Places(NamedTuple):
-    """Where tokens lie, [tokens] each in int64.
+    """Positions of tokens, [tokens] each in int64.
 
     Attributes:
         sequence: The token's sequence.
-        row: Its row there.
-        block: First index of it in memory: the sequence, 0 of packed ones, or the page.
-        slot: Third index there: the row, the row of all, or the row of the page.
+        row: Its row in the sequence.
+        block: Its first index in memory: the sequence, 0 in a varlen batch, or the page.
+        slot: Its third index in memory: the row in the sequence, in the varlen batch, or in the page.
     """
 
     sequence: Tensor
@@ -44,16 +44,16 @@ class Places(NamedTuple):
     slot: Tensor
 
     def to(self, device: torch.device) -> Places:
-        """The same on a device."""
+        """Returns the positions on a device."""
         return Places(*torch.stack(self).to(device).unbind())
 
 
 class Table(NamedTuple):
-    """Which pages hold the keys of each sequence.
+    """A block table: the pages of each sequence.
 
     Attributes:
-        entries: Int32 [batch, pages of the longest], on the CPU.
-        pages: Pages of the pool.
+        entries: Int32 [batch, pages of the longest sequence], on the CPU.
+        pages: Number of pages of the cache.
     """
 
     entries: Tensor
@@ -61,12 +61,12 @@ class Table(NamedTuple):
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
-    """Where packed sequences begin, and the last ends: int32 [sequences + 1], on the CPU."""
+    """Returns the cumulative lengths of varlen sequences, from 0: int32 [sequences + 1], on the CPU."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def capacities(problem: Problem, lengths: Lengths) -> tuple[int, ...]:
-    """Rows that each sequence's packed keys have: a few more where another tensor says how many are used."""
+    """Returns the rows of each sequence's keys: more than it uses in a varlen batch with `seqlens_kv`."""
     if not (problem.packed and problem.lengths):
         return lengths.keys
     return tuple(keys + index % 3 for index, keys in enumerate(lengths.keys))
@@ -75,19 +75,19 @@ def capacities(problem: Problem, lengths: Lengths) -> tuple[int, ...]:
 def make_table(
     problem: Problem, lengths: Lengths, generator: torch.Generator, beyond: Sequence[int] = (0,)
 ) -> Table:
-    """Shuffled pages for all keys, out of a pool with more pages than that.
+    """Returns a block table of random pages of a cache that has some unused pages.
 
     Args:
-        problem: The page's size and the longest sequence.
-        lengths: Of each sequence.
-        generator: Of the CPU's.
-        beyond: What entries behind a sequence's pages hold, in turn.
+        problem: Page size and longest sequence.
+        lengths: Lengths of the sequences.
+        generator: CPU generator.
+        beyond: Numbers for the entries after a sequence's pages, used in turn.
     """
     size = problem.page_size
     counts = [-(-keys // size) for keys in lengths.keys]
     used = sum(counts)
     pages = used + used // 4 + SPARE_PAGES
-    # Page 0 is nobody's: what is masked without care is masked to it.
+    # No sequence has page 0, because careless masking of page numbers gives 0.
     shuffled = 1 + torch.randperm(pages - 1, generator=generator).to(torch.int32)
     width = -(-problem.seqlen_kv // size)
     entries = torch.tensor(list(itertools.islice(itertools.cycle(beyond), len(counts) * width)))
@@ -100,9 +100,9 @@ def make_table(
 
 
 def unused_entries(table: Table) -> tuple[int, ...]:
-    """Numbers for entries that no kernel may look up.
+    """Returns page numbers for unused entries of a block table.
 
-    Each is of a page of poison: the one before the pool, the one behind it, and one that nobody uses.
+    Each refers to a page of poison: the one before the cache, the one after it, and an unused one.
     """
     pages = table.pages
     free = sorted(set(range(pages)) - set(table.entries.flatten().tolist()))
@@ -110,7 +110,7 @@ def unused_entries(table: Table) -> tuple[int, ...]:
 
 
 def query_places(problem: Problem, lengths: Lengths) -> Places:
-    """Where queries lie, and the rows of outputs."""
+    """Returns the positions of queries and of output rows."""
     sequence, row = _tokens(lengths.queries)
     if not problem.packed:
         return Places(sequence, row, sequence, row)
@@ -118,7 +118,7 @@ def query_places(problem: Problem, lengths: Lengths) -> Places:
 
 
 def key_places(problem: Problem, lengths: Lengths, entries: Tensor | None) -> Places:
-    """Where keys and values lie; `entries` is the block table on the CPU, where there is one."""
+    """Returns the positions of keys and values. `entries` is the block table on the CPU, if any."""
     sequence, row = _tokens(lengths.keys)
     if entries is not None:
         page = entries[sequence, row // problem.page_size].to(torch.int64)
@@ -130,70 +130,70 @@ def key_places(problem: Problem, lengths: Lengths, entries: Tensor | None) -> Pl
 
 
 def _tokens(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sequence and row of each token."""
+    """Returns the sequence and the row of each token."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     sequence = torch.arange(len(counts)).repeat_interleave(counts)
     return sequence, torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
 
 
 def put(memory: Tensor, dense: Tensor, places: Places) -> None:
-    """Writes the rows of sequences to where they lie.
+    """Copies the rows of sequences to their positions.
 
     Args:
         memory: [blocks, heads, slots, width].
-        dense: [batch, heads, rows, width] of the same type.
-        places: Of each row that there is.
+        dense: [batch, heads, rows, width] of the same dtype.
+        places: Positions of all rows of the sequences.
     """
     there = places.to(memory.device)
     _rows(memory)[there.block, there.slot] = _rows(dense)[there.sequence, there.row]
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[first, rows, heads, width], as integers: torch moves no 8-bit floats about."""
+    """Returns a view [first, rows, heads, width] as integers, because torch cannot index 8-bit floats."""
     return tensor.view(BITS[tensor.element_size()]).transpose(1, 2)
 
 
 def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of some heads of an output or a log-sum-exp: [heads, rows, ...].
+    """Returns some rows of some heads of an output or a log-sum-exp: [heads, rows, ...].
 
     Args:
-        memory: [batch, heads, rows, ...], of packed sequences [1, heads, rows of all, ...].
-        problem: Whether sequences are packed.
-        lengths: Of each sequence.
-        heads: Each `sequence · heads of a sequence + head`.
-        rows: Of a sequence; what a shorter one does not have is some other row.
+        memory: [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch.
+        problem: Whether it is varlen.
+        lengths: Lengths of the sequences.
+        heads: The heads, each as `sequence · heads of a sequence + head`.
+        rows: Rows of a sequence. Rows that a shorter sequence does not have are replaced by other rows.
     """
     batch, head = heads // problem.heads, heads % problem.heads
     if not problem.packed:
-        # No row need be looked up where all are wanted.
+        # All rows are returned without indexing.
         return memory.flatten(0, 1) if is_all(problem, heads, rows) else memory[batch, head][:, rows]
     first = starts(lengths.queries).to(torch.int64)[batch][:, None]
     return memory[0][head[:, None], (first + rows).clamp_max(max(0, lengths.total_q - 1))]
 
 
 def is_all(problem: Problem, heads: Tensor, rows: Tensor) -> bool:
-    """Whether these are all heads of all sequences and all rows of the longest, in their order."""
+    """Returns whether these are all heads of all sequences and all rows of the longest, in order."""
     every_head = torch.arange(problem.batch * problem.heads)
     return torch.equal(heads, every_head) and are_all_rows(problem, rows)
 
 
 def are_all_rows(problem: Problem, rows: Tensor) -> bool:
-    """Whether these are all rows of the longest sequence, in their order."""
+    """Returns whether these are all rows of the longest sequence, in order."""
     return torch.equal(rows, torch.arange(problem.seqlen_q))
 
 
 def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor | None:
-    """Which of such rows a sequence does not have, [heads, rows]; None where all have all."""
+    """Returns which rows a sequence does not have, [heads, rows], or None unless the batch is varlen."""
     if not problem.packed:
         return None
     return rows >= torch.tensor(lengths.queries)[heads // problem.heads][:, None]
 
 
 def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
-    """What errors are allowed; any where a sequence has no row, since some other row is compared there.
+    """Returns tolerances that accept anything for absent rows, in whose place other rows are compared.
 
     Args:
-        allowed: In float64, on any device.
-        absent: Boolean, of the same shape, on the CPU; None where all rows are there.
+        allowed: Tolerances in float64, on any device.
+        absent: Boolean of the same shape on the CPU, or None if no rows are absent.
     """
     return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)

@@ -1,4 +1,4 @@
-"""A case's tensors and reference, made on the device and, for the levels of a search, kept a while."""
+"""A case's tensors and reference, made on the device and, for the levels of a search, cached."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from flashtune.verification.lengths import Lengths
 
-# Seeds in a row that one check may use: the strict level's.
+# Number of consecutive seeds that one check may use, at the strict level.
 STEPS_PER_SEED = 10
-# Checks of one process that share a seed, and so the references of its larger problems.
+# Checks of one process that share a seed, and so the cached references.
 CHECKS_PER_SEED = 32
 
-# Rows of packed queries behind the last sequence: a batch that is smaller than its tensors.
+# Unused rows after the last sequence of varlen queries, as in a batch that is smaller than its tensors.
 ROWS_BEHIND = 3
 
 _RUN_SEED = secrets.randbits(30)
@@ -43,17 +43,17 @@ _CHECKS = itertools.count()
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and what a right kernel makes of them.
+    """A case's tensors and reference.
 
     Attributes:
-        q, k, v: Inputs, each in its poisoned surroundings.
-        beside: All that a launch reads beside them, likewise; empty where it reads nothing else.
-        side: The same as a launch takes it.
-        out: Where the kernel writes.
-        lse: Where it writes the log-sum-exp, [batch, heads, seqlen_q]; of packed sequences [1, heads, rows].
-        lengths: Of each sequence.
-        chosen: The rows that are compared.
-        expected: What they must be; anything may be where a packed sequence has no row.
+        q, k, v: Inputs, each in poisoned surroundings.
+        beside: Extra input tensors, each in poisoned or hostile surroundings.
+        side: The extra inputs as a launch takes them.
+        out: The output.
+        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
+        lengths: Lengths of the sequences.
+        chosen: The compared rows.
+        expected: Their reference. Rows that a varlen sequence does not have may be anything.
         checksum: Sums of the bits of all inputs.
     """
 
@@ -71,22 +71,22 @@ class Prepared(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Guarded, ...]:
-        """All that a kernel reads."""
+        """All tensors that the kernel reads."""
         return self.q, self.k, self.v, *self.beside
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
-    """Fresh tensors for a case, and the reference of what they give.
+    """Returns new tensors for a case, with their reference.
 
     Args:
         case: Shape, probe and layout.
-        alignment: The alignment class that the tensors must have, and no better one.
-        device: Where to make them, and to work out the reference.
-        seed: With the case, decides every value.
+        alignment: The exact alignment class of the tensors.
+        device: Device of the tensors and of the reference.
+        seed: Seed. Together with the case, it determines all values.
     """
     problem = case.problem
     generator = torch.Generator(device=device)
-    # The CPU's generator takes no more than 32 bits of a seed.
+    # The CPU generator uses only 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     dense = dense_values(case, lengths, generator)
@@ -105,7 +105,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
 
 
 def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
-    """A case's values in the types that a kernel reads."""
+    """Returns a case's values in the dtypes that the kernel reads."""
     problem = case.problem
     side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
     values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
@@ -119,15 +119,15 @@ def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> De
     k, k_scale = store(values.k, problem, aside(generator))
     if problem.latent:
         return Dense(q, k, k[..., : problem.value_head_dim], side._replace(k_scale=k_scale, v_scale=k_scale))
-    # Powers of their own: a kernel that takes the keys' scales for values shows it.
+    # Values get other scales than keys, so that a kernel that swaps them gives a wrong result.
     v, v_scale = store(values.v, problem, aside(generator, 1))
     return Dense(q, k, v, side._replace(k_scale=k_scale, v_scale=v_scale))
 
 
 def _quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantize`, of heads that are not all zeros, by kernels that are in use anyway."""
+    """Quantises as `quantize` does, without loading other CUDA kernels. Heads must not be all zeros."""
     largest = tensor.abs().amax((2, 3), keepdim=True)
-    # A hair less than the largest number for the largest element: beyond it some versions of torch make NaN.
+    # Scales the largest element to slightly less than the largest number, above which torch may give NaN.
     elements = tensor * inverse(largest) * (LARGEST * (1.0 - 2.0**-20))
     return elements.to(E4M3), (largest * (1 / LARGEST)).flatten(1)
 
@@ -136,5 +136,5 @@ prepare_and_keep = Kept(prepare)
 
 
 def next_seed() -> int:
-    """A seed that other processes do not use, and that this one uses for a few checks only."""
+    """Returns a seed that is random per process and shared by CHECKS_PER_SEED checks."""
     return _RUN_SEED + STEPS_PER_SEED * (next(_CHECKS) // CHECKS_PER_SEED)

@@ -1,6 +1,6 @@
-"""What the side inputs of a case hold: slopes, biases, sinks, prefixes, the cap, scales of a cache.
+"""Values of the extra inputs of a case: slopes, biases, sinks, prefixes, softcap and scales of a cache.
 
-All is made as sequences see it that lie side by side, [batch, heads, ...]; `placing.py` puts it into memory.
+Tensors are made in padded form, [batch, heads, ...]. `memory.py` copies them to the kernel's memory layout.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 
     from flashtune.verification.lengths import Lengths
 
-# Caps of scores: one that normal scores feel, and ones that leave a probe's scores where they bite.
+# Softcaps: one that changes normal scores, and wider ones that preserve the scores of other probes.
 TIGHT_CAP, WIDE_CAP, DEEP_CAP = 2.5, 30.0, 50.0
-# What distance takes off all keys together, where a probe's scores must stay what they are.
+# Largest ALiBi penalty over all keys in probes whose scores must hardly change.
 CALM_SLOPE = 4.0
-# Sinks over and under the scores: weights next to nothing, and a sink next to nothing.
+# Sinks above and below the scores: keys with almost no weight, and a sink with almost no weight.
 HIGH_SINK, LOW_SINK = 11.0, -1e4
-# Of keys, of blocks of a few rows, and of rows, so many are hidden by a bias.
+# Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
-# A bias for each sequence and head up to so many elements; beyond, sequences share one, and then heads.
+# Largest bias in elements. Beyond, sequences share one bias, and then heads do.
 MAX_BIAS = 2**28
-# Pages, or heads, differ in scale by powers of two up to this one.
+# Scales of pages, or heads, differ by up to this power of two.
 SCALE_POWER = 2
-# Probes whose scores a side input must not drown.
+# Probes with normal scores, for which extra inputs can be large.
 LOUD = (Probe.RANDOM, Probe.SINK)
-# Shares of weights that fall: as in training, and so many that most of a row's do.
+# Dropout probabilities: one as in training, and one that drops most of a row.
 USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 
 def make_side(
     probe: Probe, problem: Problem, lengths: Lengths, block: int, generator: torch.Generator
 ) -> Side:
-    """Fresh side inputs for a probe, but for lengths, tables and scales.
+    """Returns new extra inputs for a probe, without lengths, block tables and scales.
 
     Args:
-        probe: What q, k and v will hold.
-        problem: Which side inputs there are.
-        lengths: Of each sequence.
-        block: Keys of a tile.
-        generator: Source of randomness; its device is where they are made, but for the seed of dropout.
+        probe: The probe of q, k and v.
+        problem: The features.
+        lengths: Lengths of the sequences.
+        block: Number of keys of a tile.
+        generator: Random generator. Its device holds the inputs, except the seed of dropout on the CPU.
     """
     return Side(
         slopes=_slopes(probe, problem).to(generator.device) if problem.alibi else None,
@@ -64,7 +64,7 @@ def make_side(
 
 
 def _seed(generator: torch.Generator) -> Tensor:
-    """Both of its words count: int64 [1], on the CPU."""
+    """Returns a random seed of which both 32-bit words are used: int64 [1], on the CPU."""
     return torch.randint(2**63 - 1, (1,), generator=generator)
 
 
@@ -75,7 +75,7 @@ def _cap(probe: Probe) -> float:
 
 
 def _slopes(probe: Probe, problem: Problem) -> Tensor:
-    """Another one for each head and sequence: [batch, heads] in float32."""
+    """Returns slopes that differ between heads and sequences: [batch, heads] in float32."""
     heads = 2.0 ** (-8.0 * (torch.arange(problem.heads) + 1) / problem.heads)
     sequences = 1.0 + 0.25 * (torch.arange(problem.batch) % 4)
     slopes = sequences[:, None] * heads
@@ -85,9 +85,9 @@ def _slopes(probe: Probe, problem: Problem) -> Tensor:
 
 
 def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator) -> Tensor:
-    """[batch, heads, seqlen_q, seqlen_kv], where it is large with a stride of zero.
+    """Returns a bias [batch, heads, seqlen_q, seqlen_kv]. Large ones are broadcast with a stride of zero.
 
-    Some keys, some keys of all rows of a block and some rows altogether are hidden: by False, or by -inf.
+    False or -inf hides random keys, random blocks of keys and rows, and random rows.
     """
     pairs = problem.seqlen_q * problem.seqlen_kv
     heads = problem.heads if problem.heads * pairs <= MAX_BIAS else 1
@@ -99,7 +99,7 @@ def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator
         return torch.rand(size, generator=generator, device=device)
 
     def kept(share: float, *size: int) -> Tensor:
-        # 0 for so large a share, 1 for the others, by casts.
+        # 0 for this share of the elements, 1 for the others, computed by casts.
         return (drawn(*size) * (1 / share)).int().bool().float()
 
     rows, columns = -(-shape[2] // ROWS_OF_A_BLOCK), -(-shape[3] // block)
@@ -117,7 +117,7 @@ def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator
 
 
 def _sinks(probe: Probe, problem: Problem, lengths: Lengths, generator: torch.Generator) -> Tensor:
-    """About as heavy as all keys together; in `sink` far heavier in some heads, next to nothing in others."""
+    """Returns sinks with about the weight of all keys. In `sink` some have nearly all weight, others none."""
     spread = 4.0 * torch.rand(problem.heads, generator=aside(generator, 4)) - 2.0
     level = math.log(max(1, *lengths.keys)) if lengths.keys else 0.0
     if probe is Probe.FAR_BELOW:
@@ -130,7 +130,7 @@ def _sinks(probe: Probe, problem: Problem, lengths: Lengths, generator: torch.Ge
 
 
 def _prefixes(lengths: Lengths, block: int) -> Tensor:
-    """Half of the keys, around a block's border, none, one, all, and more than there are: int32 [batch]."""
+    """Returns prefixes of half, no, one, all, too many keys, and around a block's border: int32 [batch]."""
     turns = (
         lambda keys: keys // 2,
         lambda keys: block + 1,
@@ -145,7 +145,7 @@ def _prefixes(lengths: Lengths, block: int) -> Tensor:
 
 
 class Stored(NamedTuple):
-    """A cache's keys or values as they are stored, and the scale of each key.
+    """Stored keys or values of a cache, and the scale of each key.
 
     Attributes:
         elements: [batch, kv_heads, seqlen_kv, width] in 8 bits.
@@ -157,12 +157,12 @@ class Stored(NamedTuple):
 
 
 def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Stored:
-    """Keys or values in a cache's 8 bits: what shares a scale differs from its neighbours by powers of two.
+    """Quantises keys or values for an 8-bit cache, with scales that differ by powers of two.
 
     Args:
         values: [batch, kv_heads, seqlen_kv, width] in float32.
-        problem: The cache's element type and what shares a scale.
-        generator: Source of the powers, on the CPU.
+        problem: Element dtype and scale granularity of the cache.
+        generator: CPU generator of the powers.
     """
     kind = problem.kv_dtype
     assert kind is not None
@@ -171,7 +171,7 @@ def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Store
     shape = shared[problem.kv_scale]
     if problem.kv_scale is KvScale.PAGE and problem.page_size:
         shape = (batch, heads, -(-keys // problem.page_size))
-    # A hair more than what the largest element just fits with: beyond it some versions of torch make NaN.
+    # Slightly more than the scale that the largest element needs: beyond it some torch versions give NaN.
     largest = values.abs().amax((0, 2, 3)) if problem.kv_scale is not KvScale.TENSOR else values.abs().amax()
     least = largest.cpu().clamp_min(1e-6).reshape(1, -1, 1) * ((1.0 + 2.0**-20) / LARGEST_STORED[kind])
     powers = 2.0 ** torch.randint(0, SCALE_POWER + 1, shape, generator=generator)

@@ -1,8 +1,7 @@
-"""How many heads of a reference are worked on at a time, so that memory stays bounded.
+"""Division of a reference's heads into chunks, which bounds its memory.
 
-Each head has its scores, and a copy of its keys and values in float64. Where many query heads share a KV
-head, as they do over latent keys, copies of these for each of them would be larger than anything else:
-such heads are worked on with one copy.
+Each head has its own scores, and a float64 copy of its keys and values. With latent keys, many query heads
+share a KV head. Copies for each of these heads would take most of the memory, so they share one.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from flashtune.core.extra_inputs import Side
     from flashtune.core.problem import Problem
 
-# Scores held at a time, in elements; a handful of float64 copies of them exist at once.
+# Scores of a chunk, in elements. A few float64 copies of them exist at once.
 CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
-# Keys and values held at a time, in elements: in float64, and squared once more.
+# Keys and values of a chunk, in elements. They exist in float64, with their squares.
 CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
 
@@ -31,7 +30,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         heads: [heads], each `batch index · heads of a sequence + head`; int64.
-        copies: Copies of a KV head that are held: one for each head, or one for all, which then share it.
+        copies: Number of float64 copies of KV heads: one for each head, or a single one that all heads share.
     """
 
     heads: Tensor
@@ -39,13 +38,13 @@ class Chunk(NamedTuple):
 
 
 def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chunk]:
-    """Heads, ascending, in chunks whose scores, keys and values fit what may be held at a time.
+    """Divides heads in ascending order into chunks of bounded scores, keys and values.
 
     Args:
-        problem: Lengths, widths, and how many heads share a KV head.
-        heads: As in `Chunk`.
-        rows: Rows of each head.
-        device: The kind of device that they are worked out on.
+        problem: Lengths, widths and group size.
+        heads: The heads, as in `Chunk`.
+        rows: Number of rows of each head.
+        device: Type of the device that computes them.
     """
     by_scores = max(1, CHUNK_SCORES[device] // max(1, rows * problem.seqlen_kv))
     elements = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
@@ -59,20 +58,20 @@ def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chu
 
 
 def together(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors one behind the other; one alone is not copied."""
+    """Concatenates tensors. A single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
 
 
 def widened(
     problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: Side
 ) -> list[Tensor]:
-    """Queries, keys and values of a chunk in float64 and times their scales: [heads or copies, ..., width].
+    """Returns q, k and v of a chunk in float64, multiplied by their scales: [heads or copies, ..., width].
 
     Args:
-        problem: How many heads there are.
-        chunk: Heads.
-        rows: Queries, as in `Sample`.
-        tensors: q, k and v, as `expect` takes them.
+        problem: Numbers of heads.
+        chunk: The heads.
+        rows: Query rows, as in `Sample`.
+        tensors: q, k and v, as in `expect`.
         side: The scales.
     """
     heads, copies = chunk
@@ -94,7 +93,7 @@ def widened(
 
 
 def _all_widened(tensor: Tensor, factor: Tensor | None, times: int) -> Tensor:
-    """All heads, each so many times, by kernels that copy alone: nothing is looked up."""
+    """Returns all heads in float64, each `times` times. Copies only, so no indexing kernels are loaded."""
 
     def widened(one: Tensor) -> Tensor:
         repeated = one[:, :, None].expand(-1, -1, times, *one.shape[2:])
@@ -107,7 +106,7 @@ def _all_widened(tensor: Tensor, factor: Tensor | None, times: int) -> Tensor:
 def _widened(
     tensor: Tensor, factor: Tensor | None, batch: Tensor, head: Tensor, rows: Tensor | None = None
 ) -> Tensor:
-    """Some heads, all their rows or some."""
+    """Returns some heads in float64, with the given rows or all."""
     picked = tensor[batch, head]
     wide = (picked if rows is None else picked[:, rows]).double()
     return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)

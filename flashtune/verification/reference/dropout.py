@@ -1,4 +1,4 @@
-"""What dropout makes of weights: the same generator as the kernels', on tensors."""
+"""Reference of dropout, with the same random number generator as the kernels."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from flashtune.verification.lengths import Lengths
     from flashtune.verification.reference.masks import Rows
 
-# What the state of a row takes, some eighty steps of arithmetic on whole numbers.
+# The cost of a row's generator state, about eighty integer operations, in comparisons.
 COMPARISONS_OF_A_STATE = 64
 
 
 def factors(
     problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device
 ) -> Tensor | None:
-    """What weights are multiplied by: 0 where they fall, 1 / (1 - dropout) where they stay.
+    """Returns the factors of the probabilities: 0 if dropped, otherwise 1 / (1 - dropout).
 
     Args:
-        problem: Whether sequences are packed: rows are counted through all of them then.
-        lengths: Of each sequence.
-        side: The seed and the share that falls.
-        some: Which rows these are.
-        device: Where they are wanted.
+        problem: Whether it is varlen. If so, rows are numbered through the batch.
+        lengths: Lengths of the sequences.
+        side: The seed and the dropout probability.
+        some: The rows.
+        device: Device of the result.
 
     Returns:
-        Float64 [heads, rows, keys], or None where nothing is dropped.
+        Float64 [heads, rows, keys], or None without dropout.
     """
     if side.seed is None or side.dropout is None:
         return None

@@ -1,19 +1,19 @@
-"""The float64 reference, and the same rows computed plainly in low precision.
+"""The float64 reference of the forward pass, and a low-precision reference of the same rows.
 
-Everything is worked out on the device that holds the inputs, a few heads at a time (`chunks.py`), but for
-small masks (`visible.py`).
-The plain computation rounds where unfused low-precision attention rounds (scores and weights to
-float32, weights to the inputs' type before they meet V, the output once) and takes its products
-exactly: it hangs on no library's order of summation and on no TF32 setting. Quantised inputs are the
-numbers that they stand for with their scales: what quantising cost is no error of a kernel's.
+Both are computed on the device of the inputs, a few heads at a time (`chunks.py`). Small masks are computed
+on the CPU (`masks.py`). The low-precision reference rounds where unfused low-precision attention rounds.
+Scores and probabilities are float32, probabilities are rounded to the inputs' dtype before the product with
+V, and the output is rounded once. Its products are exact, so it does not depend on a library's order of
+summation or on TF32 settings. Quantised inputs are dequantised with their scales, so the error of
+quantisation is not an error of the kernel.
 
-Sequences are as long as the longest here, wherever they lie in a kernel's memory: what a shorter one lacks
-is hidden (`visible.py`), and what is laid over scores is in `scores.py`.
+Here all sequences are as long as the longest, for any memory layout of the kernel. Rows and keys after the
+end of a shorter sequence are hidden (`masks.py`). `scores.py` applies softcap, ALiBi and bias.
 
-A process that proves one kernel loads each of torch's kernels for the first time, and with the first one of a
-source file all that torch compiled with it: from 2 ms (absolute values) over 20 (look-ups) to 50 (masked
-fills). So what adding, multiplying and copying can do is done by these: nothing is looked up where all rows
-are wanted, divided or compared.
+A process that verifies one kernel loads each CUDA kernel of torch for the first time, together with the other
+kernels of the same source file. This takes from 2 ms (absolute values) over 20 ms (indexing) to 50 ms (masked
+fills). So the reference uses additions, products and copies where possible. It does not divide or compare,
+and indexes only if not all rows are compared.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from flashtune.verification.tolerance import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Scores and outputs of one reference, in elements: larger problems are sampled by head.
+# Largest scores and outputs of one reference, in elements. For larger problems only some heads are compared.
 MAX_SCORES = 2**28
 MAX_OUTPUTS = 2**23
-# Added to scores of keys that are hidden: finite, so that no row without keys needs a path of its own.
+# Added to scores of hidden keys. Finite, so that rows without visible keys need no separate code path.
 HIDDEN = -1e30
-# Up to this many rows all are compared.
+# All rows of problems with at most this many rows are compared.
 ALL_ROWS = 768
-# Tiles are powers of two: these borders are borders of every smaller tile as well.
+# Tile sides are powers of two, so multiples of this are borders of every smaller tile too.
 BORDER = 128
 MAX_BORDERS = 192
 FIRST_ROWS = 32
@@ -60,7 +60,7 @@ RANDOM_ROWS = 96
 
 
 class Sample(NamedTuple):
-    """Which rows of which heads are compared; on the CPU, where arithmetic with them loads no kernels.
+    """The compared rows and heads. On the CPU, where arithmetic loads no CUDA kernels.
 
     Attributes:
         heads: [heads], each `batch index · heads of a sequence + head`; int64.
@@ -72,13 +72,13 @@ class Sample(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a right kernel writes at the sampled rows, and how far it may be off; in float64.
+    """The reference and the tolerances of the sampled rows, in float64.
 
     Attributes:
         out: [heads, rows, value_head_dim].
-        allowed: [heads, rows].
-        lse: [heads, rows], natural log, -inf for rows with nothing to attend to, or their sink.
-        lse_allowed: [heads, rows].
+        allowed: Tolerance of `out`, [heads, rows].
+        lse: [heads, rows], natural log. Rows without visible keys have the value of their sink, or -inf.
+        lse_allowed: Tolerance of `lse`, [heads, rows].
     """
 
     out: Tensor
@@ -88,7 +88,10 @@ class Expected(NamedTuple):
 
 
 def sample(problem: Problem, generator: torch.Generator) -> Sample:
-    """Rows and heads to compare: all of a small problem, else the last rows, tile borders and more."""
+    """Returns the rows and heads to compare: all of a small problem, otherwise a sample.
+
+    A sample has the first and last rows, rows at tile borders, and random rows.
+    """
     rows = _sampled_rows(problem.seqlen_q, generator)
     all_heads = problem.batch * problem.heads
     affordable = min(
@@ -129,17 +132,17 @@ def expect(
     side: Side = NO_SIDE,
     lengths: Lengths | None = None,
 ) -> Expected:
-    """The reference of the chosen rows and what a kernel's error may be there.
+    """Returns the reference and the tolerances of the chosen rows.
 
     Args:
-        problem: Shape, type, masks, and what else is laid over scores.
-        q: [batch, heads, seqlen_q, head_dim]; finite beyond a sequence's end as well, like k and v.
+        problem: Shape, dtype, masks and other features.
+        q: [batch, heads, seqlen_q, head_dim]. Like k and v, it is finite after the end of a sequence too.
         k: [batch, kv_heads, seqlen_kv, head_dim].
         v: [batch, kv_heads, seqlen_kv, value_head_dim].
         scale: Softmax scale.
         chosen: Rows and heads.
-        side: Side inputs; scales of a quantised cache may be those of each key, [batch, kv_heads, seqlen_kv].
-        lengths: Of each sequence, where they are not all of the longest.
+        side: Extra inputs. A quantised cache may have a scale for each key, [batch, kv_heads, seqlen_kv].
+        lengths: Lengths of the sequences, unless all are equal.
     """
     lengths = lengths or equal_lengths(problem)
     parts = []
@@ -156,7 +159,7 @@ def expect(
 
 
 def _product(rows: Tensor, shared: Tensor) -> Tensor:
-    """[heads, rows, n] times [heads, n, columns], or [1, n, columns], of which no copies are made."""
+    """Returns [heads, rows, n] times [heads, n, columns] or [1, n, columns], which is not copied."""
     if len(shared) == len(rows):
         return rows @ shared
     return (rows.flatten(0, 1) @ shared[0]).reshape(*rows.shape[:2], shared.shape[-1])
@@ -174,15 +177,16 @@ def _expect_heads(
     softcap: float,
     kept: Tensor | None,
 ) -> Expected:
-    """One chunk: q [heads, rows, head_dim], k and v [heads or 1, keys, ...], sinks [heads, 1], in float64.
+    """Returns the reference of one chunk, from float64 tensors.
 
-    `kept` are factors of the weights, [heads, rows, keys]; None for ones.
+    q is [heads, rows, head_dim], k and v are [heads or 1, keys, ...] and sinks are [heads, 1]. `kept` are the
+    dropout factors of the probabilities, [heads, rows, keys], or None without dropout.
     """
     scores = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
     weights, total, lse = softmax(scores, sinks)
-    # Rows that see no key have equal weights by now, where there is no sink: 0 for them, and 1 for others.
+    # Without a sink, rows without visible keys have equal weights here. `full` is 0 for these rows, else 1.
     full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
-    # What was added to keys that have weight, and to no others: weights are relative to the largest here.
+    # Only terms of keys with weight count. The weights are relative to the row's largest at this point.
     added = None if laid.added is None else heaviest(laid.added, weights)
     weights.mul_(inverse(total)[..., None])
     if kept is not None:
@@ -214,10 +218,10 @@ def _expect_heads(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised weights, their sums and the log-sum-exp of each row.
+    """Returns unnormalised probabilities, their sums and the log-sum-exp of each row.
 
-    A sink, [heads, 1], is in the sum and in the log-sum-exp. Hidden scores are finite, and weigh nothing
-    beside a sink or a key that is seen.
+    Sinks, [heads, 1], are included in the sum and in the log-sum-exp. Hidden scores are finite. Their weight
+    is zero in rows with a sink or a visible key.
     """
     largest = scores.amax(-1)
     if sinks is not None:
@@ -232,10 +236,10 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
 def _plain(
     scores: Tensor, wide_v: Tensor, problem: Problem, sinks: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with the roundings of low precision, as float64. Overwrites nothing."""
+    """Returns the low-precision reference of output and log-sum-exp, as float64. Inputs are not changed."""
     weights, total, lse = softmax(scores.float(), None if sinks is None else sinks.float())
     low = (weights * WEIGHT_RANGE[problem.dtype]).to(TORCH_DTYPES[problem.dtype])
-    # The range is a power of two: its inverse is exact.
+    # The range is a power of two, so its inverse is exact.
     rounded = low.double() * (1 / WEIGHT_RANGE[problem.dtype])
     product = _product(rounded if kept is None else rounded * kept, wide_v).float().double()
     out = (product * inverse(total.double())[..., None]).float()

@@ -1,4 +1,4 @@
-"""Which keys the queries of a problem see, as booleans: every mask in the words of its definition."""
+"""Reference masks: the visible keys of each query as booleans, computed from each mask's definition."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from flashtune.core.extra_inputs import Side
 
-# Up to so many comparisons of rows with keys are done on the CPU, some milliseconds of them.
+# At most this many comparisons of rows with keys are done on the CPU, which takes a few milliseconds.
 FEW_COMPARISONS = 2**22
-# What a mask of features, or drawing a border of any mask, takes for each pair of a row and a key.
+# Comparisons for each pair of a row and a key that a mask of features, or the choice of a border, takes.
 COMPARISONS_OF_A_MASK = 3
 
 
@@ -26,8 +26,8 @@ class Rows(NamedTuple):
 
     Attributes:
         batch: The sequence of each head, [heads] in int64, on the CPU.
-        head: The head within its sequence, likewise.
-        rows: Queries, [rows] likewise.
+        head: The head within its sequence, of the same form.
+        rows: Query rows, [rows] in int64, on the CPU.
     """
 
     batch: Tensor
@@ -36,16 +36,16 @@ class Rows(NamedTuple):
 
 
 def compared_on(comparisons: int, device: torch.device) -> torch.device:
-    """Where so many comparisons of rows with keys are done: the CPU loads no kernels for it, and is slow."""
+    """Returns the device for so many comparisons: the CPU, which loads no CUDA kernels, if they are few."""
     return torch.device("cpu") if comparisons <= FEW_COMPARISONS else device
 
 
 class Masks(NamedTuple):
-    """Which of some heads have which mask: most share one with others.
+    """The distinct masks of some heads, of which several usually share one.
 
     Attributes:
-        rows: For each mask the sequence and the head that it is made of, [masks] each, and all rows.
-        of_head: Which of them each head has, [heads] in int64, on the CPU.
+        rows: A sequence and a head of each mask, [masks] each, and all rows.
+        of_head: Index of each head's mask, [heads] in int64, on the CPU.
     """
 
     rows: Rows
@@ -53,12 +53,12 @@ class Masks(NamedTuple):
 
     @property
     def one_each(self) -> bool:
-        """Whether every head has one of its own, in the heads' order."""
+        """Whether each head has its own mask, in the order of the heads."""
         return torch.equal(self.of_head, torch.arange(len(self.rows.batch)))
 
 
 def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> Masks:
-    """The masks of some heads: one of all, of each sequence, or, with a bias, of each head."""
+    """Returns the masks of some heads: one for all, one per sequence, or, with a bias, one per head."""
     if side.bias is not None:
         return Masks(some, torch.arange(len(some.batch)))
     if not _differ(lengths) and side.prefix is None:
@@ -68,14 +68,14 @@ def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> Masks:
 
 
 def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    """Where queries stand among the keys: [heads | 1, rows, 1].
+    """Returns the positions of queries relative to the keys: [heads | 1, rows, 1].
 
     Args:
         problem: The mask's alignment.
-        lengths: Of each sequence.
-        batch: The sequence of each head, [heads]; one entry of the result where all are alike.
-        rows: Queries, [rows].
-        device: Where the result lies.
+        lengths: Lengths of the sequences.
+        batch: The sequence of each head, [heads]. If all lengths are equal, the result has one entry.
+        rows: Query rows, [rows].
+        device: Device of the result.
     """
     own = rows[None, :, None].to(device)
     if problem.causal is Causal.TOP_LEFT:
@@ -87,17 +87,17 @@ def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, devi
 def visible_keys(
     problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, side: Side, device: torch.device
 ) -> Tensor:
-    """Which keys rows see, but for what a bias hides: [heads | 1, rows, keys].
+    """Returns the visible keys of rows, without the effect of a bias: [heads | 1, rows, keys].
 
-    Rows beyond a sequence's last query see nothing.
+    Rows after a sequence's last query have no visible keys.
 
     Args:
         problem: The masks.
-        lengths: Of each sequence.
+        lengths: Lengths of the sequences.
         batch: The sequence of each head, [heads].
-        rows: Queries, [rows].
-        side: Prefixes, where there are such, on any device.
-        device: Where the result lies.
+        rows: Query rows, [rows].
+        side: Prefix lengths, if any, on any device.
+        device: Device of the result.
     """
     place = places(problem, lengths, batch, rows, device)
     queries, keys = _lengths(lengths, batch, device)
@@ -121,37 +121,37 @@ def visible_keys(
 
 
 def counted(seen: Tensor) -> Tensor:
-    """How many keys each row sees, in float64: [heads, rows] of booleans [heads, rows, keys]."""
-    # As bytes, of which the CPU adds up many at a time: booleans one by one take it twenty times as long.
+    """Returns the number of visible keys per row, float64 [heads, rows], of a mask [heads, rows, keys]."""
+    # The CPU sums bytes with vector instructions, but not booleans, which take twenty times as long.
     return seen.view(torch.uint8).sum(-1, dtype=torch.int32).double()
 
 
 def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
-    """As `visible_keys`, with what a bias hides: [heads | 1, rows, keys]."""
+    """Returns the result of `visible_keys` without keys that a bias hides: [heads | 1, rows, keys]."""
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:
         return seen
     picked = bias_of(problem, side.bias, some).to(device)
-    # Minus infinity times zero is NaN, which is not nothing: comparing would load kernels of its own.
+    # Minus infinity times zero is NaN, which converts to True. A comparison would load another CUDA kernel.
     return seen & (picked if problem.bias is Bias.BOOLEAN else ~(picked * 0).bool())
 
 
 def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:
-    """A bias at some rows of some heads, [heads, rows, keys]; nothing is looked up where all are wanted."""
+    """Returns a bias at some rows of some heads, [heads, rows, keys]. Does not index it if these are all."""
     if is_all(problem, some.batch * problem.heads + some.head, some.rows):
         return bias.flatten(0, 1)
     return bias[some.batch, some.head][:, some.rows]
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:
-    """Where both hold, broadcast: as bytes, since the CPU takes thirty times as long for rows of booleans."""
+    """Returns the broadcast `and` of two masks, by bytes. Booleans take the CPU thirty times as long."""
     return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
 
 
 def _lengths(
     lengths: Lengths, batch: Tensor, device: torch.device
 ) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Queries and keys of the sequence of each head, [heads, 1, 1], or of all."""
+    """Returns query and key lengths of each head's sequence, [heads, 1, 1], or numbers if all are equal."""
     if not _differ(lengths):
         return lengths.queries[0], lengths.keys[0]
     queries, keys = (torch.tensor(part)[batch][:, None, None].to(device) for part in lengths)
@@ -159,5 +159,5 @@ def _lengths(
 
 
 def _differ(lengths: Lengths) -> bool:
-    """Whether there are sequences of different lengths."""
+    """Returns whether sequences have different lengths."""
     return len(set(zip(*lengths, strict=True))) > 1

@@ -1,4 +1,4 @@
-"""What is made of the products of queries and keys before the softmax: masks, caps, slopes, biases."""
+"""Reference scores before the softmax: masks, softcap, ALiBi and bias."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from flashtune.core.extra_inputs import Side
     from flashtune.verification.lengths import Lengths
 
-# What changes scores or hides keys; without any of it a count says which keys a row sees.
+# Features that change scores or hide keys. Without these, a count per row gives its visible keys.
 BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
 
 
 class Seen(NamedTuple):
-    """Which keys rows do not see, and how many they do.
+    """The hidden keys of rows, and the number of visible keys.
 
     Attributes:
-        hidden: Boolean [heads, rows, keys]; heads, or heads and rows, may be left to broadcasting.
-        keys: Float64 [heads, rows], likewise.
+        hidden: Boolean [heads, rows, keys], possibly without the dimension of heads, or of heads and rows.
+        keys: Float64 [heads, rows], possibly without the same dimensions.
     """
 
     hidden: Tensor
@@ -42,11 +42,11 @@ class Seen(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """Scores with all that is laid over them.
+    """Scores with softcap, ALiBi and bias applied.
 
     Attributes:
-        scores: [heads, rows, keys] in float64, finite; hidden ones are not yet so.
-        added: Magnitude of what was added to each score; None where nothing was.
+        scores: [heads, rows, keys] in float64, finite. Masks are not applied yet.
+        added: Magnitude of the terms added to each score, or None without such terms.
     """
 
     scores: Tensor
@@ -54,7 +54,7 @@ class Laid(NamedTuple):
 
 
 def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
-    """Which keys some rows see."""
+    """Returns the hidden keys, and the number of visible keys, of some rows."""
     pairs = len(some.rows) * problem.seqlen_kv
     if not problem.features & OVER_SCORES:
         where = compared_on(pairs, device)
@@ -71,7 +71,7 @@ def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: 
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
-    """How many keys each row sees, counted from the first: [rows]."""
+    """Returns the number of visible keys of each row, counted from the first key: [rows]."""
     if problem.causal is Causal.NONE:
         return torch.full_like(rows, problem.seqlen_kv)
     return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
@@ -80,25 +80,25 @@ def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
 def distances(
     problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device
 ) -> Tensor:
-    """How far rows stand from keys, [heads | 1, rows, keys] in float64; arguments as of `places`."""
+    """Returns the distances of rows and keys, [heads | 1, rows, keys] in float64. Arguments: see `places`."""
     place = places(problem, lengths, batch, rows, batch.device).double().to(device)
     return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
 
 
 def sinks_of(side: Side, some: Rows, device: torch.device) -> Tensor | None:
-    """The sinks of some heads, [heads, 1] in float64; None where there are none."""
+    """Returns the sinks of some heads, [heads, 1] in float64, or None without sinks."""
     return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
 
 
 def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
-    """Scores capped, less what distance costs, and with their bias. Overwrites the scores.
+    """Applies softcap, ALiBi and bias to scores. May change them in place.
 
     Args:
-        problem: What is laid over them.
-        scores: Scaled, [heads, rows, keys] in float64.
-        lengths: Of each sequence.
-        side: The cap, the slopes, the bias.
-        some: Which rows these are.
+        problem: The features.
+        scores: Scaled scores, [heads, rows, keys] in float64.
+        lengths: Lengths of the sequences.
+        side: Softcap, slopes and bias.
+        some: The rows.
     """
     added: Tensor | None = None
     if side.softcap is not None:
@@ -108,7 +108,7 @@ def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, so
         added = slopes.to(scores.device) * distances(problem, lengths, some.batch, some.rows, scores.device)
         scores = scores - added
     if side.bias is not None and problem.bias is Bias.ADDITIVE:
-        # What it takes away is hidden, and its size here is nothing's.
+        # Keys with a bias of -inf are hidden by the mask. Their magnitude must not count.
         bias = bias_of(problem, side.bias, some).double().nan_to_num(neginf=0.0)
         scores = scores + bias
         size = bias.abs()
