@@ -1,1 +1,1 @@
-"""Measurements beside other implementations, and what makes tables and pictures of them."""
+"""Measurements of flashtune and other implementations, and the scripts that make tables and figures."""

@@ -1,12 +1,13 @@
-"""`flashtune search` against Helion on attention as Helion's users write it: time to an answer, its quality.
+"""Compares `flashtune search` with Helion on plain attention: time to a result, and its speed.
 
     python benchmarks/against_helion.py                       # Helion's quick autotuning
     python benchmarks/against_helion.py --effort full --seconds 300 --save helion.json
 
-Helion (PyTorch project, 2025) compiles a kernel in torch's own words to Triton and searches block sizes, loop
-orders, loads, warps and stages itself. Both begin with empty caches; the two answers are then timed in turn,
-and Helion's is held against the reference first. It knows no mask here, so the shape has none. Needs a GPU
-and `pip install helion`; 1.5.1 imports what torch 2.11 does not have yet, and 1.5.0 does not.
+Helion (PyTorch project, 2025) compiles a kernel in torch syntax to Triton. It searches block sizes, loop
+orders, loads, warps and stages itself. Both begin with empty caches. The two results are then timed in one
+interleaved run, after a comparison of Helion's with the reference. Helion's kernel has no mask here, so the
+shape has none. Needs a GPU and `pip install helion`. Version 1.5.1 imports names that torch 2.11 does not
+have yet; 1.5.0 works.
 """
 
 from __future__ import annotations

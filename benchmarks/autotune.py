@@ -1,12 +1,12 @@
-"""`flashtune search` against `triton.autotune` on the same rendered kernels: time to an answer, its quality.
+"""Compares `flashtune search` with `triton.autotune` on the same kernels: time to a result, and its speed.
 
     python benchmarks/autotune.py --save autotune.json              # one shape, at most six minutes
     python benchmarks/autotune.py --shape heads=32,seqlen=4096,head_dim=64,tokens=16384 --limit 200
 
 Both choose among all configs of a portable family that fit by the SRAM model, with empty caches. Triton
-compiles one after the other and times each by its own defaults; where it is cut, its time for the whole
-list is extrapolated from what it did, configs taken in a random order, and the table says so. The two
-answers are then timed in turn. Needs a GPU.
+compiles configs in sequence, and times each with its own defaults. At the limit, its time for the whole list
+is extrapolated from the finished configs, which are in random order. The table says so. The two results are
+then timed in one interleaved run. Needs a GPU.
 """
 
 from __future__ import annotations

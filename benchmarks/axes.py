@@ -1,10 +1,10 @@
-"""Tables of what each axis of a family is worth, from the truth tables of tests/data/truth.
+"""Tables of the effect of each axis of a family, from the tabular benchmarks in tests/data/truth.
 
     python -m benchmarks.axes          # prints them, in Markdown
 
-No GPU is needed. A cell is the time of the fastest config with that value, over the time of the fastest
-config of all, among the configs of the truth table. `python -m benchmarks.documents --write` puts the tables
-into docs/axes.md and benchmarks/results/hopper.md.
+No GPU is needed. A cell is the time of the fastest config with that value over the time of the fastest
+config. Both are from the tabular benchmark. `python -m benchmarks.documents --write` puts the tables into
+docs/axes.md and benchmarks/results/hopper.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of measurements in SVG: panels in a grid, lines in each of them, and what the lines are above."""
+"""Charts of measurements in SVG: a grid of panels with lines, and a legend above."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Writes the tables, figures and pictures of the documentation from saved results.
+"""Writes the tables, figures and charts of the documentation from saved results.
 
     python -m benchmarks.documents             # says which pages differ from what the results give
     python -m benchmarks.documents --write     # writes them
 
-A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of table NAME -->`; a number within
+A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of table NAME -->`. A number within
 a sentence is a figure (`benchmarks/figures.py`). No GPU is needed.
 """
 

@@ -1,12 +1,12 @@
-"""Attention with dropout in training: flashtune beside SDPA's flash backend (FlashAttention-2), GPU time.
+"""GPU time of attention with dropout in training: flashtune and SDPA's flash backend (FlashAttention-2).
 
     python benchmarks/dropout.py
     python benchmarks/dropout.py --dropout 0.1 --save dropout.json
 
-Forward and backward pass together, as autograd queues them, with a cold L2 before each, in turn; medians. 16k
-tokens in bf16, 2048 columns over all heads, unless it is said otherwise. Without dropout the same is measured
-once more: what dropping costs each of them. Tune first what is to be compared, by `flashtune search --phase
-training --shape ...,dropout` (the command that is printed). Needs a GPU.
+Each time is that of the forward and backward pass together, as autograd queues them. Runs are interleaved,
+with a cold L2 before each, and times are medians. The defaults are 16k tokens in bf16 and 2048 columns over
+all heads. A second measurement without dropout shows the cost of dropout. Tune the shapes first, by
+`flashtune search --phase training --shape ...,dropout` (the printed command). Needs a GPU.
 """
 
 from __future__ import annotations

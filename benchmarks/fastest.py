@@ -1,4 +1,4 @@
-"""Default `flashtune.attention` beside the fastest backend of torch's SDPA, at every tuned forward shape.
+"""Compares `flashtune.attention` with the fastest backend of torch's SDPA at every tuned forward shape.
 
     python -m benchmarks.fastest                        # all tuned shapes that SDPA computes
     python -m benchmarks.fastest --only bias            # those whose keys hold a text
@@ -9,12 +9,12 @@
 Tuned are the shapes of the shipped table and of the user's database (`FLASHTUNE_DB`). `flashtune search
 --shapes-file benchmarks/masked_shapes.txt` tunes calls with a bias or a mask.
 
-GPU time of CUDA-graph replays with a cold L2, medians; all contestants of a shape take turns in one run.
-flashtune is called as a program would call it, with `prefer="fastest"`: a generated kernel or SDPA serves.
-SDPA is given the mask as it is. A causal mask beside a bias is added to it in each call, by both. Pairs below
-0.98 are timed again three times, and the median of these counts. Bias and mask problems are also timed with
-masks that heads, sequences or rows share. Rows are written after each shape. The exit code is 1 if a tuned
-shape is below 0.98, with its own mask or a shared one, failed or was not reached.
+Times are medians of the GPU time of CUDA-graph replays with a cold L2. All contestants of a shape are
+interleaved in one run. flashtune is called as in a program with `prefer="fastest"`: a generated kernel or
+SDPA serves. SDPA gets the mask unchanged. Both add a causal mask to a bias in each call. Ratios below 0.98
+are timed again three times, and their median counts. Bias and mask problems are also timed with masks that
+heads, sequences or rows share. Rows are written after each shape. The exit code is 1 if a tuned shape failed,
+was not reached, or is below 0.98 with any mask.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Numbers within sentences of the pages, by name: each is worked out from a file of saved results.
+"""Numbers within sentences of the pages, by name, each computed from a file of saved results.
 
-A page holds one as `<!-- figure NAME -->text<!-- end -->`. `python -m benchmarks.documents --write` writes
+A page contains one as `<!-- figure NAME -->text<!-- end -->`. `python -m benchmarks.documents --write` writes
 the text.
 """
 

@@ -1,15 +1,15 @@
-"""What a kernel that is unproven here costs before it serves, beyond compiling and loading: its self-check.
+"""Time of the self-check of an unverified kernel at its first use, without compilation and loading.
 
     python -m benchmarks.first_use --save benchmarks/results/nvidia-h200-first-use.json
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
-process (`at work`), and some in processes of their own, where torch's kernels and the check's modules are
-loaded too: where the kernel is compiled as well, and where it lies in Triton's cache. Of two tries each the
-shorter counts, since whatever else goes on only adds. In the latter processes matrices have been multiplied
-before: what that took (`start of cuBLAS`) comes on top. Fails over the limit.
+process (`at work`). Some are also checked in new processes, which load torch's kernels and the check's
+modules too. There the kernel is either compiled or in Triton's cache. Each is measured twice, and the shorter
+time counts, since other work only adds. The new processes have multiplied matrices before. That time (`start
+of cuBLAS`) is additional. Fails over the limit.
 
-Checks are rehearsed while their kernels are compiled, which may make that longer: a try without says by how
-much.
+Modules and kernels of the check are preloaded during compilation, which may take longer. A run without
+preloading shows the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels whose first use is measured: of all families, types, features and both passes."""
+"""Kernels for the measurement of first uses: all families, types, features and both passes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What attention errs in 8 bits and in 16, as root mean squares against float64.
+"""Errors of attention in 8 bits and in 16, as root mean squares against float64.
 
     python -m benchmarks.fp8_error                        # prints the table, in Markdown
     python -m benchmarks.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json
 
-Inputs are FlashAttention-3's (Shah et al., 2024): normal numbers, of which one in a thousand is ten times
-as large. They are rounded to bfloat16, and these are the inputs: what the 16-bit kernel errs is its
-arithmetic alone, what the 8-bit one errs is its inputs' quantisation as well.
+Inputs are FlashAttention-3's (Shah et al., 2024): normal numbers, of which one in a thousand is ten times as
+large. They are rounded to bfloat16 before use. So the error of the 16-bit kernel is that of its arithmetic
+alone. The error of the 8-bit kernel includes the quantisation of its inputs.
 """
 
 from __future__ import annotations

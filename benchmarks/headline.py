@@ -1,10 +1,10 @@
-"""Kernels that the runs of the front page were measured with, by digest.
+"""Digests of the kernels in the measurements of the front page.
 
     python -m benchmarks.headline               # says which kernels render differently now
     python -m benchmarks.headline --write       # right after these runs were measured: writes the digests
 
-A digest counts all that decides what is launched; comments do not. Where a kernel changed, its run must be
-measured again. No GPU is needed.
+A digest covers everything that decides the launched code; comments do not count. If a kernel changed, its run
+must be measured again. No GPU is needed.
 """
 
 from __future__ import annotations

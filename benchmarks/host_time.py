@@ -1,11 +1,11 @@
-"""What flashtune costs the host: a call, the import, and the first call of a process.
+"""Host time of flashtune: a call, the import, and the first call of a process.
 
     python benchmarks/host_time.py                                    # prints a JSON document
     python benchmarks/host_time.py --heads 16 --seqlen 512 --batch 32 --head-dim 128 --causal
 
-Every figure is a median. Calls are timed while their launches only queue, so that GPU time does not show.
-Without a GPU the calls are timed with a launch that does nothing, and first calls are left out. The whole
-takes half a minute, most of it the start of processes.
+Every figure is a median. Calls are timed while their launches only queue, so GPU time has no effect. Without
+a GPU, the launch does nothing, and first calls are left out. The whole takes half a minute, most of it the
+start of processes.
 """
 
 from __future__ import annotations

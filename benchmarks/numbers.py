@@ -1,11 +1,11 @@
-"""Finds measured numbers in the documentation that no saved result backs.
+"""Finds measured numbers in the documentation without a saved result.
 
     python -m benchmarks.numbers              # prints what is exempt, and every number without a source
 
-A number counts as measured if it has a decimal point, a unit, a multiplication sign or a percent sign, or
-counts things of a run ("525 of 548", "862 mutants"). Such a number must come from a saved result, through a
-table or a figure that `benchmarks/documents.py` writes, or be in the list of exemptions with a reason.
-Code, links and comments are not looked at.
+A number counts as measured if it has a decimal point, a unit, a multiplication sign or a percent sign, or is
+a count of a run ("525 of 548", "862 mutants"). Such a number must come from a saved result, through a table
+or a figure that `benchmarks/documents.py` writes. Otherwise it must be in the list of exemptions, with a
+reason. Code, links and comments are not checked.
 """
 
 from __future__ import annotations

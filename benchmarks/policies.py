@@ -1,13 +1,13 @@
-"""Compares policies of searching on truth tables: how near to the best they come, and how soon.
+"""Compares search strategies on tabular benchmarks: regret, and number of trials.
 
     python benchmarks/policies.py --save policies.json                # all policies, all tables: minutes
     python benchmarks/policies.py --policy default --policy random --seeds 5
 
-No GPU is needed: the search's own driver runs against tests/data/truth on a simulated clock. The default
-policy knows the winners of the shipped table except those of the judged problem, and a correction of
-predictions that was fitted to the other truth tables. `cold` is the same policy without either; it is
-replayed no further than policies are judged. Optuna's Gaussian process needs scipy.
-`benchmarks/policies_report.py` makes tables and pictures of what is saved.
+No GPU is needed: the search's own driver runs on tests/data/truth with a simulated clock. The default
+strategy knows the winners of the shipped table except those of the current problem. Its calibration of
+predictions is fitted to the other tables. `cold` is the same strategy without either, simulated only up to
+the judged budget. Optuna's Gaussian process needs scipy. `benchmarks/policies_report.py` makes tables and
+charts of saved results.
 """
 
 from __future__ import annotations

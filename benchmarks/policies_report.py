@@ -1,9 +1,9 @@
-"""Tables and pictures of what `benchmarks/policies.py --save` has written.
+"""Tables and charts of results of `benchmarks/policies.py --save`.
 
-python -m benchmarks.policies_report                            # prints the tables, in Markdown
-python -m benchmarks.policies_report policies.json
+    python -m benchmarks.policies_report                            # prints the tables, in Markdown
+    python -m benchmarks.policies_report policies.json
 
-`python -m benchmarks.documents --write` puts the tables and the pictures of benchmarks/results into docs/.
+`python -m benchmarks.documents --write` puts the tables and the charts of benchmarks/results into docs/.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How well times are predicted that the prediction was not fitted to, by truth tables.
+"""Accuracy of predicted times on tabular benchmarks outside of the calibration.
 
     python -m benchmarks.prediction                    # prints the table, in Markdown
     python -m benchmarks.prediction --fit              # and fits the constants that ship to all tables
 
-Each problem is judged by constants that were fitted to the other tables alone. No GPU is needed.
-`python -m benchmarks.documents --write` puts the table into docs/prediction.md.
+Each problem is judged with constants fitted to the other tables. No GPU is needed. `python -m
+benchmarks.documents --write` puts the table into docs/prediction.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Tables of random problems that generated kernels were compared with the reference on.
+"""Tables of random problems that compare generated kernels with the reference.
 
     python -m tests.gpu.random.random_problems 2000 --save FILE
     python -m tests.gpu.random.random_gradients 580 --save FILE
 
-write what this module reads; `python -m benchmarks.documents --write` puts the tables into the pages.
+These commands write the files for this module. `python -m benchmarks.documents --write` puts the tables into
+the pages.
 """
 
 from __future__ import annotations

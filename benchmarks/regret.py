@@ -1,13 +1,13 @@
-"""What dispatch's choice costs at shapes that nobody tuned, with all, half and a quarter of the table.
+"""Regret of dispatch at untuned shapes, with all, half and a quarter of the table.
 
     python -m benchmarks.regret --seconds 400                        # measures, prints and writes
     python -m benchmarks.regret --load FILE                          # prints what was measured; needs no GPU
 
-Shapes are drawn at random (batch, heads, lengths, head dims, masks) and none of them is in the table. At each
-one the winners of all the table's shapes of that head dim, the families' defaults and what lies beside
-those are timed in turn; dispatch's choice is held against the fastest of them. A run that is cut short
-has written what it had, and the same command goes on from there. `python -m benchmarks.documents --write`
-puts the tables of the kept runs into docs/dispatch.md.
+Shapes are drawn at random (batch, heads, lengths, head dims, masks), and none is in the table. At each shape
+several configs are timed in one interleaved run: the winners of all the table's shapes of that head dim, and
+the families' defaults. The run also has the neighbours of these. The selected config is compared with the
+fastest. An interrupted run has saved its results, and the same command continues it. `python -m
+benchmarks.documents --write` puts the tables of the saved runs into docs/dispatch.md.
 """
 
 from __future__ import annotations

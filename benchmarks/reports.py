@@ -1,4 +1,4 @@
-"""Compressed reports: what scripts that run for minutes keep, and go on from when they were cut short."""
+"""Compressed reports that long scripts save, and from which they continue after an interruption."""
 
 from __future__ import annotations
 

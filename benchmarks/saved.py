@@ -1,11 +1,10 @@
-"""Saved results, and for each of them the command, date, GPU and versions that gave it.
+"""Saved results, each with its command, date, GPU and versions.
 
-A script that measures writes its rows with `save`. Results of older scripts, and those of commands that have
-formats of their own, are named in benchmarks/results/sources.json. On the machine of the run
+A script that measures writes its rows with `save`. benchmarks/results/sources.json lists results of older
+scripts and of commands with other formats. On the machine of the run, this command adds such a file, with the
+present date, GPU and versions:
 
     python -m benchmarks.saved FILE "COMMAND"
-
-adds such a file, with the date, the GPU and the versions of this moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of searches on the GPU: how stable they are, and what other tuners take.
+"""Tables of searches on the GPU: their stability, and the times of other tuners.
 
     python -m benchmarks.search_report          # prints them, from benchmarks/results
 

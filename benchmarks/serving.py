@@ -1,11 +1,11 @@
-"""What pages, 8-bit caches, latent keys and windows take, beside the same attention without them.
+"""Times of attention with pages, 8-bit caches, latent keys and windows, and without them.
 
     python -m benchmarks.serving                                                     # prints the table
     python -m benchmarks.serving --save benchmarks/results/nvidia-h200-serving.json
 
-Each group of shapes is timed in turn in one run, with a cold L2, by the kernels that dispatch chooses from
-the shipped table for contiguous tensors. Sequences have the lengths that a search times them with. The first
-shape of a group is what the others are compared with. Needs a GPU.
+Each group of shapes is timed in one interleaved run, with a cold L2. Kernels are those that dispatch selects
+from the shipped table for contiguous tensors. Sequences have the same lengths as in a search. The first shape
+of a group is the baseline of the others. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""How often repeated searches pick differently, and what that costs.
+"""How often repeated searches select different configs, and the resulting loss.
 
     python benchmarks/stability.py --save stability.json            # six shapes, three searches each
     python benchmarks/stability.py --shape heads=16,seqlen=512,head_dim=128,tokens=16384 --searches 1
 
-Each search has an empty database, a seed of its own, the default budget, and what the shipped table knows of
-other shapes; binaries are shared, so that later searches hardly wait for the compiler. The finalists of the
-first search are then timed once more, twice with half as many samples as a search takes: what is
-selected by one half or the other is what a table would hold that was made from it. At last all picks of a
-shape are timed in turn with what the table ships for it, the winner of searches many times as long, and each
-is held against the fastest of them. Needs a GPU.
+Each search has an empty database, its own seed, the default budget, and warm starts from the shipped table's
+other shapes. Searches share binaries, so later ones hardly wait for the compiler. The finalists of the first
+search are then timed again, twice with half a search's samples. Each half has a winner, which a table made
+from it would hold. Finally all winners of a shape are timed in one interleaved run with the shipped config,
+the winner of much longer searches. Each is compared with the fastest. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes tables of what `flashtune bench --save` found.
+"""Makes tables of results of `flashtune bench --save`.
 
     python -m benchmarks.tables                                    # prints them, from benchmarks/results
     python -m benchmarks.tables grid.json gqa.json fp8.json

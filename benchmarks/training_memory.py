@@ -1,14 +1,15 @@
-"""How much memory attention takes in training, forward and backward, over sequence length.
+"""Memory of attention in training, forward and backward, over sequence length.
 
     python benchmarks/training_memory.py --save memory.json      # training_report.py draws it
     python benchmarks/training_memory.py --heads 32 --head-dim 64 --full --lengths 1024 16384
 
-One sequence of each length, 16 heads of 128 columns in bf16, causal: peak of what torch's allocator hands out
-while one forward and one backward pass run, inputs included, by flashtune, by each of SDPA's backends and by
-the standard computation, which keeps its weights. What does not fit has no figure. At one length each kernel
-family of the backward pass is measured by itself as well. What stays in any case are queries, keys, values,
-the output and the gradients of all four: ratios are over these. Every way runs twice, since first calls
-compile and prove kernels; the second is measured. Needs a GPU.
+The shape is one sequence of each length, 16 heads of 128 columns in bf16, causal. The result is the peak of
+torch's allocator during one forward and one backward pass, inputs included. It is measured for flashtune,
+each of SDPA's backends and unfused attention, which stores its probabilities. An implementation that runs out
+of memory has no figure. At one length, each kernel family of the backward pass is also measured alone. Ratios
+are over the unavoidable memory: queries, keys, values, the output and the gradients of all four. Each
+implementation runs twice, since first calls compile and verify kernels, and the second run is measured. Needs
+a GPU.
 """
 
 from __future__ import annotations

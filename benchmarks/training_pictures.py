@@ -1,4 +1,4 @@
-"""Pictures of what training was measured to take."""
+"""Charts of measurements of training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tables and pictures of what training was measured to take, from benchmarks/results.
+"""Tables and charts of measurements of training, from benchmarks/results.
 
-python -m benchmarks.training_report              # prints the tables, in Markdown
+    python -m benchmarks.training_report              # prints the tables, in Markdown
 
-`python -m benchmarks.documents --write` puts them and the pictures into docs/. The files are those that
+`python -m benchmarks.documents --write` puts them into docs/. The input files are those that
 benchmarks/training_memory.py, `python -m examples.training` and benchmarks/dropout.py write with `--save`.
 """
 

@@ -1,11 +1,11 @@
-"""What a training step of attention costs the host: forward and backward through autograd, beside SDPA's.
+"""Host time of attention in a training step, forward and backward, with flashtune and with SDPA.
 
     python benchmarks/training_step.py
     python benchmarks/training_step.py --seqlen 128 --head-dim 128 --save step.json
 
-Tensors are so small that launches only queue and the GPU is never waited for. Every figure is the median of
-rounds in which all ways take turns. `benchmarks/dropout.py` has what the GPU takes with dropout, and
-`benchmarks/host_time.py` the forward pass alone of calls that nobody differentiates. Needs a GPU.
+Tensors are so small that launches only queue and the host never waits for the GPU. Every figure is a median
+of interleaved rounds. `benchmarks/dropout.py` measures GPU time with dropout, and `benchmarks/host_time.py`
+the forward pass of calls without gradients. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     flashtune bench --grid paper --grid backward --grid decode --peer sdpa-cudnn --save FILE    # under each
     python -m benchmarks.tritons FILE_3.6.0 FILE_3.7.1 FILE_3.9.0                       # prints the table
 
-Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore taken
-relative to cuDNN's in its own run. Where cuDNN has no row, the reference is a copy of device memory.
+Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore relative
+to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
 """
 
 from __future__ import annotations

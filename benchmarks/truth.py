@@ -1,12 +1,12 @@
-"""Measures every config of a family's space for a problem, or a uniform draw of them, and keeps it all.
+"""Measures every config of a family's space for a problem, or a uniform sample, and saves all results.
 
     python benchmarks/truth.py --preset --out tests/data/truth              # ten problems
     python benchmarks/truth.py --family forward_hopper --shape heads=16,seqlen=2048,head_dim=128,tokens=16384
 
-Configs are compiled on all cores while those that are ready are held against a float64 reference on
-small problems and timed in batches, in turn with the family's default; the best of all batches are
-then timed once more in one run. Each problem gives one file. A run that is cut short has written
-what it had, and a problem whose whole file is there already is left out. docs/search.md says what for.
+Configs are compiled on all cores. Meanwhile, finished ones are compared with a float64 reference on small
+problems and timed in batches, interleaved with the family's default. The best of all batches are then timed
+again in one run. Each problem gives one file. An interrupted run has saved its results, and a problem with a
+complete file is skipped. docs/search.md describes the use.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How much longer dispatch's choice takes than the fastest kernel."""
+"""Regret of dispatch: the time of the selected kernel over that of the fastest."""

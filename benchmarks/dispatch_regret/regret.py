@@ -1,7 +1,6 @@
-"""How far dispatch's choice is from the best at shapes that nobody tuned: shapes, tables and figures.
+"""Regret of dispatch at untuned shapes: shapes, tables and figures.
 
-`regret_run` measures; what is here needs no GPU, so that another rule of choosing is judged by what was
-measured once.
+`regret_run` measures. This module needs no GPU, so the same measurements can judge other selection rules.
 """
 
 from __future__ import annotations

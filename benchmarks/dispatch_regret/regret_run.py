@@ -1,4 +1,4 @@
-"""Times the finalists of shapes that nobody tuned, each shape in one interleaved run; needs a GPU."""
+"""Times the finalists of untuned shapes, each shape in one interleaved run. Needs a GPU."""
 
 from __future__ import annotations
 

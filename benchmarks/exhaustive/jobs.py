@@ -1,4 +1,4 @@
-"""What worker processes do for a truth table: describe a config's binary; prove and time a batch."""
+"""Worker processes for a tabular benchmark: they describe binaries, and verify and time batches."""
 
 from __future__ import annotations
 

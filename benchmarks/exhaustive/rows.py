@@ -1,4 +1,4 @@
-"""Rows of truth tables, from what compiling and measuring gave."""
+"""Rows of tabular benchmarks, from the results of compilation and measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making a truth table: all compilers work while one process proves and times what is ready."""
+"""Makes a tabular benchmark: all cores compile, while one process verifies and times finished kernels."""
 
 from __future__ import annotations
 

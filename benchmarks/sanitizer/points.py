@@ -1,8 +1,8 @@
-"""Which kernels run under a sanitizer, and on which problems: the same list in every process.
+"""The list of kernels and problems for a sanitizer, equal in every process.
 
-What ships comes from the table. Beside it, points of each family's space are drawn, with whatever the family
-computes beside plain attention; whoever needs right kernels of all families draws them as well. Problems are
-the proof's: small, ragged, with sequences that have no key.
+It has the kernels of the shipped table, and points of each family's space with random features. Other checks
+of all families draw these points too. Problems are those of verification: small, ragged, with sequences
+without keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a sanitizer found, kernel by kernel, and how much of what it was asked for: kept, counted, told."""
+"""Report of a sanitizer's findings by kernel, and of the finished part of a request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs kernels under compute-sanitizer on all cores, and keeps what it says of each; needs a GPU.
+"""Runs kernels under compute-sanitizer on all cores, and saves its findings for each. Needs a GPU.
 
-Kernels are compiled in processes of their own, in the list's order, and only a few ahead; processes under the
-tool launch them as they come, so that whenever time is up about all that was compiled has run.
+Separate processes compile kernels in the list's order, and only a few ahead. Processes under the tool launch
+each when it is compiled. So when time is up, nearly all compiled kernels have run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What NVIDIA's compute-sanitizer is asked and what it says: kernels, its command line, its logs.
+"""Interface to NVIDIA's compute-sanitizer: kernels, command line, logs.
 
-Many kernels run in one process. What is found is told of the kernel whose file a report names: rendered
-kernels are compiled with the lines of their files, and files are called by the kernels' digests.
+Many kernels run in one process. A finding belongs to the kernel whose file the report names. Rendered kernels
+are compiled with line numbers, and the file names are the kernels' digests.
 """
 
 from __future__ import annotations

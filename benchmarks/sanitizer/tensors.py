@@ -1,4 +1,4 @@
-"""Launches a kernel on tensors that end where their memory ends, so that a sanitizer sees who goes beyond."""
+"""Launches a kernel on tensors at the end of their allocations, so that a sanitizer sees accesses beyond."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One process under a sanitizer: takes kernels that are compiled, and notes what became of each.
+"""One process under a sanitizer: launches compiled kernels, and stores the result of each.
 
-Processes share a folder. Whoever makes a file there first has what it names; a process that dies leaves what
-it was at.
+Processes share a folder. A process claims a kernel by creating a file. If a process dies, its last claim
+shows which kernel it was running.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Policies of the search, replayed on exhaustive measurements."""
+"""Simulated searches on tabular benchmarks."""

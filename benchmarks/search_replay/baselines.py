@@ -1,4 +1,4 @@
-"""Policies to compare the default one with: orders without a thought, and Optuna's samplers alone."""
+"""Baseline strategies: simple orders, and Optuna's samplers alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replays: a search that compiles and measures nothing, but looks everything up in a truth table.
+"""Simulates a search on a tabular benchmark, without compilation and measurement.
 
-The driver, its pipeline and its policy run as they are. What they wait for is simulated: compilers
-that each take as long as the table says, one GPU that works on one candidate after the other. A search of
-a minute takes the time of its own arithmetic.
+Driver, pipeline and strategy are those of a real search. Waiting is simulated: compilers that take as long as
+in the table, and one GPU that runs one candidate at a time. A search of a minute takes only the time of its
+own arithmetic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replayed searches of several policies, and how near to the true best they came."""
+"""Simulated searches with several strategies, and their regret."""
 
 from __future__ import annotations
 
