@@ -44,7 +44,7 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
             and never in tiles of 256 columns.
         rotate: Programs start at different blocks of queries, so that they do not add to the same one at
             once.
-        beside: Number of interleaved heads, in addition to those that fill the GPU. The programs of a head,
+        beside: Number of interleaved heads, in multiples of those that fill the GPU. The programs of a head,
             which add in order, then start further apart. No effect unless deterministic.
     """
 

@@ -123,7 +123,7 @@ def one_tile_each(
         heads: Heads of all sequences with tiles of rows.
         extent: Rows of each of them.
         block: Rows of a tile.
-        target: The GPU, with one program on each multiprocessor; None runs one program.
+        target: The GPU, with one program on each SM; None runs one program.
         inner: Whether neighbouring programs compute different heads.
         group: Heads that read the same head's rows.
     """
