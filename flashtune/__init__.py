@@ -1,16 +1,20 @@
-"""Generates, searches, proves and dispatches flash-attention kernels.
+"""Generates, searches, verifies and dispatches flash-attention kernels.
 
     import flashtune
 
     out = flashtune.attention(q, k, v, causal=True)
 
-`flashtune.attention_varlen` takes packed sequences and `flashtune.attention_paged` keys and values in pages.
-`flashtune.plan` resolves a call ahead of it, `flashtune.explain` says what would serve it,
-`flashtune.quantize` makes 8-bit floats of inputs, `flashtune.PagedKVCache` keeps keys and values of growing
-sequences, `flashtune.record_calls` counts what a program calls, and `flashtune.table_hash` is what ranks
-compare. All errors are subclasses of `flashtune.FlashtuneError`.
-Names are loaded when they are first used, so that importing the package, as the command line does,
-costs next to nothing.
+- `flashtune.attention_varlen` computes attention of packed sequences, and `flashtune.attention_paged`
+  attention with a paged KV cache.
+- `flashtune.plan` prepares a call in advance.
+- `flashtune.explain` returns the backend of a call and the reason.
+- `flashtune.quantize` converts inputs to 8-bit floats.
+- `flashtune.PagedKVCache` stores keys and values of growing sequences.
+- `flashtune.record_calls` counts the calls of a program.
+- `flashtune.table_hash` lets ranks check that they dispatch alike.
+
+All errors are subclasses of `flashtune.FlashtuneError`.
+Names are loaded at first use, so that `import flashtune` is fast for the command line.
 """
 
 from __future__ import annotations
@@ -112,7 +116,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take this for leave to misspell names
+if not TYPE_CHECKING:  # with __getattr__, type checkers accept misspelled names
 
     def __getattr__(name: str) -> object:
         if name == "__version__":

@@ -1,4 +1,4 @@
-"""The functions that users call.
+"""The public functions of flashtune.
 
-May import all packages but `tuner`.
+May import all packages except `tuner`.
 """

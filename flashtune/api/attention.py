@@ -1,4 +1,4 @@
-"""`attention`: the call that programs make."""
+"""`attention` for dense tensors."""
 
 from __future__ import annotations
 
@@ -67,62 +67,64 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Result:
-    """softmax(scale · q·kᵀ, masked) · v, by the best kernel that is known for this GPU and shape.
+    """Computes softmax(scale · q·kᵀ, masked) · v with the kernel that is selected for this GPU and shape.
 
-    Nothing is tuned here: `flashtune search` did that, or a default config serves and a warning
-    says so. The first call of a shape compiles, loads and, where needed, checks a kernel.
+    The call does not tune. `flashtune search` does. For a shape without tuned configs, a default config is
+    used with a warning. The first call of a shape compiles, loads and, if necessary, checks a kernel.
 
     Args:
-        q: Queries [batch, heads, seqlen_q, head_dim] ("bshd": [batch, seqlen_q, heads, head_dim]),
-            of any strides with a contiguous last dimension, in bfloat16, float16, float32 or
-            float8_e4m3fn.
+        q: Queries [batch, heads, seqlen_q, head_dim] ("bshd": [batch, seqlen_q, heads, head_dim]), in
+            bfloat16, float16, float32 or float8_e4m3fn. Strides are arbitrary, but the last dimension is
+            contiguous.
         k: Keys [batch, kv_heads, seqlen_kv, head_dim]; `kv_heads` divides `heads`.
         v: Values [batch, kv_heads, seqlen_kv, value_head_dim].
-        causal: True and "bottom_right" let the last query see every key, as flash_attn does;
-            "top_left" lets the first query see the first key, as SDPA's `is_causal` does. A query's place
-            among the keys is its index, counted so that the last query stands at the last key; with
-            "top_left" as it is.
-        window: (left, right), as flash_attn's `window_size`: a query sees so many keys before its own place
-            and so many behind it, its own beside them; -1 or None for all of a side. With a causal mask
-            nothing behind is seen anyway. A window that counts the own key, of w keys, is (w - 1, 0).
-        softcap: Scores s become softcap · tanh(s / softcap); None or 0 for none.
-        alibi_slopes: slope · |place - key| is taken off the scores: float32 [heads] or [batch, heads].
-        attn_bias: Numbers to add to the scores after all of that, in q's type: [batch, heads, seqlen_q,
-            seqlen_kv], or 1 in place of any but the last; -inf hides a key.
-        attn_mask: Where a query sees a key, bool, of such a shape; beside the other masks. Keys and values
-            that it hides must be finite: with prefer="fastest" NaN or infinity there may give NaN.
-        sinks: A score for each head that takes weight and has no value (gpt-oss): float32 [heads].
-        sink_tokens: First keys that window and chunk hide from nobody.
-        prefix_lengths: First keys of each sequence that all its queries see: int32 [batch].
-        chunk: Keys of a chunk: a query sees those of its own alone (Llama 4); 0 for no chunks.
-        kv_lengths: Keys of each sequence, where k and v have room for more: int32 [batch].
-        scale: Factor of the scores, of any sign; 1 / sqrt(head_dim) by default.
-        layout: The order of the dimensions, of the output too.
-        return_lse: Whether the log-sum-exp of each row is returned too.
-        prefer: "fastest" may hand the problem to torch's SDPA where the search measured it as
-            faster; "generated" never does.
-        q_scale: What the elements of a float8_e4m3fn q are to be multiplied with, for each sequence
-            and head: float32 [batch, heads], positive; 1 by default. See `flashtune.quantize`.
-        k_scale: Likewise of k, [batch, kv_heads]. With k and v in float8_e4m3fn or int8 beside a q of 16 or
-            32 bits: [1], [kv_heads] or [batch, kv_heads], and then neither may be left out.
-        v_scale: Likewise of v.
-        dropout_p: The share of weights that are dropped, under 1; the rest is divided by 1 - dropout_p. Which
-            weights fall is drawn anew by torch's generator of the device in every call, with and
-            without gradients: pass 0 where nothing is trained. The log-sum-exp knows nothing of it.
-        deterministic: Whether gradients must be the same bits in every run, as they are too under
-            torch.use_deterministic_algorithms(True). The output always is.
+        causal: With True or "bottom_right", the last query sees all keys, as in flash_attn. With "top_left",
+            the first query sees only the first key, as with SDPA's `is_causal`. The position of a query
+            among the keys is its index plus seqlen_kv - seqlen_q. With "top_left" it is its index.
+        window: (left, right), as flash_attn's `window_size`. A query sees the key at its position, `left`
+            keys before it and `right` keys after it. -1 or None means no limit on that side. A causal mask
+            hides all keys after the position. A window of w keys including the own key is (w - 1, 0).
+        softcap: Replaces scores s by softcap · tanh(s / softcap). None or 0 disables it.
+        alibi_slopes: ALiBi slopes, float32 [heads] or [batch, heads]: slope · |position - key| is subtracted
+            from the scores.
+        attn_bias: Bias that is added to the scores after softcap and ALiBi, in q's type: [batch, heads,
+            seqlen_q, seqlen_kv]. All dimensions but the last may be 1. -inf hides a key.
+        attn_mask: Boolean mask of such a shape, True where a query sees a key. It is combined with the other
+            masks. Keys and values that it hides must be finite: with prefer="fastest", NaN or infinity
+            there may give NaN.
+        sinks: Logit of each head that has a share of the softmax but no value (gpt-oss): float32 [heads].
+        sink_tokens: Number of first keys that are exempt from window and chunk.
+        prefix_lengths: Number of first keys of each sequence that all its queries see: int32 [batch].
+        chunk: Number of keys of a chunk. A query sees only keys of its own chunk (Llama 4). 0 for no chunks.
+        kv_lengths: Number of valid keys of each sequence, if k and v are longer: int32 [batch].
+        scale: Factor of the scores, which may be negative; 1 / sqrt(head_dim) by default.
+        layout: Order of the dimensions of the inputs and the output: "bhsd" or "bshd".
+        return_lse: Whether to return the log-sum-exp of each row too.
+        prefer: "fastest" may use torch's SDPA if the search measured it as faster. "generated" uses only
+            generated kernels.
+        q_scale: Factor of the elements of a float8_e4m3fn q, for each sequence and head: float32
+            [batch, heads], positive; 1 by default. See `flashtune.quantize`.
+        k_scale: Factor of the elements of k, [batch, kv_heads]. If only k and v are 8-bit (float8_e4m3fn or
+            int8) and q has 16 or 32 bits, k_scale and v_scale are required, as [1], [kv_heads] or
+            [batch, kv_heads].
+        v_scale: Factor of the elements of v, as k_scale.
+        dropout_p: Fraction of attention weights to drop, less than 1. The others are divided by
+            1 - dropout_p. Each call draws from the device's torch generator, also without gradients: pass 0
+            outside of training. The log-sum-exp ignores dropout.
+        deterministic: Whether gradients must be bit-identical between runs.
+            torch.use_deterministic_algorithms(True) has the same effect. The output is always bit-identical.
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in the call's layout, in bfloat16 where the
-        inputs are float8_e4m3fn and in q's type otherwise. Rows with nothing
-        to attend to are zeros. With `return_lse` also the natural log-sum-exp
-        [batch, heads, seqlen_q] in float32, -inf for such rows; a sink counts in it.
+        The output [batch, heads, seqlen_q, value_head_dim] in the call's layout: bfloat16 if the inputs are
+        float8_e4m3fn, else in q's type. Rows without visible keys are zeros. With `return_lse`, also the
+        natural log-sum-exp [batch, heads, seqlen_q] in float32, including sinks. It is -inf for rows without
+        visible keys and sinks.
 
     Raises:
-        ProblemError: The tensors do not fit one another, or nobody can serve them.
-        KernelError: The shape is new and a CUDA graph is being captured (see `flashtune.plan`), or
-            only generated kernels may serve and none compiles or loads on this GPU.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The tensors do not match one another, or no backend supports the call.
+        KernelError: The shape is new and a CUDA graph is being captured (see `flashtune.plan`). Or `prefer`
+            is "generated" and no kernel compiles or loads on this GPU.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     check_flags(causal, return_lse, deterministic)
     scales = given_scales(q_scale, k_scale, v_scale)

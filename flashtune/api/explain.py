@@ -1,4 +1,4 @@
-"""`explain` and its sisters: what would serve a call and why, without compiling, launching or warning."""
+"""`explain` and its variants: the backend of a call and the reason, without compiling or launching."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from flashtune.runtime.self_check import known_seconds, known_verdict
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What would serve a call.
+    """The backend of a call and the reason for it.
 
     Attributes:
-        problem: What the call poses.
-        target: Name of the GPU, empty where it does not matter.
-        server: Who computes it: `generated`, `interpreter`, `sdpa`, `standard` or `nobody`.
-        reason: Why.
-        selection: The record that was found, with its standing and source; None if none was sought.
-        specialization: What the kernel may assume of these tensors; None where no kernel serves.
-        kernel: The kernel's digest, empty where no kernel serves.
-        standing: What is known of that very kernel here, its specialisation included.
-        check_seconds: What its self-check took, once it was loaded; None where it had none on this machine.
-        command: What tunes this shape.
-        backward: What would serve the backward pass, where an input requires grad.
+        problem: The problem of the call.
+        target: Name of the GPU, or an empty string if it does not matter.
+        server: The backend: `generated`, `interpreter`, `sdpa`, `standard` or `nobody`.
+        reason: The reason for the backend.
+        selection: The selected record, with its status and source. None if no record was looked up.
+        specialization: Properties of the tensors that the kernel assumes. None without a generated kernel.
+        kernel: Digest of the kernel. Empty without a generated kernel.
+        standing: Verification status of this kernel and specialization on this machine.
+        check_seconds: Time of its self-check after loading, in s. None if this machine ran no self-check.
+        command: The command that tunes this shape.
+        backward: The explanation of the backward pass, if an input requires grad.
     """
 
     problem: Problem
@@ -82,7 +82,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[DenseOptions]
 ) -> Explanation:
-    """What `attention` would do with these arguments, which are its own.
+    """Returns the backend that `attention` would use for these arguments.
 
     Raises:
         ProblemError: As `attention`.
@@ -113,7 +113,7 @@ def explain_varlen(
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> Explanation:
-    """What `attention_varlen` would do with these arguments, which are its own.
+    """Returns the backend that `attention_varlen` would use for these arguments.
 
     Raises:
         ProblemError: As `attention_varlen`.
@@ -133,7 +133,7 @@ def explain_paged(
     return_lse: bool = False,
     **options: Unpack[PagedCallOptions],
 ) -> Explanation:
-    """What `attention_paged` would do with these arguments, which are its own but for `shared_prefix`.
+    """Returns the backend that `attention_paged` would use for these arguments, without `shared_prefix`.
 
     Raises:
         ProblemError: As `attention_paged`.
@@ -145,7 +145,7 @@ def explain_paged(
 
 
 def explain_call(call: Call) -> Explanation:
-    """What would serve a call with features."""
+    """Returns the explanation of a call with features."""
     read_call(call, False)
     call = unsigned(call)
     request = read_call(call, requires_grad(call.q, call.k, call.v, call.side))
@@ -162,7 +162,7 @@ def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) ->
 
 
 def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
-    """A baseline serves both passes or none: what keeps one kernel from serving keeps the other."""
+    """Returns the explanation of both passes. If the kernel of one fails, a baseline computes both."""
     pair = decide_pair(request, q, k, v, side)
     forward, backward = (
         _explanation(request.problem, pair.forward),

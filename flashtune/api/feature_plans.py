@@ -1,4 +1,4 @@
-"""Plans of calls with features: resolved once, then called with new tensors of the same kinds."""
+"""Plans of calls with features, which are prepared once and called with new tensors of the same kinds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
 
 def plan_words(request: Request, scale: float | None) -> str:
-    """Returns what `repr` shows of a plan: its shape and the options that are not in it."""
+    """Returns the text that `repr` shows of a plan: its shape and the options that are not in the shape."""
     words = [
         repr(shape_text(request.problem)),
         f"layout={request.layout.value!r}",
@@ -36,7 +36,7 @@ def plan_words(request: Request, scale: float | None) -> str:
 
 
 class CallPlan(Generic[Planned_co]):
-    """One kind of call, resolved; cheap, and safe to capture in a CUDA graph."""
+    """A prepared call. It has little host overhead and can be captured in a CUDA graph."""
 
     __slots__ = (
         "_dropout",
@@ -52,18 +52,18 @@ class CallPlan(Generic[Planned_co]):
     NAME = "plan"
 
     def __init__(self, call: Call, shared_prefix: int = 0) -> None:
-        """Selects, compiles, loads, checks where needed, and runs it once.
+        """Selects, compiles and loads a kernel, checks it if necessary, and runs it once.
 
         Raises:
-            ProblemError: The call is invalid, or nobody can serve it.
-            KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
-            VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+            ProblemError: The call is invalid, or no backend supports it.
+            KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
+            VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
         """
-        # Nothing but a valid call has a key.
+        # Check the call before its key is computed.
         request = read_call(call, False)
         needs_grad = requires_grad(call.q, call.k, call.v, call.side)
         self._words = plan_words(msgspec.structs.replace(request, needs_grad=needs_grad), call.scale)
-        # Keep no tensor of the call alive.
+        # Do not store tensors of the call, so that their memory can be freed.
         self._options, self._scale = call.options, call.scale
         self._softcap, self._dropout = call.side.numbers
         self._shared = shared_prefix
@@ -72,23 +72,23 @@ class CallPlan(Generic[Planned_co]):
         if shared_prefix:
             self._parts = [CallPlan(part) for part in shared_calls(call, shared_prefix)]
         else:
-            # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
+            # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
             served = unsigned(call)
             self._serve = server_of_call(key_of_call(served), served)
-        # Libraries and allocators make what they keep in a first run, which a capture could not hold.
+        # Libraries and allocators create state in the first run, which is not possible during a capture.
         q, k, v = leaves_like(call.q, call.k, call.v)
         go_back(self._run(call._replace(q=q, k=k, v=v)), (q, k, v))
 
     def __repr__(self) -> str:
-        """Returns the planned shape, as `--shape` takes it, and the options."""
+        """Returns the planned shape, in the syntax of `--shape`, and the options."""
         shared = f", shared_prefix={self._shared}" if self._shared else ""
         return f"flashtune.{self.NAME}({self._words}{shared})"
 
     def _run(self, call: Call) -> Planned_co:
-        """Attention of a call of the planned kind.
+        """Returns the attention of a call of the planned kind.
 
         Raises:
-            ProblemError: It is of another kind.
+            ProblemError: The call is of another kind.
         """
         if checked(key_of_call, check_call, call) != self._key:
             raise ProblemError(
@@ -101,14 +101,14 @@ class CallPlan(Generic[Planned_co]):
         return cast("Planned_co", self._serve(call.q, call.k, call.v, call.scale, call.side))
 
     def _with(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Call:
-        """The planned call with other tensors."""
+        """Returns the planned call with other tensors."""
         return Call(
             q, k, v, self._scale, self._options, side._replace(softcap=self._softcap, dropout=self._dropout)
         )
 
 
 class DensePlan(CallPlan[Planned_co]):
-    """What `flashtune.plan` gives for a call with masks, lengths or a quantised cache."""
+    """The plan that `flashtune.plan` returns for calls with masks, lengths or a quantized cache."""
 
     __slots__ = ()
 
@@ -128,7 +128,7 @@ class DensePlan(CallPlan[Planned_co]):
         prefix_lengths: Tensor | None = None,
         kv_lengths: Tensor | None = None,
     ) -> Planned_co:
-        """As `attention`, with the tensors that it was planned with.
+        """Computes `attention` with the planned options and new tensors.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
@@ -147,7 +147,7 @@ class DensePlan(CallPlan[Planned_co]):
 
 
 class VarlenPlan(CallPlan[Planned_co]):
-    """What `flashtune.plan_varlen` gives."""
+    """The plan that `flashtune.plan_varlen` returns."""
 
     __slots__ = ()
     NAME = "plan_varlen"
@@ -166,7 +166,7 @@ class VarlenPlan(CallPlan[Planned_co]):
         sinks: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
     ) -> Planned_co:
-        """As `attention_varlen`, with the tensors that it was planned with.
+        """Computes `attention_varlen` with the planned options and new tensors.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
@@ -184,7 +184,7 @@ class VarlenPlan(CallPlan[Planned_co]):
 
 
 class PagedPlan(CallPlan[Planned_co]):
-    """What `flashtune.plan_paged` gives."""
+    """The plan that `flashtune.plan_paged` returns."""
 
     __slots__ = ()
     NAME = "plan_paged"
@@ -204,7 +204,7 @@ class PagedPlan(CallPlan[Planned_co]):
         sinks: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
     ) -> Planned_co:
-        """As `attention_paged`, with the tensors that it was planned with.
+        """Computes `attention_paged` with the planned options and new tensors.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.

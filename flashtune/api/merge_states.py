@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys into attention over both, by their log-sum-exps."""
+"""Combination of attention over two sets of keys by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from flashtune.request.tensor_checks import require_dense
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd"
 ) -> tuple[Tensor, Tensor]:
-    """What attention to the keys of both parts would have given.
+    """Returns the attention over the keys of both parts.
 
     Args:
-        out_a: The output over some keys, [batch, heads, seqlen_q, head_dim] ("bshd": [batch, seqlen_q, heads,
-            head_dim]; "thd", packed: [tokens, heads, head_dim]; "bhd", one token of each sequence: [batch,
+        out_a: Output over the first keys, [batch, heads, seqlen_q, head_dim] ("bshd": [batch, seqlen_q,
+            heads, head_dim]; "thd", varlen: [tokens, heads, head_dim]; "bhd", one token per sequence: [batch,
             heads, head_dim]).
-        lse_a: Its natural log-sum-exp in float32, [batch, heads, seqlen_q], [heads, tokens] or [batch,
-            heads]; -inf where a row saw none of them.
-        out_b: The output over the other keys.
-        lse_b: Its log-sum-exp.
-        layout: The order of the outputs' dimensions.
+        lse_a: Natural log-sum-exp of out_a in float32, [batch, heads, seqlen_q], [heads, tokens] or [batch,
+            heads]. -inf for rows without visible keys.
+        out_b: Output over the other keys.
+        lse_b: Natural log-sum-exp of out_b.
+        layout: Order of the dimensions of the outputs.
 
     Returns:
-        Output and log-sum-exp over all keys, in the forms of `out_a` and `lse_a`.
+        The output and log-sum-exp over all keys, in the shapes of `out_a` and `lse_a`.
 
     Raises:
-        ProblemError: The parts do not fit one another, or the layout is unknown.
+        ProblemError: The parts do not match one another, or the layout is unknown.
     """
     for name, part in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         require_dense(name, part)
@@ -48,7 +48,7 @@ def merge_attention(
             f"outputs are {list(out_a.shape)} and {list(out_b.shape)}, log-sum-exps {list(lse_a.shape)} and "
             f"{list(lse_b.shape)}: pass two parts of one call in layout {order.value!r}"
         )
-    # A row that sees nothing in either part has no shares: its zeros stay zeros, and so do its gradients.
+    # A row without visible keys in both parts gets shares of 0. Its output and gradients stay zeros.
     hidden = (lse_a == -torch.inf) & (lse_b == -torch.inf)
     base = torch.logaddexp(lse_a.masked_fill(hidden, 0.0), lse_b.masked_fill(hidden, 0.0))
     shares = [torch.exp(part - base) for part in (lse_a, lse_b)]

@@ -1,4 +1,4 @@
-"""`attention_paged` and its plan: keys and values in pages, for decoding and chunked prefill."""
+"""`attention_paged` and its plan: attention with a paged KV cache, for decoding and chunked prefill."""
 
 from __future__ import annotations
 
@@ -74,43 +74,45 @@ def attention_paged(
     shared_prefix: int = 0,
     **options: Unpack[PagedCallOptions],
 ) -> Result:
-    """Attention of new tokens to sequences whose keys and values lie in the pages of a cache.
+    """Computes attention of new tokens to sequences in a paged KV cache.
 
-    The cache holds the new tokens' keys and values already, and `seqlens_k` counts them: the last query of a
-    sequence stands at its last key. Lengths and block tables are read on the GPU alone, so that they may
-    change between replays of a CUDA graph.
+    The cache already contains the keys and values of the new tokens, and `seqlens_k` includes them. The last
+    query of a sequence has the position of its last key. Lengths and block tables are read only on the GPU,
+    so that they may change between replays of a CUDA graph.
 
     Args:
-        q: [batch, q_len, heads, head_dim], as many queries of each sequence; [batch, heads, head_dim], one of
-            each; or with `cu_seqlens_q` packed ones, [total_q, heads, head_dim] (chunked prefill).
+        q: Queries [batch, q_len, heads, head_dim] with equal numbers for all sequences, or [batch, heads,
+            head_dim] with one for each. With `cu_seqlens_q`, packed queries [total_q, heads, head_dim]
+            (chunked prefill).
         k_cache: Pages of keys, [pages, page_size, kv_heads, head_dim] ("hnd": [pages, kv_heads, page_size,
-            head_dim]), of 16, 32, 64, 128 or 256 keys, in q's type, float8_e4m3fn or int8.
-        v_cache: Pages of values likewise, [..., value_head_dim]; None where values are the first
-            `value_head_dim` columns of the keys (DeepSeek's MLA).
-        block_table: The pages of each sequence in order, int32 [batch, pages of the longest]. What stands
-            behind a sequence's last page is not looked at.
-        seqlens_k: Keys of each sequence, int32 [batch]; 0 is fine.
-        return_lse: Whether the log-sum-exp of each row is returned too.
-        shared_prefix: A number of first tokens, a multiple of the page size, that all sequences have in
-            common, by equal pages at the start of their rows of `block_table`: read once for all of them, in
-            a pass of its own whose result is merged with the rest. All queries must stand behind it, and
-            sequences that do not reach it have no result. It is done where it is asked for, not where it was
-            measured to pay. No window, chunk, ALiBi or prefix lengths go with it.
+            head_dim]), in q's type, float8_e4m3fn or int8. page_size is 16, 32, 64, 128 or 256.
+        v_cache: Pages of values, [..., value_head_dim]. None if the values are the first `value_head_dim`
+            columns of the keys (DeepSeek's MLA).
+        block_table: Pages of each sequence in order, int32 [batch, max_pages]. Entries after a sequence's
+            last page are ignored.
+        seqlens_k: Number of keys of each sequence, int32 [batch]; may be 0.
+        return_lse: Whether to return the log-sum-exp of each row too.
+        shared_prefix: Number of first tokens that all sequences share, a multiple of the page size. Their
+            rows of `block_table` must start with the same pages. A separate pass reads these once for all
+            sequences, and its result is merged with the rest. All queries must come after the prefix.
+            Results of sequences shorter than the prefix are not valid. Timings do not affect this option.
+            It cannot be combined with window, chunk, ALiBi or prefix lengths.
         **options: `causal` (True by default), `cu_seqlens_q` (int32 [batch + 1]) and `max_seqlen_q` for
-            packed queries, `layout` ("nhd" or "hnd"), `value_head_dim`, and `window`, `softcap`,
-            `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`, `chunk`, `scale` and `prefer` as
-            `attention` has them; `k_scale` and `v_scale`, float32 [1], [kv_heads] or [pages, kv_heads], for
-            caches of 8 bits.
+            packed queries, `layout` ("nhd" or "hnd") and `value_head_dim`. Also `window`, `softcap`,
+            `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`, `chunk`, `scale` and `prefer` as in
+            `attention`. `k_scale` and `v_scale` of an 8-bit cache are float32 [1], [kv_heads] or
+            [pages, kv_heads].
 
     Returns:
-        The output in q's form and type, of width value_head_dim. With `return_lse` also the natural
-        log-sum-exp in float32, [batch, heads, q_len], [batch, heads] or [heads, total_q].
+        The output in q's shape and type, but with value_head_dim as last dimension. With `return_lse`, also
+        the natural log-sum-exp in float32, [batch, heads, q_len], [batch, heads] or [heads, total_q].
 
     Raises:
-        ProblemError: The tensors do not fit one another, an input requires grad, or nobody can serve them.
-        KernelError: The kind of call is new and a CUDA graph is being captured (see
-            `flashtune.plan_paged`), or only generated kernels may serve and none compiles or loads.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The tensors do not match one another, an input requires grad, or no backend supports
+            the call.
+        KernelError: The kind of call is new and a CUDA graph is being captured (see `flashtune.plan_paged`).
+            Or `prefer` is "generated" and no kernel compiles or loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
     shared_prefix = read_shared(shared_prefix)
@@ -142,7 +144,7 @@ def paged_call(
     v_scale: Tensor | None = None,
     value_head_dim: int | None = None,
 ) -> Call:
-    """The record of a call of `attention_paged`; arguments and errors are its own."""
+    """Returns the record of a call of `attention_paged`, with the same arguments and errors."""
     check_flags(causal, return_lse)
     if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
         raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
@@ -217,14 +219,14 @@ def plan_paged(
     shared_prefix: int = 0,
     **options: Unpack[PagedCallOptions],
 ) -> PagedPlan[Result]:
-    """Resolves a call of `attention_paged` once, whose arguments these are.
+    """Prepares a call of `attention_paged` with the same arguments.
 
-    Lengths and block tables may change from call to call, or in place between replays of a CUDA graph; the
-    block table's shape is what bounds them. A shared prefix keeps its length and may change its pages.
+    Lengths and block tables may change from call to call, or in place between replays of a CUDA graph. The
+    shape of the block table limits them. The length of a shared prefix is fixed, but its pages may change.
 
     Returns:
-        A callable of (q, k_cache, v_cache, block_table, seqlens_k), and of the same tensors among the options
-        by name.
+        A callable with the parameters (q, k_cache, v_cache, block_table, seqlens_k). Tensors that were passed
+        as options are passed by name.
 
     Raises:
         ProblemError: As `attention_paged`; KernelError and VerificationError too.

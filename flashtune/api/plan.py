@@ -1,4 +1,4 @@
-"""`plan` and its sisters: everything about a call resolved ahead of it, for serving loops and CUDA graphs."""
+"""`plan` and the plans of plain calls: calls prepared in advance, for serving loops and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
 
 class SideTensors(TypedDict, total=False):
-    """Tensors that a plan takes beside q, k, v and scales."""
+    """Tensors that a plan accepts in addition to q, k, v and scales."""
 
     alibi_slopes: Tensor | None
     attn_bias: Tensor | None
@@ -39,7 +39,7 @@ class SideTensors(TypedDict, total=False):
 
 
 class Plan(Protocol[Planned_co]):
-    """Attention of tensors like those it was planned for; cheap, and safe to capture in a CUDA graph."""
+    """A prepared call of `attention`. It has little host overhead and can be captured in a CUDA graph."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class Plan(Protocol[Planned_co]):
         prefix_lengths: Tensor | None = None,
         kv_lengths: Tensor | None = None,
     ) -> Planned_co:
-        """The output, and the log-sum-exp where the plan returns one; as `attention`.
+        """Returns the output, and the log-sum-exp if it was planned, as `attention`.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
@@ -66,7 +66,7 @@ class Plan(Protocol[Planned_co]):
 
 
 class PlainPlan(Generic[Planned_co]):
-    """What `plan` gives for a call without masks, lengths or a quantised cache."""
+    """The plan that `plan` returns for calls without masks, lengths or a quantized cache."""
 
     __slots__ = ("_deterministic", "_key", "_negated", "_options", "_scale", "_serve", "_words")
 
@@ -88,7 +88,7 @@ class PlainPlan(Generic[Planned_co]):
         self._scale = -scale if scale is not None and scale < 0 else scale
 
     def __repr__(self) -> str:
-        """Returns the planned shape, as `--shape` takes it, and the options."""
+        """Returns the planned shape, in the syntax of `--shape`, and the options."""
         return f"flashtune.plan({self._words})"
 
     def __call__(
@@ -102,7 +102,7 @@ class PlainPlan(Generic[Planned_co]):
         v_scale: Tensor | None = None,
         **side: Unpack[SideTensors],
     ) -> Planned_co:
-        """As `Plan`; of tensors beside these there are none."""
+        """As `Plan`, but raises ProblemError if side tensors are given."""
         scales = given_scales(q_scale, k_scale, v_scale)
         given = any(value is not None for value in side.values()) if side else False
         key = checked(call_key, read_request, q, k, v, *self._options, scales, self._deterministic)
@@ -132,22 +132,22 @@ def plan(
 def plan(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[DenseOptions]
 ) -> Plan[Result]:
-    """Resolves a call once: selects, compiles, loads, checks where needed, and runs it once.
+    """Prepares a call: selects, compiles and loads a kernel, checks it if necessary, and runs it once.
 
     Args:
-        q: A tensor like those to come: shape, strides, dtype and device count, values do not. So
-            do k and v; the other arguments are those of `attention`.
+        q: Queries with the shape, strides, dtype and device of later calls; values are ignored. The same
+            holds for k and v. The other arguments are those of `attention`.
         k: Keys.
         v: Values.
         return_lse: Whether the plan returns the log-sum-exp too.
-        **options: Those of `attention`. Tensors among them are like those to come; numbers are kept.
+        **options: Options of `attention`. Tensors are examples, as q is. Numbers become part of the plan.
 
     Returns:
-        A callable of (q, k, v), and of the same tensors among the options by name.
+        A callable with the parameters (q, k, v). Tensors that were passed as options are passed by name.
 
     Raises:
         ProblemError: As `attention`.
-        KernelError: As `attention`; plan before a capture, not in it.
+        KernelError: As `attention`. Plan before a CUDA graph is captured, not during the capture.
         VerificationError: As `attention`.
     """
     require_tensors(q, k, v)
@@ -168,16 +168,16 @@ def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseO
         asked.get("prefer", "fastest"),
     )
     deterministic = asked.get("deterministic", False)
-    # Nothing but a valid call has a key.
+    # Check the call before its key is computed.
     request = read_request(q, k, v, *options, scales=scales, deterministic=deterministic)
     request = msgspec.structs.replace(request, needs_grad=requires_grad(q, k, v, scales))
     key = call_key(q, k, v, *options, scales, deterministic)
-    # Negated queries may lie otherwise than those of the call: a view's gaps are not kept.
+    # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
     served = negated(q) if scale is not None and scale < 0 else q
     served_key = call_key(served, k, v, *options, scales, deterministic)
     server = server_of(served_key, served, k, v, *options, scales, deterministic)
     planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, request, deterministic)
-    # Libraries and allocators make what they keep in a first run, which a capture could not hold.
+    # Libraries and allocators create state in the first run, which is not possible during a capture.
     fresh = leaves_like(q, k, v)
     result = planned(*fresh, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
     go_back(result, fresh)

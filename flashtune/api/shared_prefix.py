@@ -1,6 +1,6 @@
-"""Attention to pages that begin with the same ones for all sequences: those are read once.
+"""Paged attention that reads the common prefix of all sequences once.
 
-All queries attend to the prefix as to one sequence, each to its own suffix, and both are merged.
+All queries attend to the prefix as one sequence, and each to its own suffix. Both results are merged.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flashtune.runtime.torch_ops import attend
 def attend_shared(
     call: Call, tokens: int, attends: Sequence[Callable[[Call], Result]] = (attend, attend)
 ) -> Result:
-    """A paged call whose sequences share their first tokens.
+    """Returns the attention of a paged call whose sequences have a shared prefix.
 
     Args:
         call: The call.
-        tokens: How many they share: whole pages, all before the first query.
-        attends: What serves each of `shared_calls`.
+        tokens: Length of the prefix: whole pages, all before the first query.
+        attends: Functions that compute the calls of `shared_calls`.
 
     Raises:
-        ProblemError: What is asked for does not come apart, or as `attention_paged`.
+        ProblemError: The call cannot be split, or as `attention_paged`.
     """
     results = [serve(part) for serve, part in zip(attends, shared_calls(call, tokens), strict=False)]
     if len(results) == 1:
@@ -47,10 +47,10 @@ def attend_shared(
 
 
 def shared_calls(call: Call, tokens: int) -> tuple[Call, ...]:
-    """The calls that a call comes apart into: to the prefix and behind it; of no sequences the call itself.
+    """Returns the calls for the prefix and for the suffix, or the call itself if there are no sequences.
 
     Raises:
-        ProblemError: It does not come apart.
+        ProblemError: The call cannot be split.
     """
     require_tensors(call.q, call.k, call.v)
     check_kinds(call.side, call.q.device)
@@ -61,7 +61,7 @@ def shared_calls(call: Call, tokens: int) -> tuple[Call, ...]:
 
 
 def prefix_call(call: Call, tokens: int, pages: int) -> Call:
-    """All queries side by side, as those of one sequence, to the prefix alone: each sees all of it."""
+    """Returns a call of all queries, as one sequence, with the prefix as keys. Each query sees all keys."""
     q = call.q
     q = q.flatten(0, 1) if call.options.layout == Layout.BSHD else q
     assert call.side.block_table is not None
@@ -79,7 +79,7 @@ def prefix_call(call: Call, tokens: int, pages: int) -> Call:
 
 
 def suffix_call(call: Call, tokens: int, pages: int) -> Call:
-    """What is left of the call: the pages of each sequence behind the prefix, and the sinks."""
+    """Returns a call with the pages of each sequence after the prefix, and with the sinks."""
     side = call.side
     assert side.block_table is not None
     assert side.seqlens_kv is not None
@@ -90,7 +90,7 @@ def suffix_call(call: Call, tokens: int, pages: int) -> Call:
 
 
 def _as_suffix(out: Tensor, lse: Tensor, layout: Layout, batch: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the prefix, [1, rows, heads, d] and [1, heads, rows], in the call's form."""
+    """Returns the prefix's output [1, rows, heads, d] and lse [1, heads, rows] in the shapes of the call."""
     out, lse = out[0], lse[0]
     if layout is Layout.BHD:
         return out, lse.transpose(0, 1)
@@ -100,10 +100,10 @@ def _as_suffix(out: Tensor, lse: Tensor, layout: Layout, batch: int) -> tuple[Te
 
 
 def read_shared(tokens: object) -> int:
-    """Returns how many first tokens all sequences share.
+    """Returns the number of first tokens that all sequences share.
 
     Raises:
-        ProblemError: It is no number of tokens.
+        ProblemError: It is not a number of tokens.
     """
     return read_count("shared_prefix", tokens, "how many first tokens all sequences share")
 
@@ -134,5 +134,5 @@ def _shared_pages(call: Call, tokens: int) -> int:
 
 @functools.cache
 def _length(tokens: int, device: torch.device) -> Tensor:
-    """The length of a prefix as kernels read it; kept for good, since a CUDA graph may hold on to it."""
+    """Returns the length of a prefix as a tensor. It is cached forever, because CUDA graphs may use it."""
     return torch.tensor([tokens], dtype=torch.int32).to(device)

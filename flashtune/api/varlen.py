@@ -1,4 +1,4 @@
-"""`attention_varlen` and its plan: sequences of different lengths, packed one behind the other."""
+"""`attention_varlen` and its plan: sequences of different lengths, packed without padding."""
 
 from __future__ import annotations
 
@@ -77,36 +77,37 @@ def attention_varlen(
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> Result:
-    """Attention within each of many packed sequences: queries of one see keys of the same one.
+    """Computes attention of packed sequences of different lengths. Queries see only keys of their sequence.
 
-    Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]; it may be empty. Lengths are read on the
-    GPU alone, so that they may change between replays of a CUDA graph. Rows behind the last sequence are not
+    The rows of sequence b are cu_seqlens[b] to cu_seqlens[b + 1], and may be empty. Lengths are read only on
+    the GPU, so that they may change between replays of a CUDA graph. Rows after the last sequence are not
     written.
 
     Args:
-        q: Queries of all sequences, [total_q, heads, head_dim], of any strides with a contiguous last
-            dimension, in bfloat16, float16 or float32.
+        q: Queries of all sequences, [total_q, heads, head_dim], in bfloat16, float16 or float32. Strides are
+            arbitrary, but the last dimension is contiguous.
         k: Keys, [total_k, kv_heads, head_dim].
         v: Values, [total_k, kv_heads, value_head_dim].
-        cu_seqlens_q: Where the queries of sequences begin, and the last ends: int32 [batch + 1].
-        cu_seqlens_k: Likewise of keys.
-        max_seqlen_q: Queries of the longest sequence, or more, up to total_q. Kernels are chosen by it,
-            rounded up.
-        max_seqlen_k: Likewise of keys. A window or chunk of no fewer keys than it rounded up is none.
-        return_lse: Whether the log-sum-exp of each row is returned too.
-        **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`,
-            `prefix_lengths`, `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p` and
-            `deterministic`, as `attention` has them.
+        cu_seqlens_q: Offsets of the sequences' queries and the end of the last one: int32 [batch + 1].
+        cu_seqlens_k: Offsets of the sequences' keys, likewise.
+        max_seqlen_q: Number of queries of the longest sequence, or more, up to total_q. It is rounded up to
+            select kernels.
+        max_seqlen_k: Number of keys of the longest sequence, or more. Windows and chunks that are not smaller
+            than its rounded value have no effect.
+        return_lse: Whether to return the log-sum-exp of each row too.
+        **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`,
+            `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p` and `deterministic`, as in
+            `attention`.
 
     Returns:
-        The output [total_q, heads, value_head_dim] in q's type. With `return_lse` also the natural
+        The output [total_q, heads, value_head_dim] in q's type. With `return_lse`, also the natural
         log-sum-exp [heads, total_q] in float32.
 
     Raises:
-        ProblemError: The tensors do not fit one another, or nobody can serve them.
-        KernelError: The kind of call is new and a CUDA graph is being captured (see
-            `flashtune.plan_varlen`), or only generated kernels may serve and none compiles or loads.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The tensors do not match one another, or no backend supports the call.
+        KernelError: The kind of call is new and a CUDA graph is being captured (see `flashtune.plan_varlen`).
+            Or `prefer` is "generated" and no kernel compiles or loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return attend(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
@@ -137,7 +138,7 @@ def varlen_call(
     dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Call:
-    """The record of a call of `attention_varlen`; arguments and errors are its own."""
+    """Returns the record of a call of `attention_varlen`, with the same arguments and errors."""
     check_flags(causal, return_lse, deterministic)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if starts is None:
@@ -209,14 +210,14 @@ def plan_varlen(
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> VarlenPlan[Result]:
-    """Resolves a call of `attention_varlen` once, whose arguments these are.
+    """Prepares a call of `attention_varlen` with the same arguments.
 
-    The lengths may change from call to call, or in place between replays of a CUDA graph, while no sequence
-    is longer than was said here.
+    Lengths may change from call to call, or in place between replays of a CUDA graph. No sequence may become
+    longer than max_seqlen_q and max_seqlen_k.
 
     Returns:
-        A callable of (q, k, v, cu_seqlens_q, cu_seqlens_k), and of the same tensors
-        among the options by name.
+        A callable with the parameters (q, k, v, cu_seqlens_q, cu_seqlens_k). Tensors that were passed as
+        options are passed by name.
 
     Raises:
         ProblemError: As `attention_varlen`; KernelError and VerificationError too.
