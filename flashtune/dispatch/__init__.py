@@ -1,4 +1,4 @@
-"""The choice of a kernel or of SDPA for a request, from tables and forecasts. Compiles and launches nothing.
+"""Selection of a kernel or of SDPA for a request, from tables and estimates. Compiles and launches nothing.
 
 May import `core`, `request`, `templates`, `launch` and `db`.
 """

@@ -1,4 +1,4 @@
-"""What will serve a request and why, decided without compiling or launching anything."""
+"""Selection of the backend of a request, without compiling or launching anything."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import side_views
 
-# Whose default configs the interpreter runs: small tiles and no copy engine.
+# The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
-# Why nobody else serves such tensors.
+# The reason for the unfused computation of float64 tensors.
 DOUBLE = "no kernel takes float64"
-# Every family takes tensors of which so much may be assumed.
+# All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
 
 
 class Server(enum.StrEnum):
-    """Who computes a call."""
+    """The backend that computes a call."""
 
     GENERATED = "generated"
     INTERPRETER = "interpreter"
@@ -42,13 +42,13 @@ class Server(enum.StrEnum):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Who serves a request and why.
+    """The backend of a request and the reason.
 
     Attributes:
-        server: Who computes it.
-        reason: One clause that says why.
-        target: The GPU, or None where it does not matter.
-        selection: The record that was found for it, or None where none was looked for.
+        server: The backend.
+        reason: The reason as one clause.
+        target: The GPU, or None if it does not matter.
+        selection: The record that was found for the request, or None if none was looked up.
     """
 
     server: Server
@@ -58,11 +58,12 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Decision:
-    """Who serves a request for these tensors, of which nobody asks for gradients.
+    """Returns the decision for a request without gradients and its tensors.
 
     Raises:
-        ProblemError: Nobody can: CPU tensors without the interpreter, or a problem that no family computes
-            where only generated kernels may serve or that SDPA does not compute either.
+        ProblemError: No backend supports the call: the tensors are on the CPU and there is no interpreter,
+            or no family computes the problem. The latter is an error only if `prefer` is "generated" or the
+            call has features.
     """
     check_device(request)
     if request.is_empty:
@@ -75,7 +76,7 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
         selection = default_selection(request.problem, target, needed)
         return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
-    # No baseline is selected where a log-sum-exp or a feature is wanted.
+    # A baseline may not be selected if the call returns a log-sum-exp or has features.
     features = bool(request.problem.features)
     generated = request.prefer is Prefer.GENERATED or request.return_lse or features
     tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v, side)
@@ -93,7 +94,7 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
 
 
 def baseline(request: Request) -> Server:
-    """Who serves where no generated kernel does: SDPA, which has no log-sum-exp and no features."""
+    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
     same_bits = request.needs_grad and request.deterministic
     plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
     return Server.SDPA if plain else Server.STANDARD
@@ -102,7 +103,7 @@ def baseline(request: Request) -> Server:
 def needed_specialization(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
 ) -> Specialization:
-    """What a kernel may assume of these tensors and of the output that it will be given."""
+    """Returns the properties that a kernel may assume of these tensors and of the output."""
     tensors = *request.views(q, k, v), output_like(request)
     bias = None
     if side.bias is not None:
@@ -111,13 +112,13 @@ def needed_specialization(
 
 
 def output_like(request: Request) -> Tensor:
-    """A tensor without memory that has the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
+    """Returns a meta tensor with the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
     out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
     return request.layout.heads_first(out)
 
 
 def _passed_over(usual: Selection, selection: Selection) -> str:
-    """Why another selection serves than would serve tensors that every family can address."""
+    """Returns the reason for not using the selection for tensors that all families can address."""
     if usual.record == selection.record:
         return ""
     return (
@@ -145,7 +146,7 @@ def _of_selection(
 
 
 def where_found(selection: Selection) -> str:
-    """One clause that says why a generated kernel serves."""
+    """Returns the reason for a generated kernel as one clause."""
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
@@ -156,9 +157,9 @@ def where_found(selection: Selection) -> str:
 
 
 def why_a_peer_serves(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
-    """One clause that says why a baseline serves, of one pass or of both.
+    """Returns the reason for a baseline in one pass or both, as one clause.
 
-    `sharing` says how the mask is shared, if times with such a mask decided.
+    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
     """
     condition = ", both passes together" if len(passes) > 1 else ""
     if sharing is not None:
@@ -177,10 +178,10 @@ def _faster_peer(
     v: Tensor,
     side: Side,
 ) -> str | None:
-    """The baseline that is faster and may serve in place of a generated kernel, or None."""
+    """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     problem = request.problem
     if problem.packed or problem.page_size or problem.lengths:
-        # The standard computation would ask the device for lengths, and wait.
+        # The unfused computation would read lengths from the device, which synchronizes.
         return None
     usual = None
     if not problem.features:
@@ -207,10 +208,10 @@ def _forecast_in_words(selection: Selection) -> str:
 
 
 def check_device(request: Request) -> None:
-    """Refuses tensors on a device where nobody serves.
+    """Checks that some backend supports the device of the tensors.
 
     Raises:
-        ProblemError: They are on the CPU, and there is no interpreter or it does not compute their type.
+        ProblemError: They are on the CPU, and there is no interpreter or it does not support their type.
     """
     if request.device.type == "cuda" or request.is_double:
         return

@@ -1,4 +1,4 @@
-"""Compares the times of selections with those of the baselines, which were measured or are forecast."""
+"""Compares the times of selections, measured or estimated, with those of the baselines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flashtune.core.mask_sharing import MaskSharing, nearest_way
 from flashtune.core.problem import Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 
-# The share by which two measurements of one kernel may differ. SDPA serves unless the kernel is faster by
-# more than this, so that a call is not slower than SDPA. The standard computation holds all scores in memory
-# and serves only if it is faster than the kernel by more than this.
+# The fraction by which two measurements of one kernel may differ. SDPA is used unless the kernel is faster by
+# more than this, so that a call is not slower than SDPA. The unfused computation stores all scores in memory.
+# It is used only if it is faster than the kernel by more than this.
 NOISE = 0.01
-# SDPA must be faster by more than this share where a time is a forecast.
+# With an estimated time, SDPA must be faster by more than this fraction.
 FORECAST_NOISE = 0.05
 STANDARD = "standard"
 
@@ -22,17 +22,17 @@ STANDARD = "standard"
 def faster_peer(
     selection: Selection, problem: Problem, usual_sdpa: str | None, sharing: MaskSharing | None = None
 ) -> str | None:
-    """Returns the name of a baseline that serves in place of a selection, or None.
+    """Returns the name of a baseline that replaces a selection, or None.
 
-    At a tuned shape both were measured in one run, and SDPA serves if the selection was not faster beyond
-    noise. At other shapes both times are forecasts. The standard computation counts only where the problem
-    has no more scores than the shape that was measured, because scores are held in memory.
+    At a tuned shape both were measured in one run, and SDPA is used unless the selection was faster beyond
+    noise. At other shapes both times are estimates. The unfused computation is considered only if the problem
+    has no more scores than the measured shape, because it stores scores in memory.
 
     Args:
         selection: The selection for the problem.
         problem: The problem.
-        usual_sdpa: The peer that torch's SDPA picks by itself for the problem, such as
-            `sdpa-cudnn`; None where SDPA would serve in a way that was not measured.
+        usual_sdpa: The baseline that torch's SDPA selects for the problem, such as `sdpa-cudnn`. None if the
+            backend or the way in which SDPA uses it was not measured.
         sharing: How the call's mask is shared.
     """
     if selection.record.config is None:
@@ -43,16 +43,16 @@ def faster_peer(
 def faster_peer_of_pair(
     forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
 ) -> str | None:
-    """Returns the name of a baseline that serves both passes in place of both selections, or None.
+    """Returns the name of a baseline that replaces both selections of a differentiable call, or None.
 
-    It was timed in the same run as each of them, so that each pass is compared within one run. The arguments
-    are those of `faster_peer` for the forward problem.
+    The baseline was timed in the same run as each selection, so that each pass is compared within one run.
+    The arguments are those of `faster_peer` for the forward problem.
     """
     return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
 
 
 def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | None:
-    """Returns a record's times with a mask that is shared in a way, or in the nearest way at its shape."""
+    """Returns a record's times with a mask shared in this way, or in the nearest timed way, or None."""
     if sharing is None or record.measurement is None:
         return None
     way = nearest_way(record.problem, sharing.dimensions)
@@ -63,10 +63,10 @@ class _Times(NamedTuple):
     """Times of one pass, in ms.
 
     Attributes:
-        ms: The selection's time.
-        is_forecast: Whether the times are forecasts.
+        ms: Time of the selection.
+        is_forecast: Whether the times are estimates.
         peers: Times of the baselines by name.
-        scores: Bytes of all scores of the shape that was measured.
+        scores: Size of all scores of the measured shape, in bytes.
     """
 
     ms: float
@@ -76,26 +76,26 @@ class _Times(NamedTuple):
 
 
 def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times | None:
-    """Returns the times of a selection and its peers, or None without a measurement."""
+    """Returns the times of a selection and its baselines, or None without a measurement."""
     why, measurement = selection.forecast, selection.measured.measurement
     if measurement is None:
         return None
     peers = {peer.name: peer.ms for peer in measurement.peers}
     scores = score_bytes(selection.measured.problem)
     shared = shared_time(selection.measured, sharing)
-    # The standard computation is not timed with shared masks. It takes no longer with these.
+    # The unfused computation is not timed with shared masks. It is not slower with them.
     standard = {name: ms for name, ms in peers.items() if name == STANDARD}
     if why is None:
         ms = measurement.ms
         if shared is not None:
             ms, peers = shared.ms, standard | {peer.name: peer.ms for peer in shared.peers}
         return _Times(ms, False, peers, scores)
-    # The ratio of the standard computation's time to that of the nearest shape's config is assumed constant.
+    # The ratio of the unfused computation's time to that of the nearest shape's config is assumed constant.
     expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in standard.items()}
     expected |= {peer.name: peer.ms for peer in why.peers}
     ms = why.ms
     if shared is not None:
-        # Forecasts are of unshared masks. Sharing is assumed to change times by the same ratio here.
+        # Estimates are for unshared masks. Sharing is assumed to change times by the same ratio here.
         ms *= shared.ms / measurement.ms
         gains = {peer.name: peer.ms / peers[peer.name] for peer in shared.peers if peer.name in peers}
         gains[STANDARD] = 1.0

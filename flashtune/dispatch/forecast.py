@@ -1,9 +1,9 @@
-"""Which of the tuned configs serves a shape that nobody tuned: the one that is expected to be fastest there.
+"""Selects the config with the lowest estimated time at an untuned shape, among the tuned configs.
 
-What a config takes is what its schedule takes (`Family.span`), times what the tuned shapes of its family
-took over what their schedules do: all of them on average, the near ones most (Nadaraya and Watson's kernel
-regression). Where a winner was measured no other config can have been faster: where the schedule alone would
-have it so, something else holds that config up, and it is taken to do so near there.
+The estimate is the time of the config's schedule (`Family.span`) times a correction. The correction is the
+mean ratio of measured to scheduled time over the family's tuned shapes, with larger weights for near shapes
+(Nadaraya-Watson kernel regression). At a tuned shape, no other config can be faster than the winner. If the
+schedule of another config is shorter there, a penalty is added to that config's estimates at near shapes.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from flashtune.dispatch.nearest import (
 from flashtune.dispatch.peer_forecast import expected_peers
 from flashtune.templates.registry import find_family
 
-# How many steps of a factor of two away what was measured still says what holds configs up that did not win.
+# Length scale of the penalties of configs, in steps of a factor of two.
 HELD_REACH = 1.0
-# So many near shapes are asked what holds a config up, and none answers more than this (a logarithm).
+# Number of near shapes that determine a penalty, and the largest penalty of a shape (a logarithm).
 ASKED = 4
 MOST_HELD = 0.3
-# What is expected of a config must be better by so much for it to be chosen, relatively: for each step of a
-# factor of two that it won farther away than the nearest winner, for each that its family's nearest winner is
-# away, where the family's programs come and go, whose times are known less well, and where nobody proved or
-# timed it anywhere: less where it differs in a single choice from a config that won.
+# Required margins as fractions of the time. STEP_DOUBT is per step of a factor
+# of two by which the shape where the config won is farther than the nearest winner's. PORTABLE_DOUBT is per
+# step to the nearest winner of a portable family, because times of such families are less certain.
+# UNTIMED_DOUBT is for configs that were never verified or timed, and BESIDE_DOUBT for those of them that
+# differ from a winner on one axis only.
 STEP_DOUBT = 0.005
 PORTABLE_DOUBT = 0.04
 UNTIMED_DOUBT = 0.05
 BESIDE_DOUBT = 0.02
-# Configs of a family that won elsewhere from which such others are looked for: the best here.
+# Number of a family's best tuned configs from which untimed configs are derived.
 STARTS = 3
 
 
 class _Candidate(NamedTuple):
-    """A record whose config may serve, what its config is expected to take, and how that is doubted."""
+    """A record with a candidate config, its estimated time in ms, and the required margin."""
 
     record: Record
     ms: float
@@ -63,10 +64,10 @@ class _Candidate(NamedTuple):
 def forecast(
     problem: Problem, records: Iterable[Record], target: Target, serves: Callable[[Record], bool]
 ) -> tuple[Record, Forecast] | None:
-    """The record whose config is expected to be fastest, and why; None where nothing alike is tuned.
+    """Returns the record of the config with the lowest estimated time, or None without a tuned shape.
 
-    The same records give the same answer in whatever order they come. A config that was tuned nowhere has a
-    record without a verdict, as a default has.
+    The result does not depend on the order of the records. A config that was never tuned has a record without
+    a verdict, like a default config.
 
     Args:
         problem: A shape that is not tuned.
@@ -92,7 +93,7 @@ def forecast(
 
 
 def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> Iterator[_Candidate]:
-    """The configs of one family, each with its nearest record, the nearest first."""
+    """Yields the configs of one family, each with its nearest record. Tuned configs come first."""
     anchor = nearest_record(problem, records)
     assert anchor is not None
     assert anchor.config is not None
@@ -100,12 +101,13 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     here = msgspec.structs.replace(problem, causal=anchor.problem.causal)
 
     def order(known: _Known) -> tuple[float, bool, str]:
-        # Two masks of one shape are equally near: the nearest winner is the one that stands for its config.
+        # Records of two masks of one shape are equally near. The one that `nearest_record` returns comes
+        # first.
         return known.distance, known.record is not anchor, known.record.problem.key
 
     known = sorted((_known(record, problem, target) for record in records), key=order)
     longer = _longer(known)
-    # Several starts have the same configs beside them.
+    # Variants of several starting configs are often the same.
     span = functools.cache(lambda config: family.span(here, config, target))
 
     def expected(config: Config) -> float:
@@ -122,19 +124,19 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     yield from tuned.values()
     slight = BESIDE_DOUBT if _is_plain_prompt(problem) else UNTIMED_DOUBT
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
-    # It has another tile where queries are few.
+    # The default config has another tile if there are few queries.
     default = family.default(here, target)
     for start in dict.fromkeys((*best, anchor.config)):
         for config in (default, *family.spread_otherwise(here, start, target)):
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
-            # Its span at the tuned shapes could only speak against it.
+            # A penalty only raises the estimate, so configs with a longer schedule are skipped.
             if config not in tuned and span(config) * (1 + more) < span(start):
                 record = untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
 
 
 class _Known(NamedTuple):
-    """A tuned shape: its winner, how far away it is, and what the winner's schedule takes there, in ms."""
+    """A tuned shape: the winner's record, the distance, and the winner's schedule time there in ms."""
 
     record: Record
     distance: float
@@ -142,7 +144,7 @@ class _Known(NamedTuple):
 
     @property
     def longer(self) -> float | None:
-        """What the winner took over its schedule, a logarithm; None where nobody timed it."""
+        """The logarithm of the winner's measured over its schedule time, or None if it was not timed."""
         return math.log(self.record.ms / self.won) if self.record.ms else None
 
 
@@ -153,13 +155,13 @@ def _known(record: Record, problem: Problem, target: Target) -> _Known:
 
 
 def _longer(known: Sequence[_Known]) -> float:
-    """How much longer a family's launches take than their schedules: a logarithm."""
+    """Returns the family's correction at the shape: the logarithm of measured over schedule time."""
     timed = [(one.longer, one.distance) for one in known if one.longer is not None]
     return regression(timed) if timed else 0.0
 
 
 def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
-    """How much longer a config takes than others by what its schedule does not know: a logarithm."""
+    """Returns the penalty of a config: the logarithm of extra time that the schedule does not contain."""
     held = total = 0.0
     for one in near:
         share = weight(one.distance, HELD_REACH)
@@ -171,24 +173,24 @@ def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _span(family: str, problem: Problem, config: Config, target: Target) -> float:
-    """What a config's schedule takes at a tuned shape, in ms."""
+    """Returns the schedule time of a config at a tuned shape, in ms."""
     return find_family(family).span(problem, config, target)
 
 
 def _is_plain_prompt(problem: Problem) -> bool:
-    """Whether a problem is of the kind whose regret was measured: decoding, masks and gradients are not."""
+    """Whether the regret was measured for such problems. Decoding, masks and gradients are excluded."""
     many = problem.seqlen_q > FEW_QUERIES and not problem.dtype.is_quantized
     return many and not problem.features and not problem.is_backward
 
 
 def _is_beside(config: Config, other: Config) -> bool:
-    """Whether two configs differ in one choice alone."""
+    """Whether two configs differ on one axis only."""
     pairs = zip(config.items(), other.items(), strict=True)
     return [one == another for one, another in pairs].count(False) == 1
 
 
 def untimed(record: Record, config: Config) -> Record:
-    """The record of a config that nobody verified or timed."""
+    """Returns the record of a config that was not verified or timed."""
     return msgspec.structs.replace(
         record,
         config=config,

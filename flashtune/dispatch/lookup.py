@@ -1,7 +1,7 @@
-"""Selects the record that serves a problem on a GPU, with its standing there.
+"""Selects the record for a problem on a GPU, with its verification status there.
 
-The order is: the user's database, the shipped table, the config that is expected to be fastest of those tuned
-for such shapes, and a family's default config.
+The order is: the user's database, the shipped table, the tuned config with the lowest estimated time at such
+shapes, and a family's default config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashtune.launch.compilation import interpreting
 from flashtune.templates.family import Family, why_not
 from flashtune.templates.registry import families, find_family
 
-# The order in which default configs are tried for problems without a tuned shape; other families come last.
+# The order in which default configs are tried for problems without a tuned shape. Other families come last.
 DEFAULT_FAMILIES = (
     "forward_hopper",
     "forward_q_outer",
@@ -33,11 +33,10 @@ DEFAULT_FAMILIES = (
     "backward_hopper",
     "backward_split",
 )
-# The first family where queries are so few that keys must be split among programs.
+# The first family if queries are so few that keys must be split among programs.
 DECODING_FAMILY = "decode_split_kv"
-# The first family where keys are latent, and queries fill its tiles of 64 rows or its tiles take a quarter of
-# the multiprocessors. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with
-# DECODING_FAMILY.
+# The first family for latent keys, if queries fill its tiles of 64 rows or its tiles occupy a quarter of the
+# SMs. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
 
@@ -51,8 +50,8 @@ def select(
         problem: The problem.
         target: The GPU.
         tables: The tuned records for it.
-        specialization: Properties of the tensors. A family that needs more of them does not serve.
-        generated: Whether only generated kernels may serve, no baseline.
+        specialization: Properties of the tensors. A family that requires more is not selected.
+        generated: Whether only generated kernels may be selected, no baselines.
 
     Raises:
         ProblemError: No family computes it on this GPU.
@@ -81,17 +80,17 @@ def select(
 
 
 def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
-    """Whether a problem has few queries and the nearest tuned shape has many and is far."""
+    """Whether a problem has few queries and the nearest tuned shape has many queries and is far."""
     return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
 
 
 def of_nearest(selection: Selection) -> Selection | None:
-    """Returns the selection of the nearest tuned shape where another config was expected to be faster."""
+    """Returns the selection of the nearest tuned shape if another config has a lower estimate, or None."""
     why = selection.forecast
     if why is None or why.nearest == selection.record:
         return None
     if not tuned_alike(selection.record.problem, (why.nearest,)):
-        # Its kernel is for another type or head dim.
+        # The kernel of that shape is for another type or head dim.
         return None
     return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
 
@@ -108,7 +107,7 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     asked = [family for family in families() if family.direction is problem.direction]
     reasons = [_why_not(family, problem, target, specialization) for family in asked]
     if problem.features:
-        # The reasons of families with all of the features. The others lack a feature, which the error names.
+        # Only list the reasons of families with all features. The error names the features to leave out.
         able = [problem.features <= family.features for family in asked]
         told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
         advice = _advice(problem, target, specialization)
@@ -125,7 +124,7 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
 def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
-    """Yields the default configs of families that compute a problem for such tensors, best guess first."""
+    """Yields the default configs of families that compute a problem for such tensors, the preferred first."""
     for family in sorted(families(), key=lambda family: _default_rank(family, problem, target)):
         if _why_not(family, problem, target, specialization) is None:
             record = Record(
@@ -143,7 +142,7 @@ def default_selections(
 
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
-    """Returns the fewest features to leave out of a problem so that some family computes the rest."""
+    """Returns advice that names the fewest features to leave out so that some family computes the rest."""
     asked = sorted(problem.features)
     for count in range(1, len(asked) + 1):
         for left_out in itertools.combinations(asked, count):
@@ -171,7 +170,7 @@ def _why_not(family: Family, problem: Problem, target: Target, specialization: S
 
 
 def proven_by(selection: Selection, digest: str) -> bool:
-    """Whether a selection's receipt covers this very kernel under the versions installed here."""
+    """Whether a selection's receipt covers this kernel with the installed versions."""
     return selection.standing is not Standing.UNPROVEN and selection.record.kernel == digest
 
 

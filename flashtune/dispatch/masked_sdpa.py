@@ -1,10 +1,11 @@
-"""Attention with an additive bias or a boolean mask by torch's SDPA, with flashtune's meaning of both.
+"""Attention with an additive bias or a boolean mask by torch's SDPA, with the semantics of flashtune.
 
-Rows without a visible key give zeros. In some versions of torch SDPA's cuDNN backend adds a finite number
-where a boolean mask hides a key, so that a row without a visible key attends to all keys. So boolean masks
-are made additive here, with -inf. A causal mask is merged into the mask, because SDPA takes only one of them.
+Rows without a visible key give zeros. In some versions of torch, SDPA's cuDNN backend adds a finite number
+for keys that a boolean mask hides. A row without a visible key then attends to all keys. Boolean masks are
+therefore converted to additive ones with -inf. A causal mask is merged into the mask, because SDPA accepts
+only one of them.
 
-A hidden key with NaN or infinity makes SDPA's result NaN. No check on the host can find it.
+A hidden key with NaN or infinity makes SDPA's result NaN. The host cannot detect this.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from flashtune.launch.compilation import first_line
 from flashtune.launch.forward import LEAST_SCALE
 from flashtune.request.request import Prefer, Request
 
-# SDPA computes other features no faster, or differently. Windows and chunks would be masks made in each call,
-# with all hidden blocks computed. Slopes would be rounded to 16 bits, and dropout draws other weights.
+# SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call
+# and would compute all hidden blocks. Slopes would be rounded to 16 bits, and dropout draws other weights.
 FEATURES = frozenset({Feature.BIAS})
-# How `torch._fused_sdp_choice` numbers SDPA's backends, as peers are named in records.
+# Names of SDPA's backends in records, by their numbers in `torch._fused_sdp_choice`.
 PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
-# The least problem that shows a wrong meaning: lengths that no tile divides, and the largest error of a row.
+# Extents of the trial problem, which no tile size divides, and the largest error that is accepted.
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
-# Every refused call has an entry of its own.
+# Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
 _refusals: dict[tuple[object, ...], str] = {}
@@ -38,7 +39,7 @@ _meanings: dict[tuple[object, ...], str | None] = {}
 
 
 def is_masked(problem: Problem) -> bool:
-    """Whether SDPA computes the features of a problem by its `attn_mask`."""
+    """Whether SDPA can compute all features of a problem by its `attn_mask`."""
     return problem.features == FEATURES
 
 
@@ -50,7 +51,7 @@ def timed_ways(problem: Problem) -> tuple[MaskSharing, ...]:
 
 
 def sharing_of(problem: Problem, bias: Tensor) -> MaskSharing | None:
-    """Returns the way nearest to that in which a call's bias is shared, or None."""
+    """Returns the timed way of sharing that is nearest to that of a call's bias, or None."""
     shape = unexpanded(bias).shape
     return nearest_way(problem, (place for place in range(3) if shape[place] == 1))
 
@@ -58,7 +59,7 @@ def sharing_of(problem: Problem, bias: Tensor) -> MaskSharing | None:
 def may_serve(request: Request) -> bool:
     """Whether SDPA may serve a request with features.
 
-    SDPA returns no log-sum-exp. Gradients of its cuDNN backend are NaN at some lengths with a mask.
+    SDPA returns no log-sum-exp. With a mask, gradients of its cuDNN backend are NaN at some lengths.
     """
     wanted = request.return_lse or request.needs_grad
     return is_masked(request.problem) and request.prefer is Prefer.FASTEST and not wanted
@@ -69,10 +70,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
     Args:
         q: Queries.
-        k: Keys, of as many heads or fewer.
+        k: Keys, with as many heads or fewer.
         v: Values.
-        bias: Numbers to add to the scores, in q's type, or a boolean mask, True where a query sees a key.
-            It broadcasts to [batch, heads, seqlen_q, seqlen_kv].
+        bias: Bias in q's type, or a boolean mask, True where a query sees a key. It broadcasts to
+            [batch, heads, seqlen_q, seqlen_kv].
         scale: Factor of the scores, not negative.
         causal: The causal mask and its alignment.
     """
@@ -81,14 +82,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         k,
         v,
         additive_mask(q, k, bias, causal),
-        # With a scale of zero outputs are averages. Zero times the mask's -inf would be NaN.
+        # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
         scale=scale or LEAST_SCALE,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
 def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
-    """Returns the mask that SDPA adds to the scores, as small as the bias and the causal mask allow.
+    """Returns the additive mask for SDPA, as small as the bias and the causal mask allow.
 
     Returns:
         In q's type, [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv].
@@ -97,7 +98,7 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     boolean = bias.dtype is torch.bool
     diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
-    # A causal mask hides nothing from a single query at the last key.
+    # A causal mask hides no key from a single query at the last key.
     hides = causal is not Causal.NONE and diagonal < seqlen_kv - 1
     if not hides and not boolean:
         return bias
@@ -111,7 +112,7 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
 
 
 def unexpanded(bias: Tensor) -> Tensor:
-    """Returns a bias in four dimensions, with 1 in place of those that were expanded."""
+    """Returns a bias in four dimensions. Expanded dimensions have size 1."""
     bias = bias[(None,) * (4 - bias.dim())]
     for dimension in range(3):
         if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
@@ -121,7 +122,7 @@ def unexpanded(bias: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the numbers that are added for visible and for hidden keys.
+    """Returns the numbers to add for visible and for hidden keys.
 
     Python numbers would be copied to the device in each call.
     """
@@ -132,7 +133,7 @@ def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """Returns the name of the backend that SDPA picks for a call, or None for its unfused path."""
-    # There is no public way to ask.
+    # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -142,7 +143,7 @@ def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal:
 def known_refusal(
     request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> str | None:
-    """Returns why this process found that a backend does not serve such a call, or None.
+    """Returns the reason why a backend cannot serve such a call, as found by this process, or None.
 
     The arguments are those of `refusal`.
     """
@@ -152,15 +153,15 @@ def known_refusal(
 def refusal(
     request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> str | None:
-    """Returns why SDPA does not serve a call with a mask here, or None; runs SDPA to find out.
+    """Returns the reason why SDPA cannot serve a call with a mask, or None. It runs SDPA.
 
-    A small problem is computed once for each type, head dims and backend, and compared with a reference. Then
-    the call itself is tried.
+    For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
+    the call itself is computed.
 
     Args:
         request: The request of the call.
-        backend: The backend that SDPA picks for the call.
-        q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v alike.
+        backend: The backend that SDPA selects for the call.
+        q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v likewise.
         k: Keys.
         v: Values.
         bias: The call's bias or mask.
@@ -172,7 +173,7 @@ def refusal(
         if _meanings[kind] is None:
             masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
     except torch.OutOfMemoryError as failure:
-        # The next call may find more memory: nothing is remembered.
+        # Memory may suffice for a later call, so the failure is not cached.
         return f"has no memory for its mask ({first_line(failure)})"
     except RuntimeError as failure:
         if len(_refusals) >= REFUSALS_LIMIT:
@@ -182,20 +183,20 @@ def refusal(
 
 
 def forget_refusals() -> None:
-    """Forgets all trials of SDPA."""
+    """Clears the results of all trials of SDPA."""
     _refusals.clear()
     _meanings.clear()
 
 
 def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
-    """Returns the properties of a call on which the meaning of its mask may depend."""
+    """Returns the key of a trial with a small problem."""
     problem = request.problem
     widths = problem.head_dim, problem.value_head_dim
     return (request.device, problem.dtype, *widths, problem.group_size > 1, problem.seqlen_q > 1, backend)
 
 
 def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[object, ...]:
-    """Returns the properties of a call that SDPA's backends check: they refuse some strides."""
+    """Returns the key of a refused call. SDPA's backends refuse some strides."""
     return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
 
 
@@ -212,7 +213,7 @@ def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> s
     queries = random(heads, rows, q.shape[3])
     keys, values = random(kv_heads, PROBE_KEYS, k.shape[3]), random(kv_heads, PROBE_KEYS, v.shape[3])
     seen = torch.rand(PROBE_ROWS, PROBE_KEYS, generator=generator) < 0.5
-    # Rows that see nothing, among others and as a whole tile; the first key alone, the last alone.
+    # Some rows see no key: single ones and a whole tile. Two rows see only the first or the last key.
     seen[:3] = seen[128:] = False
     seen[1, 0] = seen[2, -1] = True
     mask = seen.view(batch, 1, rows, PROBE_KEYS)
@@ -236,7 +237,7 @@ def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> s
 
 
 def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Returns masked attention in float64 on the CPU, with zeros in rows that see no key."""
+    """Returns masked attention in float64 on the CPU, with zeros in rows without a visible key."""
     scores = scale * (q.double() @ k.double().mT)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
     return weights @ v.double()

@@ -1,4 +1,4 @@
-"""Which tuned shape stands in for one that nobody tuned."""
+"""Distances between shapes, and the nearest tuned shape of an untuned one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import msgspec
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 
-# How many steps of a factor of two away what was measured still says how much longer a launch takes than its
-# schedule.
+# Length scale of the corrections of launch times, in steps of a factor of two.
 REACH = 1.5
-# The mean of all shapes counts beside the near ones as much as this share of one.
+# Weight of the mean of all shapes, in units of one near shape.
 PRIOR = 0.3
-# Beyond a factor of four in some extent, a neighbour's config is a guess, and dispatch says so.
+# If an extent differs by more than a factor of four, the nearest config is a guess, and dispatch warns.
 FAR = 2.0
-# With so few queries keys must be split among programs.
+# With at most this many queries, keys must be split among programs.
 FEW_QUERIES = 16
 
 
 def same_computation(problem: Problem) -> tuple[Problem, ...]:
-    """A problem and the others that compute the same under another name of the mask, itself first.
+    """Returns a problem and the problems with another causal mask that compute the same, itself first.
 
-    With equal lengths both alignments draw one diagonal; a single query that is aligned
-    bottom-right sees every key. Where each sequence has lengths of its own, equal bounds mean nothing.
+    With equal lengths, both alignments are the same mask. A single query aligned bottom-right sees all keys.
+    If each sequence has its own lengths, equal maximum lengths do not count.
     """
     ragged = problem.packed or problem.lengths or problem.page_size
     square = problem.seqlen_q == problem.seqlen_kv and not ragged
@@ -38,7 +37,7 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
 
 
 def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:
-    """The records whose kernels compute the problem too: rightness hangs on static features alone."""
+    """Returns the records whose kernels also compute the problem. This depends on static features only."""
     masks = [same.causal for same in same_computation(problem)]
     computation = _unmasked(problem)
     return [
@@ -51,10 +50,10 @@ def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:
 
 
 def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None:
-    """The record of the nearest shape with the same static features, or None without any.
+    """Returns the record of the nearest shape with the same static features, or None.
 
-    Where two are equally near, the key decides, so that all ranks choose alike; of one shape's records the
-    first.
+    If shapes are equally near, the smallest problem key wins, so that all ranks select the same. Of records
+    of one shape, the first wins.
     """
     masks = [same.causal for same in same_computation(problem)]
     alike = tuned_alike(problem, records)
@@ -62,16 +61,16 @@ def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """How far two shapes are apart: steps of a factor of two, summed as squares over four extents."""
+    """Returns the Euclidean distance of two shapes over four extents, in steps of a factor of two."""
     return math.dist(_extents(one), _extents(other))
 
 
 def regression(known: Sequence[tuple[float, float]], reach: float = REACH) -> float:
-    """The expected value at a shape: the mean of all known values, moved towards those of near shapes.
+    """Returns the estimate at a shape: the mean of all known values, shifted towards those of near shapes.
 
     Args:
         known: Values at other shapes, at least one, each with the distance of its shape.
-        reach: How far away a value still counts, in steps of a factor of two.
+        reach: Length scale of the weights, in steps of a factor of two.
     """
     mean = sum(value for value, _ in known) / len(known)
     weights = [weight(steps, reach) for _, steps in known]
@@ -80,7 +79,7 @@ def regression(known: Sequence[tuple[float, float]], reach: float = REACH) -> fl
 
 
 def weight(steps: float, reach: float) -> float:
-    """How much a shape counts that is so many steps of a factor of two away."""
+    """Returns the weight of a shape at this distance in steps of a factor of two."""
     return math.exp(-0.5 * (steps / reach) ** 2)
 
 
@@ -94,14 +93,14 @@ def _rank(record: Record, problem: Problem, masks: list[Causal]) -> tuple[float,
 
 
 def _unmasked(problem: Problem) -> Problem:
-    """What is the same of two problems if a config renders to one kernel for both, but for the mask."""
+    """Returns a problem's static features without the mask. If equal, a config renders to one kernel."""
     return msgspec.structs.replace(problem.computation, causal=Causal.NONE)
 
 
 def _extents(problem: Problem) -> tuple[float, float, float, float]:
-    """What decides which config is best: both lengths, the programs in flight, the sharing of keys.
+    """Returns logarithms of the extents that affect the best config: both lengths, batch · heads, group size.
 
-    Packed sequences count as so many of the longest as there are tokens for.
+    The batch of a varlen problem is its number of query tokens over the longest length, rounded up.
     """
     sequences = problem.batch
     if problem.packed:

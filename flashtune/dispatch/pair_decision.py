@@ -1,4 +1,4 @@
-"""Who serves both passes of a call that autograd goes through: one choice, so that they always agree."""
+"""Selection of the backends of both passes of a differentiable call. One decision keeps them consistent."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from flashtune.core.record import Selection
 
-# Whose gradients are worked out from what the kernels leave, beside those of q, k and v.
+# Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
 DIFFERENTIABLE_SIDE = ("slopes", "bias", "sinks")
 
 
 class PairDecision(NamedTuple):
-    """Who serves each pass and why; a baseline serves both or none."""
+    """The decision for each pass. A baseline serves both passes or none."""
 
     forward: Decision
     backward: Decision
@@ -53,13 +53,13 @@ class PairDecision(NamedTuple):
 
 
 class Assumptions(NamedTuple):
-    """What is known of a call's tensors beside their shapes.
+    """Properties of a call's tensors in addition to their shapes.
 
     Attributes:
-        forward: What a forward kernel may assume.
-        backward: What a backward kernel may assume.
+        forward: Properties that a forward kernel may assume.
+        backward: Properties that a backward kernel may assume.
         gradients: Names of the side inputs that require grad.
-        usual: Tells the backend that SDPA picks by itself, None where that is not known or has no name.
+        usual: Returns the backend that SDPA selects, or None if it is not known or has no name.
     """
 
     forward: Specialization
@@ -69,10 +69,10 @@ class Assumptions(NamedTuple):
 
 
 def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> PairDecision:
-    """Who serves both passes of a request for these tensors.
+    """Returns the decision for both passes of a request and its tensors.
 
     Raises:
-        ProblemError: Nobody can, or only generated kernels may serve and no family computes it.
+        ProblemError: No backend supports the call, or `prefer` is "generated" and no family computes it.
     """
     ungenerated = _ungenerated(request)
     if ungenerated is not None:
@@ -88,7 +88,7 @@ def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = 
 
 
 def decide_assumed(request: Request, assumed: Assumptions) -> PairDecision:
-    """Who serves both passes of a request of which so much is known: no tensor is looked at.
+    """Returns the decision for both passes from known properties of the tensors, without the tensors.
 
     Raises:
         ProblemError: As `decide_pair`.
@@ -105,10 +105,10 @@ def decide_assumed(request: Request, assumed: Assumptions) -> PairDecision:
 
 
 def check_differentiable(request: Request) -> None:
-    """Refuses calls through which there is no way back.
+    """Checks that a call is differentiable.
 
     Raises:
-        ProblemError: 8-bit inputs or pages, or the tensors are on a device where nobody serves.
+        ProblemError: The inputs are 8-bit or paged, or no backend supports the device of the tensors.
     """
     check_device(request)
     problem = request.problem
@@ -125,7 +125,7 @@ def check_differentiable(request: Request) -> None:
 
 
 def side_gradients(side: Side) -> tuple[str, ...]:
-    """Names of the side inputs whose gradients are asked for."""
+    """Returns the names of the side inputs that require grad."""
     if side is NO_SIDE:
         return ()
     named = zip(TENSORS, side.optional_tensors, strict=True)
@@ -135,7 +135,7 @@ def side_gradients(side: Side) -> tuple[str, ...]:
 def backward_specialization(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
 ) -> Specialization:
-    """What a backward kernel may assume where the gradient of the output lies as the output does."""
+    """Returns the properties that a backward kernel may assume if dout has the strides of the output."""
     out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
     return specialization_of_pass(request, backward_tensors(request, q, k, v, out, out, out), side)
 
@@ -143,7 +143,7 @@ def backward_specialization(
 def specialization_of_pass(
     request: Request, tensors: BackwardTensors, side: Side = NO_SIDE
 ) -> Specialization:
-    """What a backward kernel may assume of tensors as it sees them."""
+    """Returns the properties that a backward kernel may assume of tensors in the kernels' layout."""
     bias = None
     if side.bias is not None:
         bias = side_views(request.problem, side, tensors.k.shape[0]).bias
@@ -153,14 +153,14 @@ def specialization_of_pass(
 def backward_tensors(
     request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
 ) -> BackwardTensors:
-    """Tensors of a call as kernels see them, with gradients that have no memory but the right strides."""
+    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors."""
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
     return BackwardTensors(*views(q, k, v), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
 def _generated(request: Request, assumed: Assumptions) -> PairDecision:
-    """As `decide_assumed`, where some family computes the backward pass."""
+    """Returns the result of `decide_assumed` for calls that generated kernels may serve."""
     blocked = [CALLED.get(name, name) for name in assumed.gradients if name not in DIFFERENTIABLE_SIDE]
     if blocked:
         raise ProblemError(
@@ -198,17 +198,17 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
 def _faster_peer(
     request: Request, forward: Selection, backward: Selection, usual: Callable[[], str | None]
 ) -> str | None:
-    """The baseline that was measured as faster over both passes and may serve in their place, or None."""
+    """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem = request.problem
     ragged = problem.packed or problem.lengths
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
-    # With a mask the gradients of some of SDPA's backends may be NaN.
+    # With a mask, gradients of some of SDPA's backends may be NaN.
     return faster_peer_of_pair(forward, backward, problem, None if problem.features else usual())
 
 
 def _ungenerated(request: Request) -> PairDecision | None:
-    """Who serves what no kernel is asked for."""
+    """Returns the decision for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
     if request.is_empty:
         return _both(Decision(Server.NOBODY, "there is nothing to attend to"))

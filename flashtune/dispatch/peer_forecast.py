@@ -1,8 +1,8 @@
-"""Expected times of SDPA's backends at shapes where they were not timed.
+"""Estimated times of SDPA's backends at shapes where they were not timed.
 
-A backend takes what a schedule of programs of one tile each takes (`portable_span`), times what it took over
-that schedule at the tuned shapes: all of them on average, the near ones most, as
-`flashtune.dispatch.forecast` does for our own kernels. SDPA's kernels are of that construction.
+The estimate is the time of a schedule with one program per tile (`portable_span`) times a correction. The
+correction is the mean ratio of measured to scheduled time at the tuned shapes, with larger weights for near
+shapes, as in `flashtune.dispatch.forecast`. SDPA's kernels have such schedules.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from flashtune.dispatch.nearest import distance, regression
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.traffic import unpacked
 
-# How the names of its backends begin, as peers are named in records.
+# Prefix of the names of SDPA's backends in records.
 SDPA = "sdpa-"
 # Queries and keys of a tile of SDPA's fused kernels.
 TILE = 128
 
 
 def expected_peers(problem: Problem, records: Iterable[Record], target: Target) -> tuple[PeerTime, ...]:
-    """What each of SDPA's backends is expected to take at a shape, in ms; empty where none was timed.
+    """Returns the estimated times of SDPA's backends at a shape, in ms. Empty if none was timed.
 
     Args:
         problem: A shape that is not tuned.
         records: Tuned records of the same computation at other shapes.
         target: The GPU.
     """
-    # Two records of one problem were timed in one run, with the same peers.
+    # Records of one problem were timed in one run with the same baselines.
     timed = {record.problem.key: record for record in records if record.measurement is not None}
     pairs: dict[str, list[tuple[float, float]]] = {}
-    # The same order of sums for all ranks.
+    # Sort, so that all ranks sum in the same order.
     for _, record in sorted(timed.items()):
         assert record.measurement is not None
         for peer in record.measurement.peers:
@@ -52,6 +52,6 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
 
 @functools.lru_cache(maxsize=8192)
 def _schedule_ms(problem: Problem, target: Target) -> float:
-    """What the schedule takes at a shape, in ms, up to a factor that all shapes share."""
+    """Returns the schedule time at a shape in ms, up to a factor that is the same for all shapes."""
     forward = msgspec.structs.replace(unpacked(problem), direction=Direction.FORWARD)
     return portable_span(forward, TILE, TILE, target)

@@ -1,7 +1,8 @@
-"""Tuned shapes of another head dim or 16-bit type, for problems with which no tuned shape shares both.
+"""Estimates from tuned shapes of another head dim or 16-bit type.
 
-A head dim that no shape was tuned at is computed in tiles of the next wider ones, and the 16-bit types are
-equally fast: which config is fastest, and how it compares with SDPA, is expected to be as there.
+They are used for problems without a tuned shape of the same head dims and type. A head dim without tuned
+shapes is computed in tiles of the next wider one, and both 16-bit types are equally fast. The ranking of
+configs, and their comparison with SDPA, are therefore assumed to be the same.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.registry import find_family
 
 SIXTEEN_BITS = (Dtype.BF16, Dtype.FP16)
-# Choices of a config that the widths of heads settle: whether they are several tiles, or outputs two halves.
+# Axes that the head dims determine: whether heads are several tiles, and outputs two halves.
 OF_WIDTH = ("decomposed", "halved")
-# Beyond so many times the width of a head's tile, loops are bound by something else.
+# Shapes whose heads are wider than this multiple of the problem's tile have another bottleneck.
 WIDEST = 2
 
 
@@ -33,17 +34,17 @@ def forecast_related(
     serves: Callable[[Record], bool],
     usual: str,
 ) -> tuple[Record, Forecast] | None:
-    """As `forecast`, by shapes of the other 16-bit type or of the next wider head dims.
+    """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
-    The record is of the problem's own type and head dims, without a verdict.
+    The record has the problem's own type and head dims, and no verdict.
 
     Args:
-        problem: A shape with which no tuned one shares type, head dims and features.
+        problem: A shape without a tuned shape of the same type, head dims and features.
         records: Selected records of the GPU, each with a config.
         target: The GPU.
         serves: Whether a record's family can serve the call.
-        usual: The family whose default config would serve otherwise: without a related shape of that family
-            nothing is said of it, and it serves.
+        usual: The family whose default config is used otherwise. Types and head dims without a tuned shape of
+            this family are skipped.
     """
     known = tuple(records)
     for other in _related(problem, known):
@@ -69,7 +70,7 @@ def forecast_related(
 
 
 def _related(problem: Problem, records: Sequence[Record]) -> Iterator[Problem]:
-    """The problem in the types and head dims of tuned shapes, the nearest of them first."""
+    """Yields the problem with the types and head dims of tuned shapes, the nearest first."""
     if problem.dtype.is_quantized:
         return
     dtypes = (problem.dtype, *(dtype for dtype in SIXTEEN_BITS if dtype is not problem.dtype))
@@ -89,7 +90,7 @@ def _related(problem: Problem, records: Sequence[Record]) -> Iterator[Problem]:
 
 
 def _is_wider(tuned: Problem, problem: Problem) -> bool:
-    """Whether a tuned shape has heads at least as wide, and no wider than tells of the problem's."""
+    """Whether the heads of a tuned shape are at least as wide as the problem's, up to a limit."""
     return all(
         own <= other <= WIDEST * power_of_two(own)
         for own, other in (
@@ -100,7 +101,7 @@ def _is_wider(tuned: Problem, problem: Problem) -> bool:
 
 
 def _carried_over(record: Record, problem: Problem, target: Target) -> Config | None:
-    """A record's config for the problem's own head dims, or None where their space has none like it."""
+    """Returns a record's config for the problem's head dims, or None if it is not in their search space."""
     family = find_family(record.family)
     if record.config is None:
         return None

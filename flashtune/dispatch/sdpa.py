@@ -1,4 +1,4 @@
-"""Attention by torch's SDPA, with the meaning that flashtune gives to masks and empty rows."""
+"""Attention by torch's SDPA, with flashtune's semantics of masks and empty rows."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import chosen_backend, unexpanded
 from flashtune.launch.forward import LEAST_SCALE
 
-# Backends read so many bytes at once.
+# Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
-    """Attention of [batch, heads, seqlen, head_dim] tensors by SDPA; differentiable.
+    """Returns attention of [batch, heads, seqlen, head_dim] tensors by SDPA. It is differentiable.
 
-    SDPA aligns `is_causal` top-left, its backends differ where lengths do, and rows that see no key
-    are NaN in some. So: lengths that differ get an explicit mask, and rows without keys are never
-    asked for.
+    SDPA aligns `is_causal` top-left, and its backends differ if lengths differ. Some give NaN in rows without
+    visible keys. Different lengths therefore get an explicit mask, and rows without keys are left out.
     """
-    # A scale of zero asks for plain averages; times the mask's -inf it would give NaN.
+    # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
     scale = scale or LEAST_SCALE
     gqa = q.shape[1] != k.shape[1]
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
-        # Later keys are seen by no query.
+        # No query sees later keys.
         k, v = k[:, :, :seqlen_q], v[:, :, :seqlen_q]
         seqlen_kv = seqlen_q
     blind = max(0, seqlen_q - seqlen_kv) if causal is Causal.BOTTOM_RIGHT else 0
     if blind == seqlen_q and blind:
-        # No row sees a key; a product keeps the graph for autograd.
+        # No row sees a key. The product keeps the output in autograd's graph.
         return q.new_zeros(*q.shape[:3], v.shape[3]) * q.sum(-1, keepdim=True)
     seeing = q[:, :, blind:] if blind else q
     square = seqlen_q - blind == seqlen_kv
@@ -49,17 +48,18 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
 def usual_backend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
 ) -> str | None:
-    """The peer that SDPA picks by itself, or None where it was not measured as it would serve.
+    """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    That is its unfused path, its causal masks of lengths that differ, and tensors at addresses that are no
-    multiples of 16 bytes. Backends of some versions of torch need such addresses and do not check them.
+    It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors
+    whose addresses are not multiples of 16 bytes. In some versions of torch, backends need such addresses and
+    do not check them.
 
     Args:
-        q: Queries as [batch, heads, seqlen, head_dim]; k and v alike.
+        q: Queries as [batch, heads, seqlen, head_dim]; k and v likewise.
         k: Keys.
         v: Values.
-        problem: What they pose.
-        bias: What is added to scores, or whether a query sees a key; None where there is neither.
+        problem: The problem of these tensors.
+        bias: The additive bias or boolean mask, or None.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
@@ -71,9 +71,9 @@ def usual_backend(
 
 
 def _start(tensor: Tensor) -> int:
-    """Returns the address of a tensor, or its offset if it is of another kind and may have no address."""
+    """Returns the address of a tensor, or the offset of a tensor subclass, which may have no address."""
     if type(tensor) is Tensor:
-        # Memory of other libraries may begin anywhere, with an offset of zero.
+        # Memory of other libraries may start at any address with an offset of 0.
         return tensor.data_ptr()
-    # Torch allocates at multiples of 256.
+    # torch allocates at multiples of 256 bytes.
     return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,6 +1,6 @@
-"""The tuned records that dispatch reads: the user's selections, and the table that ships.
+"""The tuned records that dispatch reads: the user's selections and the shipped table.
 
-They are read once per process and GPU, so that one process never changes its mind and ranks that
+They are read once per process and GPU. Decisions therefore do not change within a process, and ranks that
 read the same tables agree.
 """
 
@@ -19,10 +19,10 @@ from flashtune.dispatch.versions import current_versions
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """What is tuned for one GPU, by problem key.
+    """The tuned records of one GPU by problem key.
 
-    A problem has one record, its selection; or two where the selection's family cannot address every
-    tensor: then the second one serves the others.
+    A problem has one record, its selection. If the selection's family cannot address all tensors, a second
+    record is the fallback.
     """
 
     database: dict[str, tuple[Record, ...]]
@@ -31,7 +31,7 @@ class Tables(msgspec.Struct, frozen=True):
     def find(
         self, key: str, serves: Callable[[Record], bool] = lambda record: True
     ) -> tuple[str, Record] | None:
-        """The first record of a problem that serves, and where it stands: the user's own come first."""
+        """Returns the first record of a problem that serves, and its source. User records come first."""
         for source, records in (("database", self.database), ("shipped", self.shipped)):
             for record in records.get(key, ()):
                 if serves(record):
@@ -39,12 +39,12 @@ class Tables(msgspec.Struct, frozen=True):
         return None
 
     def effective(self) -> tuple[Record, ...]:
-        """What may serve, problem by problem: the user's own, then the shipped, as far as they are needed."""
+        """Returns the records that may serve, by problem: the user's own, then the shipped ones if needed."""
         keys = dict.fromkeys((*self.shipped, *self.database))
         return tuple(record for key in keys for record in self._needed(key))
 
     def _needed(self, key: str) -> Iterable[Record]:
-        """A problem's records down to the first that serves any tensors."""
+        """Yields a problem's records up to the first that serves any tensors."""
         for record in (*self.database.get(key, ()), *self.shipped.get(key, ())):
             yield record
             if serves_any_tensors(record):
@@ -53,7 +53,7 @@ class Tables(msgspec.Struct, frozen=True):
 
 @functools.cache
 def tuned_records(target_name: str) -> Tables:
-    """The tables of a GPU. A database that cannot be read counts as empty, and a warning says so."""
+    """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
     from flashtune.db.evidence import under
     from flashtune.db.table import shipped_table
 
@@ -65,12 +65,12 @@ def tuned_records(target_name: str) -> Tables:
 
 
 def table_hash(target_name: str | None = None) -> str:
-    """Hash over every record that dispatch would use on a GPU, 32 hex digits.
+    """Returns a hash of all records that dispatch would use on a GPU, as 32 hex digits.
 
-    Ranks that must agree compare it: equal hashes mean equal choices.
+    Ranks can compare it: equal hashes mean equal selections.
 
     Args:
-        target_name: A target's name, such as `nvidia-h200`; None for the current GPU.
+        target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
 
     Raises:
         TargetError: No name was given and there is no GPU.
@@ -100,5 +100,5 @@ def _selected(target_name: str) -> tuple[Record, ...]:
 
 
 def _may_serve(record: Record) -> bool:
-    """Whether dispatch may use a record: a predicted time is not a measured one, nor is a failure."""
+    """Whether dispatch may use a record: it has a measured time and is not a failure."""
     return record.outcome is Outcome.OK and record.provenance is Provenance.MEASURED

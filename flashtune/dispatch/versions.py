@@ -1,4 +1,4 @@
-"""What is installed here: the versions that a record is made and judged under."""
+"""The installed versions of flashtune, torch, Triton and the driver, under which records are valid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashtune.templates.hashing import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 HOPPER = 90
-# The driver's version where there is none.
+# Value of the driver's version if there is no driver.
 NO_DRIVER = "none"
 TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 
 
 @functools.cache
 def current_versions(family_name: str) -> Versions:
-    """The versions that make a record of this family here and now."""
+    """Returns the installed versions for a record of this family."""
     return Versions(
         flashtune=package_version(),
         template=template_hash(family_name),
@@ -35,12 +35,12 @@ def current_versions(family_name: str) -> Versions:
 
 
 def torch_version() -> str:
-    """Returns `torch.__version__`, without importing torch, which takes 1.5 s of CPU.
+    """Returns `torch.__version__` without importing torch, which takes 1.5 s of CPU time.
 
-    The version in the package's metadata may lack the part behind `+`, such as `cu130`.
+    The version in the package's metadata may lack the part after `+`, such as `cu130`.
 
     Raises:
-        ImportError: There is no torch.
+        ImportError: torch is not installed.
     """
     loaded = sys.modules.get("torch")
     if loaded is not None:
@@ -48,15 +48,15 @@ def torch_version() -> str:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise ImportError("torch is not installed")
-    # torch takes its version from this file, which imports nothing of torch.
+    # torch reads its version from this file, which does not import torch.
     return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
 
 
 def triton_version() -> str:
-    """Returns `triton.__version__`, without importing Triton where its file states it.
+    """Returns `triton.__version__`, without importing Triton if the version is in its source.
 
     Raises:
-        ImportError: There is no Triton.
+        ImportError: Triton is not installed.
     """
     found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
     text = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
@@ -69,12 +69,12 @@ def triton_version() -> str:
 
 
 def same_makers(one: Versions, other: Versions) -> bool:
-    """Whether two sets of versions make the same binaries: template, Triton, its ptxas, the driver."""
+    """Whether two sets of versions produce the same binaries: template, Triton, its ptxas and the driver."""
     return one.makers == other.makers
 
 
 def is_proven(record: Record, here: Versions) -> bool:
-    """Returns whether a record's receipt holds: its own GPU passed its kernel under these versions."""
+    """Whether a record's receipt is valid: the kernel passed on its GPU with these versions."""
     verdict = record.verdict
     return (
         verdict is not None
@@ -85,13 +85,13 @@ def is_proven(record: Record, here: Versions) -> bool:
 
 
 def package_version() -> str:
-    """The installed flashtune's version."""
+    """Returns the version of the installed flashtune."""
     return metadata.version("flashtune")
 
 
 @functools.cache
 def driver_version() -> str:
-    """The GPU driver's version, or `none` without one."""
+    """Returns the version of the GPU driver, or `none` without one."""
     try:
         return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
     except OSError:
@@ -100,7 +100,7 @@ def driver_version() -> str:
 
 @functools.cache
 def _ptxas_version() -> str:
-    """Of the assemblers that a Triton brings along, the one that it runs for Hopper."""
+    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     return str(get_ptxas(HOPPER).version)
