@@ -1,1 +1,1 @@
-"""Cases, inputs, reference and tolerance of a backward pass."""
+"""Cases, inputs, reference and tolerance of the backward pass."""

@@ -1,4 +1,4 @@
-"""The gradients of what is laid over scores: of an additive bias, and of ALiBi's slopes."""
+"""Gradients of an additive bias and of ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class OfSlopes(NamedTuple):
-    """What some rows add to the gradients of slopes, [pairs, group] each; additive but for the last.
+    """Partial sums of the slopes' gradients over some rows, [pairs, group] each. `steps` is a maximum.
 
     Attributes:
         exact: The gradients.
-        plain: Of rounded scores.
+        plain: The gradients in the low-precision reference.
         spread: Squares of typical errors.
-        terms: Pairs of a query and a key.
-        steps: Roundoffs of float32 that weights may be off by: of the rows where they are most.
+        terms: Number of pairs of a query and a visible key.
+        steps: Largest relative error of the rows' probabilities, in float32 roundoffs.
     """
 
     exact: Tensor
@@ -43,15 +43,15 @@ class OfSlopes(NamedTuple):
 
 
 def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
-    """The gradient of the bias in those of the rows that are compared: [pairs, group, rows, keys, 1].
+    """Returns the gradient of the bias in the compared rows: [pairs, group, rows, keys, 1].
 
-    It is dS: each element is a row of its own, rounded once, and off by P times what dP and delta are off by.
-    Where nothing is seen it is zero.
+    It is dS, with each element as a row of its own. Each is rounded once and has an error of P times the
+    errors of dP and delta. It is zero for hidden keys.
 
     Args:
-        problem: How many heads share keys.
+        problem: The group size.
         work: The rows.
-        chosen: Rows that are compared, [rows] in int64 on the CPU.
+        chosen: Compared rows, [rows] in int64 on the CPU.
     """
     group, errors = problem.group_size, work.errors
     here = torch.isin(work.rows, chosen).nonzero().flatten()
@@ -71,13 +71,13 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
 
 
 def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfSlopes:
-    """What some rows add to the gradients of slopes."""
+    """Returns the partial sums of the slopes' gradients over some rows."""
     group = problem.group_size
     batch = pairs.batch.repeat_interleave(group)
     distance = distances(problem, lengths, batch, work.rows, work.keys.device)
     distance = distance.expand(len(batch), -1, -1).reshape(work.exact.laid.shape)
     errors, laid = work.errors, work.exact.laid
-    # A row's delta is off for all of its keys alike.
+    # All keys of a row share the error of its delta.
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)
     spread = errors.weight * squared(laid * distance).sum(-1) + squared(alike)
     spread += squared(errors.least) * squared(distance).sum(-1)
@@ -96,13 +96,13 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
 
 
 def added_slopes(one: OfSlopes, other: OfSlopes) -> OfSlopes:
-    """What two slices of rows add together."""
+    """Returns the sum of the partial sums of two slices of rows."""
     sums = OfSlopes(*map(torch.add, one, other))
     return sums._replace(steps=larger(one.steps, other.steps))
 
 
 def slope_gradient(problem: Problem, sums: OfSlopes) -> Gradient:
-    """The gradients of slopes, once all rows are added up: each head is a row of one element."""
+    """Returns the gradients of slopes from the sums over all rows. Each head is a row of one element."""
     plain = (sums.plain - sums.exact).abs()
     figures = RowFigures(plain, sums.spread.sqrt(), sums.exact.abs(), sums.terms, sums.steps)
     return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))

@@ -1,8 +1,8 @@
-"""Problems for the check of a backward kernel: their lengths and the probe of each.
+"""The test cases of a backward kernel: their lengths and probes.
 
-A backward pass iterates over keys for one gradient and over queries for the others, in tiles that may
-differ. Both lengths therefore lie around the multiples of each tile side of a config, up to more blocks than
-a pipeline has stages. Tile sides are powers of two: multiples of a larger one are multiples of the smaller.
+A backward pass iterates over keys for one gradient and over queries for the others, in tiles that may differ.
+Both lengths are therefore chosen around multiples of each tile side, up to more blocks than a pipeline has
+stages. Tile sides are powers of two, so multiples of a larger one are multiples of the smaller.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from flashtune.verification.shapes import (
     third_tiles,
 )
 
-# Pairs of queries and keys, of two KV heads, that the tuned shape's reference may have: heads that share
-# keys are thinned out beyond it, since all of them are needed at once.
+# Most pairs of queries and keys, of two KV heads, in the reference of the tuned shape. Beyond, the group size
+# is reduced, because the reference needs all heads of a group at once.
 MAX_MAIN_SCORES = 2**31
 
 
 def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
-    """The small problems of a level, in a fixed order.
+    """Returns the small problems of a level in a fixed order.
 
     Args:
-        problem: The problem that a kernel is for.
-        config: The kernel's config: its tiles and pipelines decide the lengths.
+        problem: The problem of the kernel.
+        config: The kernel's config. Its tiles and pipelines determine the lengths.
         level: How much is checked.
-        reduced: Whether to make do with fewer heads and blocks, as an interpreter needs.
+        reduced: Whether to use fewer heads and blocks, as an interpreter needs.
     """
     tiles = tiles_of(config, reduced=reduced)
     quick = level is Level.QUICK
@@ -60,7 +60,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
     rounds = () if reduced else tuple(many_tiles(tile, quick=quick))
     if reduced:
-        # Without rounds of tiles nothing else has three tiles of queries and of keys in full attention.
+        # No other reduced problem has three tiles of queries and of keys in full attention.
         shapes += (third_tiles(tile),)
     if problem.deterministic and level is not Level.QUICK and not reduced:
         rounds += tuple(turns_of(tile))
@@ -71,18 +71,18 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         heads = FEW_HEADS if reduced else HEADS
         block = tiles.least
         cases = (*cases_of(problem, shapes, block, heads), *cases_of(problem, rounds, block, ROUNDS))
-    # Nothing races in an interpreter, and programs run one after the other.
+    # An interpreter runs programs one after the other, so there are no races.
     return tuple(msgspec.structs.replace(case, repeats=1) for case in cases) if reduced else cases
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
-    """The tuned shape itself, with fewer sequences and heads where memory or time would not do."""
+    """Returns cases of the tuned shape, with fewer sequences and heads to limit memory and time."""
     cases = forward.main_cases(problem)
     return tuple(msgspec.structs.replace(case, problem=_smaller_groups(case.problem)) for case in cases)
 
 
 def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
-    """Small problems of which one tensor at a time, and its gradient, spans more than 2^31 elements."""
+    """Returns small problems in which one tensor at a time, and its gradient, spans over 2^31 elements."""
     return forward.far_cases(problem, config)
 
 
@@ -101,11 +101,11 @@ def _with_features(
     quick: bool,
     reduced: bool,
 ) -> Iterator[Posed]:
-    """The problems of plain kernels with sequences that may differ, and those at the borders of masks."""
+    """Yields the plain problems with sequences of different lengths, and problems at the borders of masks."""
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=False)
     square = mask_squares(tile, problem, quick=quick, reduced=reduced)
     for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *beside, *square)):
-        # What was about the diagonal is about all borders.
+        # The probe `edge` replaces `diagonal`.
         edge = shape.probe is Probe.DIAGONAL
         one = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
         heads, batch = POSED_HEADS[turn % len(POSED_HEADS)], BATCHES[turn % len(BATCHES)]
@@ -118,7 +118,7 @@ def _posed(problem: Problem, problems: Iterable[Posed], tiles: Tiles) -> Iterato
     turns = zip(itertools.cycle(SCALES), itertools.cycle((Layout.BSHD, Layout.BHSD)))
     for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
         heads, kv_heads = one.heads
-        # Tensors have room for a few keys more than any sequence has, every other time.
+        # In every second case, tensors have a few more keys than the longest sequence.
         spare = 5 * (turn % 2) if problem.lengths and not problem.packed else 0
         yield Case(
             problem=msgspec.structs.replace(
@@ -139,11 +139,11 @@ def _posed(problem: Problem, problems: Iterable[Posed], tiles: Tiles) -> Iterato
         )
 
 
-# Names of a tile's sides in configs: of the first kernel, and of another that goes over the scores once more.
+# Names of a tile's sides in configs: of the first kernel, and of a second one that recomputes the scores.
 QUERY_SIDES, KEY_SIDES = ("block_m", "dq_block_m"), ("block_n", "dq_block_n")
 STAGES = ("num_stages", "dq_stages")
 DEFAULT_SIDE = 128
-# Launches of what has many tiles: some races are lost once in thousands of steps.
+# Launches of problems with many tiles. Some races give a wrong result only once in thousands of steps.
 RACE_REPEATS = 24
 
 
@@ -151,9 +151,9 @@ class Tiles(NamedTuple):
     """The tiles of a config.
 
     Attributes:
-        queries: Sides along queries, ascending, each once.
-        keys: Sides along keys, likewise.
-        depth: Blocks in flight.
+        queries: Distinct sides along queries, ascending.
+        keys: Distinct sides along keys, ascending.
+        depth: Number of blocks in flight.
     """
 
     queries: tuple[int, ...]
@@ -162,12 +162,12 @@ class Tiles(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The smallest side: a needle in each block of it is one in each block of any."""
+        """The smallest side. A needle in each block of this size is also one in each larger block."""
         return min(*self.queries, *self.keys)
 
 
 def tiles_of(config: Config, *, reduced: bool) -> Tiles:
-    """All tiles that a config names; `reduced` counts one block in flight, as an interpreter has."""
+    """Returns the tiles of a config. If `reduced`, one block is in flight, as in an interpreter."""
 
     def named(names: tuple[str, ...]) -> tuple[int, ...]:
         sides = {int(getattr(config, name)) for name in names if hasattr(config, name)}
@@ -179,20 +179,20 @@ def tiles_of(config: Config, *, reduced: bool) -> Tiles:
 
 
 def gradient_shapes(tiles: Tiles, problem: Problem, *, quick: bool) -> Iterator[Shape]:
-    """The small problems of a check, in a fixed order."""
+    """Yields the small problems of a check in a fixed order."""
     yield from _quick(tiles, problem)
     if not quick:
         yield from _full(tiles, problem)
 
 
 def many_tiles(tile: Tile, *, quick: bool) -> Iterator[Shape]:
-    """More tiles than a GPU works on at once, launched again and again but for a self-check."""
+    """Yields problems with more tiles than a GPU runs at once, launched many times except in a self-check."""
     for shape in rounds_of(tile, quick=quick):
         yield shape if quick else msgspec.structs.replace(shape, repeats=RACE_REPEATS)
 
 
 def turns_of(tile: Tile) -> Iterator[Shape]:
-    """Many more blocks of keys than a GPU works on at once: sums in their order wait for earlier ones."""
+    """Yields problems with many more blocks of keys than a GPU runs at once, for deterministic sums."""
     m, n, _ = tile
     for _ in ROUNDS:
         yield Shape(Probe.RANDOM, 2 * m + 1, 8 * n, SMALL_REPEATS)
@@ -223,7 +223,7 @@ def _full(tiles: Tiles, problem: Problem) -> Iterator[Shape]:
     queries, keys = (_lengths(sides, tiles.depth + 2) for sides in (tiles.queries, tiles.keys))
     most = max(len(queries), len(keys))
     for index in range(most):
-        # Steps of three and five reach all partners: neither divides how many there are but by chance.
+        # Steps of three and five usually reach all lengths, as they rarely divide their number.
         yield Shape(Probe.RANDOM, queries[index % len(queries)], keys[index * 5 % len(keys)])
         yield Shape(Probe.RANDOM, queries[(index * 3 + 1) % len(queries)], keys[index % len(keys)])
         yield Shape(Probe.FAR_BELOW, queries[index % len(queries)], keys[(index * 3 + 2) % len(keys)])
@@ -240,7 +240,7 @@ def _full(tiles: Tiles, problem: Problem) -> Iterator[Shape]:
 
 
 def _around_diagonal(tiles: Tiles) -> Iterator[Shape]:
-    """Square problems, more keys than queries and fewer: rows that see nothing, keys that nobody sees."""
+    """Yields problems with as many, more and fewer keys than queries. Some rows or keys have no partner."""
     m, n = tiles.queries[-1], tiles.keys[-1]
     for side in _lengths((*tiles.queries, *tiles.keys), 2)[1:]:
         yield Shape(Probe.DIAGONAL, side, side)
@@ -252,7 +252,7 @@ def _around_diagonal(tiles: Tiles) -> Iterator[Shape]:
 
 
 def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[Shape]:
-    """As many queries as keys or more, so that some keys are seen by no query behind a window or a chunk."""
+    """Yields problems with about as many queries as keys. No query sees some of the keys."""
     m, n = tile.queries, tile.keys
     left = 0 if problem.window_left is None else problem.window_left + 1
     farthest = FARTHEST_REDUCED if reduced else FARTHEST_SQUARE
@@ -266,7 +266,7 @@ def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) ->
 
 
 def _lengths(sides: tuple[int, ...], multiples: int) -> list[int]:
-    """One, and lengths around multiples of sides, none beyond the longest."""
+    """Returns 1, and lengths around multiples of the sides up to LONGEST."""
     around = {
         multiple * side + step
         for side in sides

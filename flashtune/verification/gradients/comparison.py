@@ -1,4 +1,4 @@
-"""Launches a backward kernel on one case and says what decides whether it is right there."""
+"""Launches a backward kernel on one case and compares its gradients with the reference."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def gradient_findings(
     *,
     launched: bool = True,
 ) -> Iterator[Finding]:
-    """Launches a kernel on a case, as often as the case asks, and yields what decides.
+    """Launches a kernel on a case `case.repeats` times and yields the findings.
 
-    Every launch must be right by itself, and those after the first agree with it: of a deterministic problem
-    bit for bit, of others as far as 16-bit results of sums in another order do.
+    Each launch is compared with the reference, and later launches also with the first. They must agree bit
+    for bit if the problem is deterministic. Otherwise 16-bit gradients may differ by the order of summation.
 
     Args:
         kernel: The kernel.
-        compiled: Its binary; None under the interpreter.
+        compiled: Its binary, None under the interpreter.
         case: The problem.
-        prepared: Its tensors, and what must come of them.
+        prepared: Its tensors and reference.
         target: The GPU.
-        cold: Bytes of the cache that is emptied before each launch but the first; 0 to leave it.
-        launched: Whether it is launched; without, the findings say that nothing was written.
+        cold: Bytes of the L2 cache to flush before each launch but the first, or 0.
+        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
     """
     workspaces: list[Guarded] = []
 
@@ -95,15 +95,15 @@ def _compare(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> Iterato
         gradient = prepared.expected.gradients[name]
         ratio = worst_ratio(rows[name], gradient.exact, gradient.allowed)
         yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
-        # Infinity times zero is NaN, and nothing else than zero comes of a number.
+        # Infinity or NaN times zero is NaN, and a finite number times zero is zero.
         lost = nonzero(_owned(name, case.problem, prepared, one.view) * 0)
         yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
 
 
 def _held(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What launches are held against each other: all bits, or rows of 16-bit results.
+    """Returns the results that must agree between launches: all bits, or the rows of 16-bit gradients.
 
-    Of float32 results the order of sums may be all the error, and that is compared by itself.
+    Float32 gradients are left out: the order of summation may be their only error.
     """
     views = {name: one.view for name, one in prepared.written.items()}
     if case.problem.deterministic:
@@ -114,7 +114,7 @@ def _held(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> dict[str, 
 def _unlike(
     case: Case, prepared: Prepared, first: dict[str, Tensor], held: dict[str, Tensor]
 ) -> Iterator[Finding]:
-    """How far a launch is from the first one."""
+    """Yields the differences of a launch from the first one."""
     for name, earlier in first.items():
         if case.problem.deterministic:
             unlike = nonzero(earlier - held[name])
@@ -127,32 +127,32 @@ def _unlike(
 
 
 def _rows(name: str, case: Case, prepared: Prepared) -> Tensor:
-    """Rows of a gradient as they are compared; of those that a packed sequence does not have some other."""
+    """Returns the compared rows of a gradient. Rows that a varlen sequence lacks are replaced by others."""
     return _PICKED[name](case.problem, prepared, prepared.written[name].view)
 
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
-    """All of a gradient that belongs to a sequence: without any key there is still one packed row."""
+    """Returns the part of a gradient that belongs to sequences: varlen tensors without keys have one row."""
     if not problem.packed or name not in ("dk", "dv"):
         return written
     return written[:, :, : sum(capacities(problem, prepared.lengths))]
 
 
 def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
-    """Rows of all heads of the compared pairs, [pairs, group, seqlen_q, columns]; absent ones are any."""
+    """Returns the rows of the pairs' query heads, [pairs, group, seqlen_q, columns]. Absent ones are any."""
     heads = prepared.chosen.pairs.numbers(problem)
     picked = pick(written, problem, prepared.lengths, heads.flatten(), torch.arange(problem.seqlen_q))
     return picked.reshape(*heads.shape, *picked.shape[1:])
 
 
 def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
-    """Rows of the compared pairs, [pairs, seqlen_kv, columns]; what there is none of is any."""
+    """Returns the key rows of the compared pairs, [pairs, seqlen_kv, columns]. Absent ones are any."""
     pairs = prepared.chosen.pairs
     if not problem.packed:
         return pairs.of_keys(problem, written)
     room = capacities(problem, prepared.lengths)
     if not sum(room):
-        # The one row that there is belongs to nobody.
+        # The only row belongs to no sequence.
         return written.new_zeros(len(pairs.batch), problem.seqlen_kv, written.shape[-1])
     first = starts(room).to(torch.int64)[pairs.batch][:, None]
     rows = (first + torch.arange(problem.seqlen_kv)).clamp_max(written.shape[2] - 1)
@@ -168,7 +168,7 @@ def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     return prepared.chosen.pairs.of_queries(problem, written)[..., None]
 
 
-# What was written of each gradient where it is compared, as in `Expected`.
+# Functions that return the compared part of each gradient, in the shape of `Expected`.
 _PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
     "dq": _of_queries,
     "dk": _of_keys,

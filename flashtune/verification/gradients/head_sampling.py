@@ -1,7 +1,7 @@
-"""Which KV heads of which sequences have their gradients compared, and how they are worked on piece by piece.
+"""Choice of the KV heads whose gradients are compared, and their division into pieces.
 
 The gradients of a KV head's keys and values need all query heads that share it, and all of their rows. So a
-large problem is sampled by pairs of a sequence and a KV head, the first and the last always among them.
+sample of a large problem consists of pairs of a sequence and a KV head, including the first and the last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.problem import Problem
 
-# Scores of one reference, in elements, and elements of its exact gradients of queries.
+# Largest scores of one reference in elements, and largest exact gradients.
 MAX_SCORES = {"cuda": 2**29, "cpu": 2**26}
 MAX_GRADIENTS = 2**25
 LEAST_PAIRS = 2
@@ -29,41 +29,41 @@ class Pairs(NamedTuple):
     """Some KV heads of some sequences, with all query heads that share them; on the CPU.
 
     Attributes:
-        batch: The sequence of each, [pairs] in int64.
-        kv_head: Its KV head, likewise.
+        batch: The sequence of each pair, [pairs] in int64.
+        kv_head: Its KV head, [pairs] in int64.
     """
 
     batch: Tensor
     kv_head: Tensor
 
     def heads(self, problem: Problem) -> Tensor:
-        """Query heads that share each pair's keys: [pairs, group]."""
+        """Returns the query heads of each pair: [pairs, group]."""
         return self.kv_head[:, None] * problem.group_size + torch.arange(problem.group_size)
 
     def numbers(self, problem: Problem) -> Tensor:
-        """The same, each as `sequence · heads of a sequence + head`: [pairs, group]."""
+        """Returns the query heads as `sequence · heads of a sequence + head`: [pairs, group]."""
         return self.batch[:, None] * problem.heads + self.heads(problem)
 
     def are_all(self, problem: Problem) -> bool:
-        """Whether these are all pairs of a problem, in their order."""
+        """Returns whether these are all pairs of a problem, in order."""
         return self._run(problem) == slice(0, problem.batch * problem.kv_heads)
 
     def _run(self, problem: Problem) -> slice | None:
-        """Which of all pairs these are, where they follow one another."""
+        """Returns the range of these pairs among all pairs if it is contiguous, otherwise None."""
         numbers = self.batch * problem.kv_heads + self.kv_head
         first = int(numbers[0])
         run = slice(first, first + len(numbers))
         return run if torch.equal(numbers, torch.arange(run.start, run.stop)) else None
 
     def of_queries(self, problem: Problem, tensor: Tensor, rows: Tensor | None = None) -> Tensor:
-        """A tensor's query heads that share each pair's keys, and of these all rows or some.
+        """Returns the query heads of each pair in a tensor, with the given rows or all.
 
-        Nothing is looked up where they follow one another, which would load kernels of its own.
+        A contiguous range of pairs is not indexed, because this would load another CUDA kernel.
 
         Args:
-            problem: How many heads share keys.
-            tensor: [batch, heads, ...], or [batch, heads, seqlen_q, ...] where rows are given.
-            rows: In int64, on the CPU.
+            problem: The group size.
+            tensor: [batch, heads, ...], or [batch, heads, seqlen_q, ...] with `rows`.
+            rows: Rows in int64, on the CPU.
 
         Returns:
             [pairs, group, ...].
@@ -76,21 +76,21 @@ class Pairs(NamedTuple):
         return picked if rows is None or are_all_rows(problem, rows) else picked[:, :, rows]
 
     def of_keys(self, problem: Problem, tensor: Tensor) -> Tensor:
-        """A tensor's KV heads, [pairs, ...] of [batch, kv_heads, ...], likewise."""
+        """Returns the KV head of each pair, [pairs, ...], in a tensor [batch, kv_heads, ...]."""
         run = self._run(problem)
         return tensor[self.batch, self.kv_head] if run is None else tensor.flatten(0, 1)[run]
 
     def part(self, start: int, count: int) -> Pairs:
-        """Some of them."""
+        """Returns `count` pairs from `start` on."""
         return Pairs(self.batch[start : start + count], self.kv_head[start : start + count])
 
 
 class Piece(NamedTuple):
-    """What is worked on at a time.
+    """Pairs that are processed together.
 
     Attributes:
         pairs: Some pairs.
-        rows: For these, all rows in slices one after the other: [rows] each in int64, on the CPU.
+        rows: Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
     """
 
     pairs: Pairs
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
 
 
 def sample_pairs(problem: Problem, generator: torch.Generator) -> Pairs:
-    """All pairs of a small problem; of others the first, the last, and as many more as can be afforded."""
+    """Returns all pairs of a small problem, otherwise the first, the last and some random pairs."""
     total = problem.batch * problem.kv_heads
     rows = problem.group_size * problem.seqlen_q
     device = generator.device
@@ -116,12 +116,12 @@ def sample_pairs(problem: Problem, generator: torch.Generator) -> Pairs:
 
 
 def pieces(problem: Problem, pairs: Pairs, device: str) -> Iterator[Piece]:
-    """Pairs, some at a time, or their rows where the scores of one pair are too many.
+    """Yields pieces of some pairs, with rows in several slices if one pair has too many scores.
 
     Args:
-        problem: Lengths, and how many heads share a KV head.
-        pairs: All that are compared.
-        device: The kind of device that they are worked out on.
+        problem: Lengths and group size.
+        pairs: All compared pairs.
+        device: Type of the device that computes them.
     """
     limit = CHUNK_SCORES[device]
     scores = problem.group_size * problem.seqlen_q * problem.seqlen_kv

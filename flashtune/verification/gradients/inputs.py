@@ -1,6 +1,6 @@
 """Tensors of a backward case: inputs, gradients of the output and of the log-sum-exp, and the reference.
 
-They are made on the device. A search keeps them for its next candidates.
+They are made on the device. A search caches them for its next candidates.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
-# Heads that are not compared get a log-sum-exp of about the right size, so that weights are finite.
+# Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and what a right kernel makes of them.
+    """A case's tensors and reference.
 
     Attributes:
-        read: All that a launch reads, in its poisoned surroundings.
-        written: Where gradients are written, by their names in `BackwardTensors`, likewise.
-        tensors: The same as a launch takes them.
-        side: Its side inputs.
-        lengths: Of each sequence.
-        chosen: What is compared.
-        expected: What they must be; anything may be where a packed sequence has no row.
-        checksum: Sums of the bits of all that is read.
+        read: All tensors that a launch reads, in poisoned surroundings.
+        written: The gradients in poisoned surroundings, by their names in `BackwardTensors`.
+        tensors: The tensors as a launch takes them.
+        side: The extra inputs as a launch takes them.
+        lengths: Lengths of the sequences.
+        chosen: The compared pairs and rows.
+        expected: Their reference. Rows that a varlen sequence does not have may be anything.
+        checksum: Sums of the bits of the tensors in `read`.
     """
 
     read: tuple[Guarded, ...]
@@ -72,18 +72,18 @@ class Prepared(NamedTuple):
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:
-    """Fresh tensors for a case, and the reference of what they give.
+    """Returns new tensors for a case, with their reference.
 
     Args:
         case: Shape, probe and layout.
-        alignment: The alignment class that the tensors must have, and no better one.
-        device: Where to make them, and to work out the reference.
-        seed: With the case, decides every value.
-        dlse: Whether a gradient of the log-sum-exp comes in.
+        alignment: The exact alignment class of the tensors.
+        device: Device of the tensors and of the reference.
+        seed: Seed. Together with the case, it determines all values.
+        dlse: Whether there is a gradient of the log-sum-exp.
     """
     problem = case.problem
     generator = torch.Generator(device=device)
-    # The CPU's generator takes no more than 32 bits of a seed.
+    # The CPU generator uses only 32 bits of a seed.
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     given = given_values(case, lengths, generator, dlse)
@@ -105,7 +105,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
 
 
 def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
-    """A case's values in the types that a kernel reads, as sequences see them that lie side by side."""
+    """Returns a case's values in padded form, in the dtypes that the kernel reads."""
     problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
     side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
     values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
@@ -116,7 +116,7 @@ def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse:
 
 
 def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tensor | None:
-    """Which of a gradient's compared rows a packed sequence does not have; None where all have all."""
+    """Returns which compared rows of a gradient a varlen sequence lacks, or None if none can be absent."""
     if name == "dq":
         heads = pairs.numbers(problem)
         absent = missing(problem, lengths, heads.flatten(), torch.arange(problem.seqlen_q))
@@ -128,7 +128,7 @@ def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tens
 
 
 def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp, as far as anything is compared."""
+    """Returns the output and the log-sum-exp, which are exact only in compared heads."""
     if chosen.pairs.are_all(problem):
         return expected.out.reshape(given.dout.shape), expected.lse.reshape(given.dout.shape[:3])
     out, lse = about_right(problem, given)
@@ -139,7 +139,7 @@ def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected)
 
 
 def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
-    """An output of zeros, and a log-sum-exp of a size that leaves weights finite."""
+    """Returns an output of zeros, and a log-sum-exp with which probabilities are finite."""
     out = torch.zeros_like(given.dout)
     size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
     return out, torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
@@ -148,7 +148,7 @@ def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
 def came_back(
     problem: Problem, given: Given, results: tuple[Tensor, Tensor], memory: Memory, frame: Frame
 ) -> dict[str, Guarded]:
-    """The output, the log-sum-exp and their gradients where a kernel reads them."""
+    """Returns the output, the log-sum-exp and their gradients in the memory layout of the kernel."""
     places = query_places(problem, given.lengths)
     came = {
         "out": memory.out._replace(role=Role.INPUT),
@@ -167,8 +167,8 @@ def came_back(
 
 
 def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
-    """Where a kernel writes the gradients, by their names."""
-    # Rows of each tensor differ in width, so that one's stride does not serve for another.
+    """Returns the poisoned tensors that receive the gradients, by name."""
+    # Row strides differ between tensors, so that the stride of another tensor gives a wrong result.
     written = {
         name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
         for index, (name, one) in enumerate((("dq", memory.q), ("dk", memory.k), ("dv", memory.v)))
@@ -183,7 +183,7 @@ def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guar
 
 
 def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:
-    """A tensor of the same shape, with rows of another width; far if `number` of q, k, v, out is."""
+    """Returns a tensor of the same shape with another row stride. It is far if `number` is `frame.far`."""
     tensor = guarded(
         tuple(one.given.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
         spare=spare, far=frame.far == number,
@@ -204,21 +204,21 @@ prepare_and_keep = Kept(prepare)
 
 
 NEEDLES = (Probe.NEEDLE, Probe.FIRST, Probe.LAST)
-# Rows between needles, over the others.
+# Factor of the rows between needles.
 CALM = 0.1
 
 
 def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Generator) -> Tensor:
-    """A fresh gradient of the output, [batch, heads, seqlen_q, value_head_dim] in float32.
+    """Returns a new gradient of the output, [batch, heads, seqlen_q, value_head_dim] in float32.
 
-    Where values hold needles so does this, one hot row for each block of queries: a block of them that is
-    skipped, masked or taken twice is missing or doubled in a column of dv, and in dk.
+    In probes with needles it has one needle per block of queries. A block that is skipped, masked or
+    processed twice is missing or doubled in a column of dv, and in dk.
 
     Args:
-        probe: What q, k and v hold.
+        probe: The probe of q, k and v.
         problem: Shape.
-        block: Rows of a tile.
-        generator: Source of randomness; its device is where the values are made.
+        block: Number of rows of a tile.
+        generator: Random generator. The values are made on its device.
     """
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim)
     normal = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
@@ -226,7 +226,7 @@ def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Gener
 
 
 def make_dlse(problem: Problem, generator: torch.Generator) -> Tensor:
-    """A fresh gradient of the log-sum-exp, float32 [batch, heads, seqlen_q]."""
+    """Returns a new gradient of the log-sum-exp, float32 [batch, heads, seqlen_q]."""
     shape = (problem.batch, problem.heads, problem.seqlen_q)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
@@ -241,7 +241,7 @@ def _with_needles(normal: Tensor, probe: Probe, block: int, generator: torch.Gen
     else:
         offset = torch.randint(block, (batch, heads, blocks), generator=generator)
     row = (torch.arange(blocks) * block + offset).clamp_max(rows - 1)
-    # Neighbouring blocks and heads that share keys use columns apart.
+    # Neighbouring blocks, and heads that share keys, use different columns.
     column = (torch.arange(blocks) * 5 + torch.arange(heads)[:, None] * 3) % width
     sign = torch.randint(2, (batch, heads, blocks), generator=generator) * 2.0 - 1.0
     some_batch, some_head = torch.arange(batch)[:, None, None], torch.arange(heads)[None, :, None]

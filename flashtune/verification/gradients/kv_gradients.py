@@ -1,4 +1,4 @@
-"""The gradients of keys and values: sums over the query rows of all heads that share them."""
+"""Gradients of keys and values: sums over the query rows of all heads that share them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class OfKeys(NamedTuple):
-    """What some rows add to the gradients of keys; all [pairs, keys, ...] and, but for the last, additive.
+    """Partial sums of the gradients of k and v over some rows, [pairs, keys, ...]. `steps` is a maximum.
 
     Attributes:
-        dk, dv: Exact, dk but for the scale.
-        plain_dk, plain_dv: Of rounded scores.
-        dk_spread, dv_spread: Squares of typical errors, column by column.
-        queries: How many rows see each key, [pairs, keys].
-        steps: Roundoffs of float32 that weights may be off by, [pairs, 1]: of the rows where they are most.
+        dk, dv: Exact gradients; dk without the scale.
+        plain_dk, plain_dv: Those of the low-precision reference.
+        dk_spread, dv_spread: Squares of typical errors of each column.
+        queries: Number of rows that see each key, [pairs, keys].
+        steps: Largest relative error of the rows' probabilities, in float32 roundoffs, [pairs, 1].
     """
 
     dk: Tensor
@@ -38,11 +38,11 @@ class OfKeys(NamedTuple):
 
 
 def key_sums(work: Work) -> OfKeys:
-    """What some rows add."""
+    """Returns the partial sums over some rows."""
     wide, exact, plain, errors = work.wide, work.exact, work.plain, work.errors
     weight, least = errors.weight[..., None], squared(errors.least)[..., None]
     q, dout, squares = squared(wide.q), squared(wide.dout), squared(exact.weights)
-    # Deltas of different rows are off independently.
+    # The errors of different rows' deltas are independent.
     of_product = (squared(errors.delta) + squared(errors.product))[..., None] * q
     dk_spread = squared(exact.slopes).mT @ (weight * q) + squares.mT @ of_product
     dv_spread = squared(exact.kept).mT @ (weight * dout)
@@ -59,13 +59,13 @@ def key_sums(work: Work) -> OfKeys:
 
 
 def added(one: OfKeys, other: OfKeys) -> OfKeys:
-    """What two slices of rows add together."""
+    """Returns the sum of the partial sums of two slices of rows."""
     sums = OfKeys(*map(torch.add, one, other))
     return sums._replace(steps=larger(one.steps, other.steps))
 
 
 def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradient, Gradient]:
-    """dk and dv of some pairs, once all their query rows are added up."""  # noqa: D403 - a name
+    """Returns dk and dv of some pairs from the sums over all their query rows."""
     steps = sums.steps.expand(sums.queries.shape)
 
     def gradient(exact: Tensor, plain: Tensor, typical: Tensor) -> Gradient:

@@ -1,4 +1,4 @@
-"""The forward pass of some rows in float64, and what its gradients are made of: weights, dP, delta."""
+"""The forward pass of some rows in float64, with the quantities that gradients are computed from."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a backward pass is made of, as sequences see it that lie side by side.
+    """The inputs of a backward pass in padded form. Tensors are finite after the end of a sequence too.
 
     Attributes:
-        q: [batch, heads, seqlen_q, head_dim] in the problem's type; finite beyond a sequence's end as well.
-        k: [batch, kv_heads, seqlen_kv, head_dim] likewise.
-        v: [batch, kv_heads, seqlen_kv, value_head_dim] likewise.
-        dout: The gradient of the output, [batch, heads, seqlen_q, value_head_dim] likewise.
-        dlse: That of the log-sum-exp, float32 [batch, heads, seqlen_q]; None for zeros.
-        side: Side inputs.
+        q: [batch, heads, seqlen_q, head_dim] in the problem's dtype.
+        k: [batch, kv_heads, seqlen_kv, head_dim] in the same dtype.
+        v: [batch, kv_heads, seqlen_kv, value_head_dim] in the same dtype.
+        dout: The gradient of the output, [batch, heads, seqlen_q, value_head_dim] in the same dtype.
+        dlse: The gradient of the log-sum-exp, float32 [batch, heads, seqlen_q], or None for zeros.
+        side: Extra inputs.
         scale: Softmax scale.
-        lengths: Of each sequence.
+        lengths: Lengths of the sequences.
     """
 
     q: Tensor
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """Some rows of some pairs in float64; the rows of all heads that share keys are one behind the other.
+    """Some rows of some pairs in float64. The rows of the heads of a group are concatenated.
 
     Attributes:
         q: [pairs, group · rows, head_dim].
@@ -67,16 +67,15 @@ class Weights(NamedTuple):
     """The forward pass of some rows.
 
     Attributes:
-        scores: [pairs, group · rows, keys] in float64, with all that is laid over them; next to -inf
-            where hidden.
-        exact: P, alike.
-        slope: 1 - tanh² where scores are capped, alike; None where they are not.
-        kept: What dropout multiplies P by, alike; None where nothing is dropped.
+        scores: [pairs, group · rows, keys] in float64, with softcap, ALiBi and bias. Very negative if hidden.
+        exact: P, of the same shape.
+        slope: 1 - tanh² of the softcap, of the same shape, or None without softcap.
+        kept: Dropout factors of P, of the same shape, or None without dropout.
         out: [pairs, group · rows, value_head_dim].
-        lse: [pairs, group · rows], -inf where nothing is seen.
-        added: Largest magnitude of what was added to a score that has weight, alike; None for nothing.
-        keys: How many keys each row sees, alike.
-        queries: How many rows see each key, [pairs, keys].
+        lse: [pairs, group · rows], -inf in rows without visible keys.
+        added: Largest magnitude of a bias or ALiBi term of a key with weight, like `lse`. None without such.
+        keys: Number of visible keys of each row, like `lse`.
+        queries: Number of rows that see each key, [pairs, keys].
     """
 
     scores: Tensor
@@ -91,7 +90,7 @@ class Weights(NamedTuple):
 
 
 def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
-    """Some rows of some pairs, in float64."""
+    """Returns some rows of some pairs in float64."""
 
     def stacked(tensor: Tensor) -> Tensor:
         return pairs.of_queries(problem, tensor, rows).flatten(1, 2).double()
@@ -104,7 +103,7 @@ def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
 
 
 def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: Tensor) -> Weights:
-    """The forward pass of some rows of some pairs."""
+    """Returns the forward pass of some rows of some pairs."""
     device, group, side = wide.q.device, problem.group_size, given.side
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)
     scores = (wide.q @ wide.k.mT).mul_(given.scale)
@@ -117,7 +116,7 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
     sinks = sinks_of(side, some, device)
     lse = softmax(by_head, sinks)[2]
     if sinks is None:
-        # Rows that see no key have equal weights by now.
+        # Rows without visible keys have equal weights here.
         lse.add_(seen.keys.bool().double().log())
     lse = lse.view(scores.shape[:2])
     exact = (scores - finite(lse)[..., None]).exp_()
@@ -132,10 +131,10 @@ def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: T
 
 
 def finite(lse: Tensor) -> Tensor:
-    """What is taken off the scores: nothing where all are hidden."""
+    """Returns the log-sum-exp with -inf replaced by 0, to be subtracted from scores."""
     return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
 def rounded(out: Tensor, problem: Problem) -> Tensor:
-    """The output as the forward pass stores it."""
+    """Returns the output in the dtype in which the forward pass stores it."""
     return out.to(TORCH_DTYPES[problem.out_dtype])

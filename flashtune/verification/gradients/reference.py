@@ -1,9 +1,9 @@
-"""Gradients in float64, and how far a kernel's may be off, on the device that holds the inputs.
+"""Reference gradients in float64 and their tolerances, computed on the device of the inputs.
 
-Both the exact gradients and the plain ones in low precision are made of the forward pass in float64. The
-plain computation rounds where unfused code rounds (`gate.py` says where) and takes its products exactly.
-Pairs of a sequence and a KV head are worked on some at a time, and large ones in slices of query rows, so
-that memory stays bounded: what keys get of each slice is added up.
+Both the exact gradients and those of the low-precision reference are computed from the forward pass in
+float64. The low-precision reference rounds where unfused code rounds (see `tolerance.py`). Its products are
+exact. To bound the memory, only some pairs of a sequence and a KV head are computed at a time. Large pairs
+are computed in slices of query rows, whose contributions to dk and dv are summed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """What is compared.
+    """The compared pairs and rows.
 
     Attributes:
-        pairs: Sequences and KV heads: all their rows, and those of the query heads that share them.
-        rows: Query rows of which the gradient of a bias is compared, [rows] in int64 on the CPU.
+        pairs: Sequences and KV heads, with their query heads. All their rows are compared.
+        rows: Query rows in which the gradient of a bias is compared, [rows] in int64 on the CPU.
     """
 
     pairs: Pairs
@@ -45,13 +45,13 @@ class Chosen(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What comes in of the forward pass, and what a right backward pass makes of it.
+    """The reference of the forward pass and of the gradients.
 
     Attributes:
         out: The output, rounded once, [pairs, group, seqlen_q, value_head_dim].
         lse: The log-sum-exp in float32, [pairs, group, seqlen_q].
-        gradients: By their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk and dv
-            [pairs, seqlen_kv, ...], dbias [pairs, group, rows, seqlen_kv, 1] of some rows alone, and dslopes
+        gradients: Gradients by their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk
+            and dv [pairs, seqlen_kv, ...], dbias [pairs, group, rows, seqlen_kv, 1] of some rows, and dslopes
             [pairs, group, 1].
     """
 
@@ -61,7 +61,7 @@ class Expected(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """What some rows come to: the forward pass, dq, and dbias where there is one; as in `Expected`."""
+    """The forward pass, dq and, if any, dbias of some rows, as in `Expected`."""
 
     out: Tensor
     lse: Tensor
@@ -70,12 +70,12 @@ class OfRows(NamedTuple):
 
 
 def expect_gradients(problem: Problem, given: Given, chosen: Chosen) -> Expected:
-    """The gradients of the chosen pairs, and what a kernel's error may be there.
+    """Returns the gradients of the chosen pairs and their tolerances.
 
     Args:
-        problem: Shape, type, masks, and what else is laid over scores.
+        problem: Shape, dtype, masks and other features.
         given: Inputs.
-        chosen: What is compared.
+        chosen: The compared pairs and rows.
     """
     some = pieces(problem, chosen.pairs, given.q.device.type)
     parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
@@ -113,7 +113,7 @@ def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> E
 
 
 def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRows:
-    """What belongs to query rows alone."""
+    """Returns the results of some query rows."""
     exact = (work.exact.slopes @ work.wide.k).mul_(given.scale)
     plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)
     figures = RowFigures(
@@ -134,7 +134,7 @@ def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRo
 
 
 def _typical(work: Work) -> Tensor:
-    """Typical error of each row of dq but for the scale, [pairs, group · rows]."""
+    """Returns the typical error of each row of dq without the scale, [pairs, group · rows]."""
     wide, exact, errors = work.wide, work.exact, work.errors
     squares = squared(wide.k)
     spread: Tensor = errors.weight[..., None] * (squared(exact.slopes) @ squares)

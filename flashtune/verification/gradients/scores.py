@@ -1,4 +1,4 @@
-"""P and dS of some rows: exact, as plain code in low precision has them, and how far they may be off."""
+"""P and dS of some rows: exact, in the low-precision reference, and their errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class Scores(NamedTuple):
 
     Attributes:
         weights: P.
-        kept: P as it meets the values: zero where it is dropped, and the rest the larger. P itself where
-            nothing is.
-        slopes: dS, of the scores as they were multiplied: times the slope of a cap.
-        laid: dS of the scores at last, with all that is laid over them; the same where nothing is capped.
+        kept: P after dropout. P itself without dropout.
+        slopes: dS of the scores before the softcap. Includes the derivative of the softcap.
+        laid: dS of the scores after the softcap and all additions. Equal to `slopes` without softcap.
     """
 
     weights: Tensor
@@ -47,13 +46,13 @@ class Work(NamedTuple):
     Attributes:
         rows: The rows, [rows] in int64 on the CPU.
         wide: Inputs.
-        out: The output as the forward pass stored it, [pairs, group · rows, value_head_dim].
-        lse: The log-sum-exp likewise, [pairs, group · rows] in float32.
-        keys: How many keys each row sees, alike.
-        queries: How many rows see each key, [pairs, keys].
+        out: The output as the forward pass stores it, [pairs, group · rows, value_head_dim].
+        lse: The log-sum-exp as the forward pass stores it, [pairs, group · rows] in float32.
+        keys: Number of visible keys of each row, [pairs, group · rows].
+        queries: Number of rows that see each key, [pairs, keys].
         exact: P and dS.
-        plain: P and dS as plain code has them, rounded to the inputs' type.
-        errors: What figures of each row are off by.
+        plain: P and dS of the low-precision reference, rounded to the inputs' dtype.
+        errors: Errors of the quantities of each row.
     """
 
     rows: Tensor
@@ -68,7 +67,7 @@ class Work(NamedTuple):
 
 
 def work_on(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Work:
-    """All that gradients are made of, of some query rows of some pairs."""
+    """Returns the quantities that gradients are computed from, for some query rows of some pairs."""
     wide = widened(problem, given, pairs, rows)
     weights = weights_of(problem, given, wide, pairs, rows)
     out, lse = rounded(weights.out, problem), weights.lse.float()
@@ -92,7 +91,7 @@ def _scores(
 
 
 def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, delta: Tensor) -> Scores:
-    """P and dS as unfused code in low precision has them, both rounded to the inputs' type."""
+    """Returns P and dS of unfused low-precision code, both rounded to the inputs' dtype."""
     low = TORCH_DTYPES[problem.dtype]
     p = (weights.scores.float() - finite(lse)[..., None]).exp_()
     scores = _scores(p, products, delta, None if weights.slope is None else weights.slope.float(), None)
@@ -118,10 +117,10 @@ def _sizes(given: Given, wide: Wide, weights: Weights, delta: Tensor) -> Sizes:
 
 
 def once(gradient: Tensor, problem: Problem) -> Tensor:
-    """A gradient as float32 sums that are rounded once to the inputs' type."""
+    """Returns a gradient as a float32 sum that is rounded once to the inputs' dtype."""
     return gradient.float().to(TORCH_DTYPES[problem.dtype]).double()
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """Largest magnitude of each row."""
+    """Returns the largest magnitude of each row."""
     return tensor.abs().amax(-1)

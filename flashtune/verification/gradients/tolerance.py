@@ -1,44 +1,48 @@
-"""The gate of the backward pass: how large an error a row of a gradient may have.
+"""The tolerance of the backward pass: the largest error that a row of a gradient may have.
 
-A row of dq belongs to a query, rows of dk and dv to a key. As in `flashtune.verification.tolerance` a
-row's error, the largest over its elements, may be
+A row of dq belongs to a query, a row of dk or dv to a key. The error of a row is the largest of its elements.
+As in `flashtune.verification.tolerance`, it may be
 
     factor · max(plain, typical) + rounding
 
-where the factor is 2, and 3 for dk and dv in bf16: FlashAttention accepts gradients within two to three
-times the error of the same computation in plain low precision (Dao et al., their tests).
+The factor is 2, and 3 for dk and dv in bf16. FlashAttention's tests accept gradients within two to three
+times the error of a low-precision reference (Dao et al.).
 
-With P = exp(S - lse), dP = dO·Vᵀ, delta = rowsum(dO·O) and dS = P·(dP - delta), the gradients are
-dq = scale·dS·K, dk = scale·dSᵀ·Q and dv = Pᵀ·dO.
+The gradients are
 
-`plain`     the error of these on this very row where P is rounded to the inputs' type before it meets dO,
-            delta is made of the output that the forward pass rounded, dS is rounded before it meets K and Q,
-            scores, weights and products are float32, and results are rounded once.
-`typical`   what the same roundings make where nothing cancels. u is the unit roundoff of the inputs' type, f
+    P = exp(S - lse)    dP = dO·Vᵀ    delta = rowsum(dO·O)    dS = P·(dP - delta)
+    dq = scale·dS·K     dk = scale·dSᵀ·Q                      dv = Pᵀ·dO
+
+`plain`     The error of the low-precision reference in this row. It rounds P to the inputs' dtype before the
+            product with dO, and dS before the products with K and Q. It computes delta from the rounded
+            output. Scores, probabilities and products are float32, and results are rounded once.
+`typical`   The error of the same roundings if nothing cancels. u is the unit roundoff of the inputs' dtype, f
             that of float32:
-            - each dS (for dv each P) is rounded once, independently: u·sqrt(Σ dS²k²);
-            - each weight is relatively off by f times the steps that its score takes, its row's log-sum-exp
-              among them, and each sum of n terms by f·sqrt(n), in whatever order blocks are added up: that is
-              in quadrature with u. An accumulation by atomics is such a sum, of fewer terms;
-            - each dP is off by f times its steps, in proportion to |dO|·max|V|: times P it is an error of dS;
-            - delta is off by u·sqrt(Σ dO²O²), as each element of the output was rounded. That error
-              belongs to a whole row of dS: in dq it meets |Σ P·k|, and nothing averages it away; in dk
-              the rows are independent, Σ P²q² times its square;
-            - 16-bit floats have a smallest number, half of which each dS and P may be off by;
-            - and float32 arithmetic may take what lies under its smallest normal number, 2^-126, for zero, as
-              the exponentials of GPUs do. A weight that is lost so is an error of |dP - delta| in dS. Weights
-              so small are common beside steep slopes or biases, and bfloat16 has numbers for them.
-`rounding`  half a unit in the last place of the row's largest element, since results are rounded once; what
-            all weights of a row may be off by alike (f times their steps); and, where matrix units add up
-            16-bit products, what they cut off: up to two roundoffs of the sum at each step of 16
-            products and half of that on average, always towards zero.
+            - Each dS (each P for dv) is rounded once, independently: u·sqrt(Σ dS²k²).
+            - Each probability has a relative error of f times the steps of its score, including those of the
+              log-sum-exp. A sum of n terms adds f·sqrt(n), in any order of the blocks. Both are in quadrature
+              with u. An accumulation by atomics is such a sum, of fewer terms.
+            - Each dP has an error of f times its steps, in proportion to |dO|·max|V|. Times P it is an error
+              of dS.
+            - delta has an error of u·sqrt(Σ dO²O²), because each element of the output was rounded. It is
+              common to a row of dS. In dq it is multiplied by |Σ P·k|, without averaging. In dk the rows are
+              independent, so its square is multiplied by Σ P²q².
+            - Each dS and P may have an error of half the smallest positive 16-bit number.
+            - Float32 arithmetic may flush numbers below the smallest normal one, 2^-126, to zero, as the
+              exponentials of GPUs do. A probability that is flushed is an error of |dP - delta| in dS. Such
+              small probabilities are common with steep slopes or biases, and bfloat16 can represent them.
+`rounding`  Half a unit in the last place of the row's largest element, because results are rounded once. Also
+            the common relative error of all probabilities of a row (f times their steps). With 16-bit inputs,
+            also the truncation of Tensor Cores: up to two roundoffs of the sum at each step of 16 products,
+            and half of that on average, towards zero.
 
-A bias's gradient is dS itself, rounded once; that of a slope is -Σ dS·distance in float32, and
-all pairs of a row share the error of their delta.
+The gradient of a bias is dS itself, rounded once. The gradient of a slope is -Σ dS·distance in float32, and
+all pairs of a row share the error of delta.
 
-Caps multiply dS by 1 - tanh²: its error is that of a hyperbolic tangent, in proportion to P·|dP - delta|.
+A softcap multiplies dS by 1 - tanh². Its error is that of a hyperbolic tangent, in proportion to
+P·|dP - delta|.
 
-Rows that meet no pair at all have no error: they are zero, exactly.
+Rows without any visible pair must be exactly zero.
 """
 
 from __future__ import annotations
@@ -67,22 +71,22 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 BF16_KEYS_FACTOR = 3.0
-# Roundoffs of a log-sum-exp's magnitude: it is rounded, made powers of two, and taken off.
+# Roundoffs of a log-sum-exp's magnitude: it is rounded, converted to log2 units and subtracted.
 LSE_STEPS = 4.0
-# Of what a row of a 16-bit gradient may be off by, the part that the order of float32 sums may change.
+# The share of a 16-bit row's tolerance that the order of float32 sums may change.
 ORDER_SHARE = 2.0**-6
 
 
 class QueryErrors(NamedTuple):
-    """What the figures of each query row are off by, [..., rows] in float64.
+    """Errors of the quantities of each query row, [..., rows] in float64.
 
     Attributes:
-        steps: Roundoffs of float32 that its weights may be off by, relative to themselves.
-        weight: What each weight, or dS, is off by once it is rounded, relative to itself; squared.
-        product: What each dP is off by.
-        delta: What its delta is off by.
-        least: What each dS may be off by, however small it is.
-        least_weight: Likewise each P as it meets dO; the same for all rows.
+        steps: Relative error of its probabilities in float32 roundoffs.
+        weight: Square of the relative error of each rounded probability, or dS.
+        product: Error of each dP.
+        delta: Error of delta.
+        least: Absolute error that each dS may have, however small it is.
+        least_weight: Absolute error that each P may have in the product with dO; the same for all rows.
     """
 
     steps: Tensor
@@ -94,16 +98,16 @@ class QueryErrors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Magnitudes of each query row that its errors are in proportion to, [..., rows] in float64.
+    """Magnitudes that the errors of each query row are proportional to, [..., rows] in float64.
 
     Attributes:
-        score: Largest score that it could have with any key, by Cauchy-Schwarz.
-        lse: Magnitude of its log-sum-exp, 0 where that is -inf.
-        added: Largest magnitude of what was added to a score that has weight; None where nothing was.
-        product: Largest dP that it could have with any value, likewise.
+        score: Upper bound of its scores, by Cauchy-Schwarz.
+        lse: Magnitude of its log-sum-exp, 0 if it is -inf.
+        added: Largest magnitude of a bias or ALiBi term of a key with weight. None without such terms.
+        product: Upper bound of its dP, by Cauchy-Schwarz.
         delta: Root of the sum of squares of dO·O.
-        change: Largest |dP - delta| that it could have.
-        kept: What dropout multiplies weights by that stay; 1 where none are dropped.
+        change: Upper bound of |dP - delta|.
+        kept: Dropout factor of probabilities that are not dropped, 1 without dropout.
     """
 
     score: Tensor
@@ -116,12 +120,12 @@ class Sizes(NamedTuple):
 
 
 def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
-    """What the figures of query rows are off by, from first principles.
+    """Returns the errors of the quantities of query rows, from first principles.
 
     Args:
-        problem: Types and widths.
+        problem: Dtypes and widths.
         sizes: Magnitudes.
-        softcap: The cap of scores, 0 where there is none.
+        softcap: The softcap, 0 without one.
     """
     roundoff = UNIT_ROUNDOFF[problem.dtype]
     steps = FUNCTION_STEPS + _product_steps(problem.head_dim) * sizes.score + LSE_STEPS * sizes.lse
@@ -129,7 +133,7 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
         steps = steps + ADDING_STEPS * sizes.added
     product_steps = _product_steps(problem.value_head_dim)
     if softcap:
-        # A score's error changes its weight and its slope 1 - tanh², by no more than twice as much.
+        # A score's error changes its probability and the factor 1 - tanh², together by at most twice as much.
         steps = 2.0 * (steps + FUNCTION_STEPS * softcap)
         product_steps += 4.0 * FUNCTION_STEPS
     longest = max(problem.seqlen_kv, problem.group_size * problem.seqlen_q)
@@ -145,16 +149,16 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
 
 
 def _product_steps(width: int) -> float:
-    """Roundoffs of the largest product of vectors so wide that such a product may be off by."""
+    """Returns the error of a product of vectors of this width, in roundoffs of the largest such product."""
     return max(LEAST_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
 class Gradient(NamedTuple):
-    """What a right kernel writes of one gradient, and how far it may be off; in float64.
+    """The reference of one gradient and its tolerances, in float64.
 
     Attributes:
-        exact: [..., rows, columns].
-        allowed: [..., rows].
+        exact: The gradient, [..., rows, columns].
+        allowed: Tolerances, [..., rows].
     """
 
     exact: Tensor
@@ -162,14 +166,14 @@ class Gradient(NamedTuple):
 
 
 class RowFigures(NamedTuple):
-    """What decides on a gradient's rows, [..., rows] each in float64.
+    """The figures that determine the tolerance of a gradient's rows, [..., rows] each in float64.
 
     Attributes:
-        plain: Error of the plain computation.
-        typical: Error that its roundings make when nothing cancels.
+        plain: Error of the low-precision reference.
+        typical: Error of its roundings if nothing cancels.
         largest: Largest magnitude of the exact row.
-        terms: How many pairs of a query and a key it is a sum over.
-        steps: Roundoffs of float32 that all weights may be off by alike.
+        terms: Number of pairs of a query and a key in the row's sum.
+        steps: Common relative error of all probabilities in float32 roundoffs.
     """
 
     plain: Tensor
@@ -180,18 +184,18 @@ class RowFigures(NamedTuple):
 
 
 def allowed_query_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """The largest error that each row of dq, or of a bias's gradient, may have."""
+    """Returns the tolerance of each row of dq, or of a bias's gradient."""
     return _allowed(figures, problem, FACTOR, problem.dtype)
 
 
 def allowed_key_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """The largest error that each row of dk or of dv may have."""
+    """Returns the tolerance of each row of dk or of dv."""
     factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
     return _allowed(figures, problem, factor, problem.dtype)
 
 
 def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """The largest error that the gradient of each slope may have: it is float32 and stays so."""
+    """Returns the tolerance of the gradient of each slope, which is stored in float32."""
     return _allowed(figures, problem, FACTOR, Dtype.FP32)
 
 
@@ -207,16 +211,17 @@ def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype
 
 
 def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dtype) -> Tensor:
-    """By how much two launches are farther apart than sums in another order take them: a scalar, not above 0.
+    """Returns by how much the difference of two launches exceeds that of another order of sums, a scalar.
 
-    An element may be rounded to the number beside. What float32 sums differ by before is a small share
-    of what a row may be off by, most of which is roundings of 16 bits that all launches make alike.
+    It must not be above 0. Another order of float32 sums may round an element to the neighbouring number. Its
+    error before rounding is a small share of the row's tolerance. Most of the tolerance is for 16-bit
+    rounding errors, which all launches share.
 
     Args:
-        first: Rows as one launch wrote them, [..., rows, columns].
-        later: As another did.
-        allowed: The largest error of each row, [..., rows] in float64.
-        stored: The type of 16 bits in which they were written.
+        first: Rows of one launch, [..., rows, columns].
+        later: Rows of another launch.
+        allowed: Tolerance of each row, [..., rows] in float64.
+        stored: The 16-bit dtype of the rows.
     """
     numbers = torch.finfo(stored)
     one = first.double()

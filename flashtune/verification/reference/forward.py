@@ -10,10 +10,10 @@ quantisation is not an error of the kernel.
 Here all sequences are as long as the longest, for any memory layout of the kernel. Rows and keys after the
 end of a shorter sequence are hidden (`masks.py`). `scores.py` applies softcap, ALiBi and bias.
 
-A process that verifies one kernel loads each CUDA kernel of torch for the first time, together with the other
-kernels of the same source file. This takes from 2 ms (absolute values) over 20 ms (indexing) to 50 ms (masked
-fills). So the reference uses additions, products and copies where possible. It does not divide or compare,
-and indexes only if not all rows are compared.
+A process that verifies one kernel loads each CUDA kernel of torch for the first time, and with it the others
+of its source file. This takes from 2 ms (absolute values) over 20 ms (indexing) to 50 ms (masked fills). So
+the reference uses additions, products and copies where possible. It does not divide or compare, and indexes
+only if not all rows are compared.
 """
 
 from __future__ import annotations
